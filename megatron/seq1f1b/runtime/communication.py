@@ -2,8 +2,8 @@
 
 A channel carries one payload (activations or gradients) from one rank to another. It is a queue without tags: the
 schedule fixes the order, the same at both ends, and when each receive is posted, so neither shapes nor tags are
-negotiated. `schedule/lowering.py` shows why this cannot hang. A rank may use messages in another order than they
-arrive.
+negotiated. `schedule/lowering.py` shows why this cannot hang. A rank may use messages in an order other than that of
+their arrival.
 """
 
 import logging
@@ -34,11 +34,11 @@ MAX_CTAS = 4
 _NCCL_UNDEFINED = -(2**31)
 
 _PATIENCE = 0.8  # share of the timeout; after the whole timeout NCCL ends the process
-_LOOKS = 20  # in that time
+_LOOKS = 20  # checks in that time
 
 
 class Message(NamedTuple):
-    """A message on its way, and the SEND or RECV that it belongs to; the first of a channel belongs to none."""
+    """A message on its way, and its SEND or RECV; the first message of a channel has none."""
 
     channel: Channel
     action: Action | None
@@ -71,18 +71,18 @@ class Communicator:
         self._device = device
         self._timeout = timeout
         self._is_gloo = dist.get_backend(group) == "gloo"
-        # Then messages are kernels that wait on the GPU, and no other kernel can be loaded while they do.
+        # If so, messages are kernels that wait on the GPU, and no other kernel can be loaded while they wait.
         self.is_on_device = dist.get_backend(group) == "nccl"
         # gloo moves host memory only. Pinned buffers let several ranks share one GPU.
         self._is_staged = self._is_gloo and device.type == "cuda"
         self._groups = {} if self._is_gloo or not channels else groups_per_communicator(group, channels, timeout)
-        # A gloo send has left only once somebody has waited for it; with NCCL, the thread watches for late receives.
+        # A gloo send is complete only after a wait for it; with NCCL, the thread watches for late receives.
         self._waits = Waits("sends" if self._is_gloo else "receives")
         if not self._is_gloo:
             self._waits.submit(partial(torch.cuda.set_device, device))  # else the thread takes memory on the first GPU
         self._receiving: dict[tuple | None, Message] = {}  # by action
-        self._sending: deque[Message] = deque()  # which keep their storages until they have left
-        # Every send and receive ends before its call returns, for programs with messages in turn.
+        self._sending: deque[Message] = deque()  # keeps their storages until they have left
+        # True for programs with messages in turn: every send and receive ends before its call returns.
         self.goes_in_turn = False
         self._connect(channels)
 
@@ -132,7 +132,7 @@ class Communicator:
         return {"group": self._groups[channel.communicator]}
 
     def _wait_for(self, work: dist.Work) -> Callable[[], Any]:
-        # With NCCL the stream waits; with a timeout the host would, too.
+        # With NCCL the stream waits; with a timeout the host would wait, too.
         return partial(work.wait, self._timeout) if self._is_gloo else work.wait
 
     def _finish(self, message: Message) -> None:
@@ -171,7 +171,7 @@ class Communicator:
 
 
 def described(channel: Channel, action: Action | None) -> str:
-    """The message of a SEND or RECV in words."""
+    """Describes the message of a SEND or RECV."""
     ranks = f"pipeline rank {channel.source} to {channel.destination}"
     if action is None:
         return f"the first message from {ranks}"
@@ -222,7 +222,7 @@ def _options(group: dist.ProcessGroup) -> Any:
     options.config.max_ctas = MAX_CTAS
     for name in ("cga_cluster_size", "min_ctas", "max_ctas", "net_name"):
         value = getattr(own, name)
-        if value not in (None, _NCCL_UNDEFINED):  # the setters crash at a name that is None
+        if value not in (None, _NCCL_UNDEFINED):  # the setters crash if a name is None
             setattr(options.config, name, value)
     return options
 
@@ -230,8 +230,8 @@ def _options(group: dist.ProcessGroup) -> Any:
 class Waits:
     """A thread that runs one wait after another.
 
-    It is a daemon: a program that fails must not wait at its end for messages that no rank receives, as it would for
-    the threads of an executor of Python's.
+    It is a daemon: a program that fails must not wait at its end for messages that no rank receives. Python would wait
+    for the threads of its own executors.
     """
 
     def __init__(self, name: str) -> None:

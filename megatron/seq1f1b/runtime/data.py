@@ -10,7 +10,7 @@ from ..model import Segment
 
 
 class SegmentIterator:
-    """Stands in for the data iterator of one model chunk during one step; `next()` gives the running segment.
+    """Replaces the data iterator of one model chunk during one step; `next()` returns the running segment.
 
     Batches are read once and in order, whatever the order of the schedule, since a micro-batch number must mean the
     same batch on every stage, and kept until their last segment. `check(mask, where)` is called for every attention
@@ -22,11 +22,11 @@ class SegmentIterator:
         self._check = check
         self._kept: dict[int, Any] = {}
         self._read = 0
-        self.segment: Segment | None = None  # that `next()` gives, or gave last
-        self.latest: Any = None  # the whole batch of the segment that `next()` gave last
+        self.segment: Segment | None = None  # of the next or latest `next()`
+        self.latest: Any = None  # the whole batch of the segment that `next()` returned last
 
     def at(self, segment: Segment) -> "SegmentIterator":
-        """Make `next()` give this segment."""
+        """Make `next()` return this segment."""
         self.segment = segment
         return self
 
@@ -46,7 +46,7 @@ class SegmentIterator:
         return tree_map_with_path(lambda path, leaf: cut(leaf, segment, keystr(path)), batch)
 
     def read_ahead(self, num_microbatches: int) -> list[Any]:
-        """The whole batches of a step that is about to begin; `next()` gives their segments later."""
+        """The whole batches of a step that is about to begin; `next()` returns their segments later."""
         self._read_to(num_microbatches)
         return [self._kept[microbatch] for microbatch in range(num_microbatches)]
 
@@ -61,9 +61,9 @@ class SegmentIterator:
 
 
 def _require_sequences(batch: Any, segment: Segment) -> None:
-    """Raise ValueError for a batch with nothing to cut, but with integers [x, y] that look like tokens.
+    """Raise ValueError for a batch with nothing to cut if it has integers [x, y] that look like tokens.
 
-    Activations may be laid out otherwise, for a program that cuts them itself.
+    Activations may have another layout, in a program that cuts them itself.
     """
     length = segment.sequence_length
     leaves = [(keystr(path), leaf) for path, leaf in tree_flatten_with_path(batch)[0] if isinstance(leaf, torch.Tensor)]
@@ -80,8 +80,8 @@ def cut(leaf: Any, segment: Segment, name: str = "") -> Any:
     """The part of a batch entry that belongs to `segment`.
 
     Every dimension as long as a sequence is narrowed to the segment, except for the first, which counts the sequences
-    of the micro-batch. Positions where documents start (`cu_seqlens`) become positions in the segment, whose tokens are
-    a packed batch, too. Anything else stays as it is.
+    of the micro-batch. Positions where documents start (`cu_seqlens`) become positions in the segment, so its tokens
+    are a packed batch, too. Anything else stays as it is.
     """
     if not isinstance(leaf, torch.Tensor):
         return leaf
@@ -92,5 +92,5 @@ def cut(leaf: Any, segment: Segment, name: str = "") -> Any:
             leaf = leaf.narrow(dimension, segment.start, segment.length)
     if leaf.is_contiguous() or not leaf.is_pinned():
         return leaf.contiguous()
-    # Pinned as the whole is: the host would wait for a GPU that copies from other memory.
+    # Pinned like the whole batch, else the host would wait for the copy to the GPU.
     return torch.empty(leaf.shape, dtype=leaf.dtype, pin_memory=True).copy_(leaf)

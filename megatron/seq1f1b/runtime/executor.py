@@ -1,4 +1,4 @@
-"""What `get_forward_backward_func` returns: runs any schedule, for training and evaluation."""
+"""The function that `get_forward_backward_func` returns: it runs any schedule, for training and evaluation."""
 
 import os
 from collections.abc import Callable
@@ -43,7 +43,7 @@ class PipelineExecutor:
     """Called like Megatron's `forward_backward_func`; made once, used for every step.
 
     `auto` plans for `costs(lengths)`, for equal costs if it is None. `around_forward(stage, length)` is entered around
-    the user's forward step, for code that derives shapes, or what it reads, from globals. No wait for a message is
+    the user's forward step, for code that derives shapes or the entries to read from globals. No wait for a message is
     longer than `timeout`. `reports_on_last_rank`: the last rank of the pipeline gets the reports, too, if another one
     computes the loss. The loss is computed in pieces of `piece` logits (model/loss_pieces.py); None keeps all logits.
 
@@ -84,11 +84,11 @@ class PipelineExecutor:
         self._context.kept_attention = {}
 
     def offload(self, share: float) -> None:
-        """Move a `share` of what forwards leave for their backwards to the memory of the host, see `units_to_move`."""
+        """Move a `share` of the activations to host memory, see `units_to_move`."""
         self._programs.offloaded = share
 
     def host_rate(self) -> float:
-        """Bytes/s of the link to the host, each way while both are in use by all ranks; of the slowest of them."""
+        """Bytes/s of the slowest rank's link to the host, each way, while all ranks use both ways."""
         device = torch.device(torch.cuda.current_device())
         rate = torch.tensor(link_rate(device, dist.barrier), device=device)
         dist.all_reduce(rate, dist.ReduceOp.MIN)
@@ -202,7 +202,8 @@ class PipelineExecutor:
         return self._on_last_rank(reports, step) if self._reports_on_last_rank else reports
 
     def _on_last_rank(self, reports: list[Any], step: Step) -> list[Any]:
-        """The reports, sent to the last rank, where Megatron's training loop reads them. Other ranks do not wait."""
+        """The reports, sent to the last rank, where Megatron's training loop reads them. Other ranks do not take
+        part."""
         source, last = step.placement.rank_of(step.placement.num_stages - 1), step.placement.num_ranks - 1
         if source == last or step.rank not in (source, last):
             return reports

@@ -1,4 +1,5 @@
-"""From a PipelineConfig to what runs a step: our interpreter, or Megatron's own schedule with a trace."""
+"""Builds the function that runs a step from a PipelineConfig: our interpreter, or Megatron's own schedule with a
+trace."""
 
 import logging
 from argparse import Namespace
@@ -25,7 +26,8 @@ _log = logging.getLogger(__name__)
 
 
 def training_executor(config: PipelineConfig, args: Namespace, end_of_document: Callable[[], int]) -> PipelineExecutor:
-    """For Megatron's training loop; `args` are Megatron's, `end_of_document` gives the token that ends one."""
+    """The executor for Megatron's training loop, with its `args`; `end_of_document()` is the token that ends a
+    document."""
     return _executor(
         config,
         lambda: args.curr_iteration + 1,
@@ -51,10 +53,10 @@ def attention_kernel(config: PipelineConfig) -> str:
 
 
 class ProgramExecutor:
-    """For a program without Megatron's arguments; called like Megatron's `forward_backward_func`.
+    """The executor of a program without Megatron's arguments; called like Megatron's `forward_backward_func`.
 
-    `configure(run)` makes the configuration, in the first step, and raises ValueError for what is not supported, also
-    in the first step of every other model, which runs as the first one does;
+    The first step calls `configure(run)`, which returns the configuration and raises ValueError for what is not
+    supported. The first step of every other model checks that model, too, and runs it with the first configuration.
     `keep_documents_apart` is for batches with `cu_seqlens` or a boolean `attention_mask`.
     """
 
@@ -79,7 +81,7 @@ class ProgramExecutor:
 
 
 def traced(function: Callable, config: PipelineConfig, args: Namespace) -> Callable:
-    """Megatron's own `function`, its forwards and backwards timed if they are to be traced."""
+    """Megatron's own `function`, with timed forwards and backwards if they are to be traced."""
     tracer = _tracer(config, lambda: args.curr_iteration + 1)
     return function if tracer is None else partial(run_traced, function, tracer)
 
@@ -98,7 +100,7 @@ def _executor(
     end_of_document: Callable[[], int] | None = None,
     **options: Any,
 ) -> PipelineExecutor:
-    """To be called when the first step is about to run: it logs which schedule a program runs."""
+    """Called just before the first step, since it logs which schedule runs."""
     segments = f"segments: {config.num_segments}"
     units = segments if config.flags.unit_tokens is None else f"units of at most {config.flags.unit_tokens} tokens"
     warn_on_rank_0(_log, f"steps are run by megatron.seq1f1b: {config.schedule.name}, {units}")
@@ -119,7 +121,7 @@ def _executor(
 
 def _segmentation(config: PipelineConfig, end_of_document: Callable[[], int] | None) -> Segmentation:
     cut = cache(config.cut)  # in every step
-    if not config.follows_documents:  # nor has units, which are refused where documents see one another
+    if not config.follows_documents:  # there are no units either: they are refused where documents see one another
         return Segmentation(config.num_segments, cut)
     packing = Packing(end_of_document and end_of_document(), config.cut if config.partition.follows_documents else None)
     if config.flags.unit_tokens is None:

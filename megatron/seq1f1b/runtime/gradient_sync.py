@@ -1,8 +1,9 @@
-"""When the gradients of a model chunk are reduced over data-parallel ranks, and those of tied embeddings added up.
+"""Reduces the gradients of model chunks over data-parallel ranks, and adds up those of tied embeddings.
 
 Megatron's DistributedDataParallel reduces a bucket when its last parameter is ready, but only outside of `no_sync`,
-which we leave for the last backward of each chunk. Of split backwards the last input-gradient half completes biases and
-norms, the last weight-gradient half the rest: every parameter must become ready as often in each step as in the first.
+which we leave for the last backward of each chunk. If backwards are split, the last input-gradient half completes
+biases and norms, the last weight-gradient half the rest: every parameter must become ready as often in each step as in
+the first.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +33,7 @@ class GradientSync:
         self._no_sync.enter_context(self._make_no_sync())
 
     def before_forward(self) -> None:
-        """Nothing to do: all weights and gradients stay. A partitioned state waits for them here, and releases them."""
+        """Nothing to do: all weights and gradients stay. PartitionedSync waits for them here, and releases them."""
 
     before_backward = release = before_forward
 
@@ -62,7 +63,7 @@ class GradientSync:
 
 
 def gradient_syncs(config: Any, chunks: Sequence[torch.nn.Module], ends_last: bool = False) -> list[GradientSync]:
-    """Those of the chunks of one rank. Megatron passes a bare hook for one chunk, a list for several.
+    """One GradientSync for each chunk of a rank. Megatron passes a bare hook for one chunk, a list for several.
 
     `ends_last` is true on the rank that finishes its backwards last, if it has one chunk; its DDP hooks may reduce even
     with `grad_sync_func`.
@@ -75,7 +76,7 @@ def gradient_syncs(config: Any, chunks: Sequence[torch.nn.Module], ends_last: bo
 def tied_embeddings(chunks: Sequence[torch.nn.Module]) -> list[torch.Tensor]:
     """The embedding's weights in the first and in the last chunk of this rank, if it has both, as in a V.
 
-    The last chunk has them in an output layer that is tied to the embedding, or as multi-token prediction's copy.
+    In the last chunk they are in an output layer tied to the embedding, or are multi-token prediction's copy.
     """
     first, last = unwrap_model(chunks[0]), unwrap_model(chunks[-1])
     if first is last or not (getattr(first, "pre_process", False) and getattr(last, "post_process", False)):

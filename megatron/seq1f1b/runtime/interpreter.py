@@ -65,7 +65,7 @@ class Interpreter:
         self._outgoing: dict[tuple, Tensor] = {}
 
     def run(self) -> None:
-        """Run the actions in order. A failure names the action and those around it."""
+        """Run the actions in order. An error names the action and those around it."""
         actions = self.program.actions
         # Each action is a range in the PyTorch profiler, and in Nsight with Megatron's --profile.
         is_profiled, handlers = torch.autograd._profiler_enabled(), self.HANDLERS
@@ -115,7 +115,7 @@ class Interpreter:
                 is_last_stage=stage == self._last_stage,
             )
         if moves and arrived is not None:
-            # The graph holds what it needs; this tensor only receives its gradient.
+            # The graph holds all that the backward needs; this tensor only receives its gradient.
             arrived.data = arrived.new_empty(()).expand(arrived.shape)
         if not step.forward_only:
             self._kept[action[1:]] = arrived, output
@@ -152,7 +152,7 @@ class Interpreter:
             self.weight_gradients.compute(action[1:])
 
     def _reducing(self, half: Kind, action: Action) -> AbstractContextManager:
-        """Entered around this half of a backward: if it is the chunk's last, gradients may be reduced in it."""
+        """A context for this half of a backward: if it is the chunk's last, gradients may be reduced in it."""
         is_last = (half, action) in self.program.ends
         return self.syncs[self._chunk_of[action.stage]].last_backward() if is_last else _NOTHING
 
@@ -183,7 +183,7 @@ class Interpreter:
         self._deallocate(tensor, action.kind is Kind.SEND_F)
 
     def _deallocate(self, output: Tensor, is_forward: bool) -> None:
-        """Free the storage of an output that the next stage has: the graph needs its grad_fn only."""
+        """Free the storage of an output that was passed on: the graph needs its grad_fn only."""
         if is_forward and not self.step.forward_only:
             deallocate_output_tensor(output, self.step.config.deallocate_pipeline_outputs)
 

@@ -42,7 +42,7 @@ class LossLedger:
         self._num_tokens: dict[int, list[Tensor]] = defaultdict(list)
         self._reports: dict[int, list[Any]] = defaultdict(list)
         # The loss of each part of a micro-batch, as its function returned it, and the entries of reports that share its
-        # memory, which Megatron divides in place.
+        # memory, since Megatron divides it in place.
         self._losses: dict[int, list[Tensor]] = defaultdict(list)
         self._of_the_loss: set[Any] = set()
         self._are_outputs = False
@@ -52,7 +52,7 @@ class LossLedger:
         return self._reports[segment.microbatch]
 
     def observe(self, forward_step_func: Callable, segment: Segment) -> Callable:
-        """`forward_step_func`, whose loss is not yet divided by its token count."""
+        """`forward_step_func` with a loss that is not yet divided by its token count."""
 
         def observed(*args: Any) -> tuple[Any, Callable | None]:
             output, loss_func = forward_step_func(*args)
@@ -131,7 +131,7 @@ class LossLedger:
     def _number(self, name: Any, values: Tensor, microbatch: int) -> Tensor:
         """A number of a micro-batch from those of its parts: a sum if it is the loss, else a mean over tokens.
 
-        It is decided on the device, so nothing waits for it.
+        The choice is made on the device, so the host does not wait.
         """
         weights = torch.stack(self._num_tokens[microbatch]).to(values)
         if name in self._of_the_loss:
@@ -159,12 +159,13 @@ def _joined(*outputs: Any) -> Any:
 class LossChecks:
     """Megatron's checks of the loss in one step (NaN, infinity, jumps), once for each micro-batch, at the end.
 
-    A check reads a number on the host, which waits for the GPU, and it is meant for the loss of a whole micro-batch:
-    that of a segment varies more.
+    A check reads a number on the host, which waits for the GPU. It is meant for the loss of a whole micro-batch; the
+    losses of segments vary more.
     """
 
     def __init__(self) -> None:
-        # By micro-batch and message: the result of each segment, what rejects it, and the call of `validate_result`.
+        # By micro-batch and message: the result of each segment, the function that rejects it, and the call of
+        # `validate_result`.
         self._put_off: dict[tuple[int, str], tuple[list[Tensor], Callable, Callable]] = {}
 
     @contextmanager
@@ -187,7 +188,7 @@ class LossChecks:
             del machine.validate_result
 
     def make_up(self) -> None:
-        """Run each check on the sum over the segments of a micro-batch, and log what it rejects."""
+        """Run each check on the sum over the segments of a micro-batch, and log rejected ones."""
         for (microbatch, message), (results, rejects, check) in self._put_off.items():
             place = f"{message} in micro-batch {microbatch}"
             check(sum(results), partial(_is_rejected, place, results, rejects))

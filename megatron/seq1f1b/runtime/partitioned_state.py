@@ -1,9 +1,9 @@
-"""Weights and gradients of a model chunk that exist while it works; in between, data-parallel ranks keep shares.
+"""Weights and gradients of a model chunk that are whole only while it runs; otherwise data-parallel ranks keep shares.
 
 As in layered gradient accumulation with modular pipeline parallelism (arXiv 2106.02679), the state moves once for all
-micro-batches that a chunk works on without a break. Its weights are gathered before them and freed after them (GATHER
-and RELEASE of the lowered schedule); its gradients exist from its first backward until they are reduced (REDUCE). At
-most two chunks have their weights.
+consecutive micro-batches of a chunk. Weights are gathered before them and freed after them (GATHER and RELEASE of the
+lowered schedule); gradients exist from the first backward until they are reduced (REDUCE). At most two chunks have
+their weights.
 
 Buffers, collectives and optimizer are Megatron's. The storages of its buffers are emptied and filled again, so that
 parameters, and the views that autograd and Megatron hold, stay the same objects.
@@ -44,7 +44,8 @@ class Share:
         self._lent: dict[Parameter, tuple[Tensor, Tensor]] = {}
 
     def lend_gradients(self) -> None:
-        """Give parameters whose gradients are also summed over other ranks a whole gradient: the share, and zeros."""
+        """Give a whole gradient, the share and zeros, to parameters with gradients that are also summed over other
+        ranks."""
         for parameter in filter(_is_summed_elsewhere, self.bucket.params_list):
             whole = self.gradients.new_zeros(parameter.shape)
             inside, mine = self._overlap(parameter)
@@ -99,7 +100,7 @@ class PartitionedChunk:
 
     def gather(self) -> None:
         """Start to gather the weights; with --overlap-param-gather that runs beside compute."""
-        if not any(map(_is_empty, self._weights)):  # always so where no other rank has the same parameters
+        if not any(map(_is_empty, self._weights)):  # never empty if no other rank has the same parameters
             return
         _fill(self._weights)
         for share in self.shares:
@@ -132,7 +133,7 @@ class PartitionedChunk:
 
     @property
     def has_gradients(self) -> bool:
-        """Whether there is memory for the gradients."""
+        """Whether the memory of the gradients is allocated."""
         return not any(map(_is_empty, self._gradients))
 
     def begin_gradients(self) -> None:
@@ -159,12 +160,12 @@ class PartitionedChunk:
             share.lend_gradients()
 
     def take_back_gradients(self) -> None:
-        """End what `lend_gradients` began, also where no optimizer has stepped or none of its parameters is here."""
+        """Undo `lend_gradients`, also if no optimizer has stepped or none of its parameters is on this rank."""
         for share in self.shares:
             share.take_back_gradients()
 
     def finish_reduction(self) -> None:
-        """Add the reduced gradients to the share of them, which may hold those of earlier calls."""
+        """Add the reduced gradients to the share, which may hold those of earlier calls."""
         if not self._is_reducing:
             return
         for group in self._groups:
@@ -191,13 +192,13 @@ def _fill(buffers: Iterable[Tensor]) -> None:
 
 
 class PartitionedSync(GradientSync):
-    """Gathers, reduces and releases the state of one of the `chunks` of a rank in a step, at the actions for that."""
+    """Gathers, reduces and releases the state of one of the `chunks` of a rank at the actions of a step."""
 
     def __init__(self, chunk: Any, chunks: Sequence[Any]) -> None:
-        super().__init__(chunk, chunk.no_sync)  # so that Megatron's hooks never reduce
+        super().__init__(chunk, chunk.no_sync)  # with `no_sync`, Megatron's hooks never reduce
         self._state: PartitionedChunk = chunk.partitioned_state
         self._states: list[PartitionedChunk] = [each.partitioned_state for each in chunks]
-        # Of an earlier call for the same step of the optimizer:
+        # Finish an earlier call for the same step of the optimizer.
         self._state.finish_reduction()
         self._state.take_back_gradients()
         self._state.release()
@@ -236,7 +237,7 @@ def is_partitioned(chunks: Sequence[torch.nn.Module]) -> bool:
 
 
 def patches() -> PatchTable:
-    """Megatron builds and steps chunks with a partitioned state."""
+    """Patches with which Megatron builds and steps chunks with a partitioned state."""
     return (
         wrapping(f"{_DDP}.__init__", _partitioned, "keeps all weights and gradients"),
         wrapping(f"{_DDP}._start_bucket_group_param_sync", _unless_freed, "gathers after the optimizer's step"),
@@ -250,7 +251,7 @@ def patches() -> PatchTable:
 
 
 def patches_of_training_loop() -> PatchTable:
-    """Megatron's training loop releases the weights that it built, and saves them."""
+    """Patches with which Megatron's training loop releases the weights that it built, and saves them."""
     return (
         wrapping("megatron.training.training.setup_model_and_optimizer", _released, "leaves whole weights"),
         wrapping("megatron.training.checkpointing.generate_state_dict", _with_weights, "takes weights to be whole"),
@@ -259,7 +260,7 @@ def patches_of_training_loop() -> PatchTable:
 
 @contextmanager
 def whole(chunks: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Inside, all weights of these model chunks are there, to read and write."""
+    """Inside, all weights of these model chunks are whole, to read and write."""
     states = [chunk.partitioned_state for chunk in chunks if hasattr(chunk, "partitioned_state")]
     for state in states:
         state.lend()
@@ -271,7 +272,8 @@ def whole(chunks: Iterable[torch.nn.Module]) -> Iterator[None]:
 
 
 def _is_summed_elsewhere(parameter: Parameter) -> bool:
-    """Over tensor-parallel ranks, as vectors may be, or over the first and the last stage."""
+    """Whether the gradient is also summed over tensor-parallel ranks, as for vectors, or over the first and last
+    stage."""
     marks = ("sequence_parallel", "average_gradients_across_tp_domain", "shared_embedding")
     return parameter.dim() == 1 or any(getattr(parameter, mark, False) for mark in marks)
 
@@ -280,7 +282,7 @@ def _partitioned(init: Callable, ddp: Any, *args: Any, **options: Any) -> None:
     init(ddp, *args, **options)
     if not ddp.ddp_config.use_distributed_optimizer:
         raise ValueError("partition_state needs DistributedDataParallelConfig(use_distributed_optimizer=True)")
-    # Megatron's training loop has the wrapper, its checkpoints the model inside.
+    # Megatron's training loop holds the wrapper, its checkpoint code the model inside.
     ddp.partitioned_state = unwrap_model(ddp).partitioned_state = PartitionedChunk(ddp)
 
 

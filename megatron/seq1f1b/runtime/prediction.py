@@ -1,5 +1,5 @@
-"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437): the stage of its layers, and the tokens right after those of
-this rank, which it reads and predicts.
+"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437): the stage of its layers, and the tokens that follow those of
+this rank, which these layers read and predict.
 """
 
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ def rows_per_token(config: Any, placement: Placement, stage: int) -> int:
 
 
 def prediction_patches(step: Step, context: SegmentContext) -> PatchTable:
-    """For a rank with the layers of multi-token prediction, or with its loss; empty elsewhere."""
+    """The patches of a rank with the layers of multi-token prediction, or with its loss; empty elsewhere."""
     placement = step.placement
     predicting = prediction_stage(step.config, placement)
     stages = set() if predicting is None else {predicting, placement.num_stages - 1}
@@ -54,7 +54,8 @@ def prediction_patches(step: Step, context: SegmentContext) -> PatchTable:
 
 
 def look_ahead(batches: SegmentIterator | None, segment: Segment, step: Step) -> LookAhead:
-    """To be called on all tensor-parallel ranks of a stage; the first of them has the `batches` and broadcasts.
+    """The LookAhead of a segment. Call it on all tensor-parallel ranks of a stage; the first has the `batches` and
+    broadcasts.
 
     A context-parallel rank has two runs of tokens, see model/head_exchange.py. As in Megatron, predictions stay within
     documents in batches of its packed format, which have `cu_seqlens`; with an attention mask alone they cross

@@ -25,17 +25,17 @@ _log = logging.getLogger(__name__)
 # The actions that remain in an evaluation; the order on every channel stays the same.
 _FORWARD_KINDS = (Kind.RECV_F, Kind.F, Kind.SEND_F)
 
-_MANY_FORWARDS = 5_000  # of all stages, from which on planning takes seconds
+_MANY_FORWARDS = 5_000  # over all stages; from here on planning takes seconds
 _KEPT = 16  # programs: of training and evaluation, of first and later steps, of a few batch sizes
 
 
 class Program:
     """The lowered actions of one rank, and properties of them, computed once instead of in every step.
 
-    `splits_backwards`: some backward has an input-gradient and a weight-gradient half. `moved`: the units, as (stage,
-    micro-batch, segment), that go to the memory of the host and back. `ends`: for each chunk, the last action that
-    gives input gradients, as (I, action), and the last that gives weight gradients, as (W, action). With
-    `is_partitioned` the parameters of chunks are gathered and released.
+    `splits_backwards`: some backward is split in halves. `moved`: the units, as (stage, micro-batch, segment), that go
+    to the memory of the host and back. `ends`: for each chunk, the last action that computes input gradients, as (I,
+    action), and the last that computes weight gradients, as (W, action). With `is_partitioned` the parameters of chunks
+    are gathered and released.
     """
 
     def __init__(self, actions: Sequence[Action], is_partitioned: bool = False) -> None:
@@ -53,8 +53,8 @@ class Programs:
 
     Schedules are planned for `costs(lengths)` of segments of these lengths, for equal costs if `costs` is None.
     `one_queue`: streams may share a hardware queue, so messages are issued in an order that cannot hang then.
-    `offloaded`: the share of what a rank holds that waits in the memory of the host, see `units_to_move`. `program` is
-    `_program`, which keeps what it has made.
+    `offloaded`: the share of a rank's activations that moves to host memory, see `units_to_move`. `program` is
+    `_program` with a cache.
     """
 
     def __init__(self, choice: ScheduleChoice, costs: CostsOfLengths | None = None, one_queue: bool = True) -> None:
@@ -77,7 +77,7 @@ class Programs:
     ) -> Program:
         """The program of a step with segments of `lengths` tokens; for messages in turn, see `lower`.
 
-        Raises ValueError if the schedule is a given one of another shape.
+        Raises ValueError if a given schedule has another shape.
         """
         was_enabled = gc.isenabled()
         gc.disable()  # while many actions are made, collections would take most of the time

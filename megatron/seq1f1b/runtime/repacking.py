@@ -1,7 +1,7 @@
-"""The sequences of a step in units of at most so many tokens, regardless of the batches that contain them.
+"""Packs the sequences of a step into units of limited length, regardless of the batches that contain them.
 
 The data of all replicas are read before the step, and every rank plans it from the lengths of all sequences. Tokens
-behind the last token of a sequence that has a loss are left out, since causal attention shows them to no loss.
+after the last one with a loss are left out of a sequence: causal attention hides them from all losses.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +30,7 @@ class Repacking(Segmentation):
     """Units of the sequences or documents of a step.
 
     `pack(lengths, replicas, alike)` gives the micro-batches of each replica, see `packs_of_step`; `cut` the lengths of
-    the segments of a sequence alone.
+    the segments of a sequence that is alone in its unit.
     """
 
     def __init__(self, cut: Callable[[int], Sequence[int]], packing: Packing, pack: Callable[..., Any]) -> None:
@@ -68,11 +68,11 @@ class Repacking(Segmentation):
         step.segments = [_segments(number, pack, flat) for number, pack in enumerate(packs)]
 
     def reports(self, of_microbatches: list[Any], step: Step) -> list[Any]:
-        """Of an evaluation one report, with this replica's share of the sums over all: for --sft Megatron averages the
-        means of micro-batches, which depend on what shares a unit."""
+        """For an evaluation, one report with this replica's share of the sums over all: for --sft Megatron averages the
+        means of micro-batches, which depend on the sequences that share a unit."""
 
         def is_sum(value: Any) -> bool:
-            """Of losses, and its number of tokens."""
+            """Whether a value is a sum of losses and its number of tokens."""
             return isinstance(value, Tensor) and value.numel() == 2
 
         are_sums = all(isinstance(report, dict) and all(map(is_sum, report.values())) for report in of_microbatches)
@@ -99,7 +99,7 @@ class Repacking(Segmentation):
 
 
 class _Form:
-    """What the batches of a step have: entries by tokens, each with its type, and others that follow from lengths."""
+    """The entries of a step's batches: those by token, each with its type, and others that follow from lengths."""
 
     def __init__(self, batch: Any) -> None:
         one = batch if isinstance(batch, dict) else batch[0]
@@ -116,7 +116,7 @@ class _Form:
                 )
 
     def joined(self, sequences: Sequence[_Sequence], length: int) -> dict[str, Tensor]:
-        """Sequences one after the other in one row of `length` tokens, filled up with zeros that have no loss.
+        """Sequences one after the other in one row of `length` tokens, padded with zeros without a loss.
 
         Positions count from the start of each sequence.
         """
@@ -132,13 +132,13 @@ class _Form:
         for name, dtype in self._bounds.items():
             values = [max(lengths)] if name == "max_seqlen" else [[0, *accumulate(lengths)]]
             batch[name] = torch.tensor(values, dtype=dtype)
-        if self._are_pinned:  # the host would wait for a GPU that copies from other memory
+        if self._are_pinned:  # else the host would wait for the copy to the GPU
             return {name: leaf.pin_memory() for name, leaf in batch.items()}
         return batch
 
 
 def _by_tokens(batch: Any) -> Any:
-    """A batch without what has one number for each sequence: in a blend, that of its data set."""
+    """A batch without entries of one number per sequence, such as the data set in a blend."""
     if not isinstance(batch, dict):
         return batch
     return {name: leaf for name, leaf in batch.items() if name in _BOUNDS or leaf.dim() > 1}

@@ -17,7 +17,7 @@ from ..model.masks import differs
 from .data import SegmentIterator
 from .step import Step
 
-# The entries of a batch that may mark documents; the first that it has counts.
+# The entries of a batch that may mark documents; the first one present is used.
 _MARKS = ("cu_seqlens_padded", "cu_seqlens", "attention_mask", "tokens")
 
 
@@ -37,7 +37,7 @@ class Segmentation:
     """`num_segments` segments of the lengths `cut(sequence_length)`; whole sequences by default.
 
     With `packing`, attention stays within the documents of a sequence, and the lengths may follow them. `apart` then
-    are the number of micro-batches of the last training step, and the lengths of all its documents.
+    holds the number of micro-batches of the last training step and the lengths of all its documents.
     """
 
     def __init__(
@@ -80,11 +80,11 @@ class Segmentation:
         ]
 
     def reports(self, of_microbatches: list[Any], step: Step) -> list[Any]:
-        """What the step returns, from the reports of its micro-batches."""
+        """The return value of a step, from the reports of its micro-batches."""
         return of_microbatches
 
     def description(self, sequence_length: int) -> str:
-        """In words, equal on ranks that cut alike."""
+        """A description, equal on ranks that cut alike."""
         if self.packing is not None and self.packing.cut is not None:
             return f"{self.num_segments} segments of {sequence_length} tokens that follow the documents"
         within = "" if self.packing is None else " within documents"
@@ -92,7 +92,7 @@ class Segmentation:
 
 
 def segments_of(microbatch: int, lengths: Sequence[int], documents: Documents | None) -> list[Segment]:
-    """The segments of a micro-batch, whose sequences are cut into `lengths`."""
+    """The segments of a micro-batch with sequences cut into `lengths`."""
     return [
         Segment(microbatch, index, end - length, end, sum(lengths), documents)
         for index, (length, end) in enumerate(zip(lengths, accumulate(lengths), strict=True))
@@ -102,10 +102,10 @@ def segments_of(microbatch: int, lengths: Sequence[int], documents: Documents | 
 def document_starts(batch: Any, shape: tuple[int, int], end_of_document: int | None) -> Tensor:
     """Which tokens of a batch of `shape` = (b, s) are the first of a document: booleans [b, s].
 
-    Read from the first entry that the batch has: `cu_seqlens` (b rows of ascending positions, 0 and s among them); a
-    boolean `attention_mask` [b, 1, s, s], which hides the last token of a document from the next token; `tokens`, in
-    which `end_of_document` ends a document, as in Megatron's GPTDataset. Raises ValueError if the batch has none of
-    them, or one of another shape.
+    They are read from the first of these entries that the batch has: `cu_seqlens` (b rows of ascending positions, 0 and
+    s among them); a boolean `attention_mask` [b, 1, s, s], which hides the last token of a document from the next
+    token; `tokens`, in which `end_of_document` ends a document, as in Megatron's GPTDataset. Raises ValueError if the
+    batch has none of them, or one of another shape.
     """
     given = {name: entry for name, entry in batch.items() if entry is not None} if isinstance(batch, dict) else {}
     name = next((name for name in _MARKS if name in given), None)
@@ -156,8 +156,8 @@ def documents_of_step(step: Step, end_of_document: int | None) -> list[Documents
 
 
 def on_all_ranks(step: Step, make: Callable[[], Any]) -> Any:
-    """On all ranks of a model, what `make()` returns on the one that reads the data: the first tensor-parallel rank of
-    the first stage."""
+    """Return on all ranks of a model the result of `make()` on the rank that reads the data: the first tensor-parallel
+    rank of the first stage."""
     pipeline, tensor, first = step.pipeline, step.groups.tp, step.placement.rank_of(0)
     made = [make() if step.rank == first and tensor.rank() == 0 else None]
     if tensor.rank() == 0:

@@ -23,8 +23,8 @@ class Step:
     """The arguments of one call, see megatron/core/pipeline_parallel/schedules.py, on one rank of a pipeline.
 
     `chunks` are the model chunks of this rank, `iterators` their data, `pipeline` the process group of the pipeline, in
-    which `style` is that of a Placement. `seq_length` is 0 if Megatron leaves it out because no message is sent. What
-    cuts the sequences sets `segments[m][s]`, segment s of micro-batch m, and `batches`, the data of the chunks by
+    which `style` is that of a Placement. `seq_length` is 0 if Megatron leaves it out because no message is sent.
+    `Segmentation.cut_step` sets `segments[m][s]`, segment s of micro-batch m, and `batches`, the data of the chunks by
     segments. Raises ValueError for a call that our schedules cannot follow.
     """
 
@@ -89,8 +89,8 @@ class Step:
 def refuse_waits(config: Any, pipeline: dist.ProcessGroup) -> None:
     """Raise ValueError for settings that make the host wait for the whole GPU within a step.
 
-    With NCCL a receive that was posted ahead occupies the GPU until its message arrives, which may depend on what this
-    rank would do next.
+    With NCCL a receive that was posted ahead occupies the GPU until its message arrives, which may depend on later
+    actions of this rank.
     """
     if pipeline.size() == 1 or dist.get_backend(pipeline) != "nccl":
         return

@@ -1,4 +1,5 @@
-"""Times of the actions of a step and its memory; timelines of chosen iterations, in the format of simulated ones."""
+"""Measures the times of the actions of a step and its memory, and writes timelines of chosen iterations, in the format
+of simulated ones."""
 
 import logging
 import socket
@@ -26,8 +27,8 @@ _COLLECTIVES = (
 
 
 class Reading(NamedTuple):
-    """One rank in one step: seconds in actions, seconds from its start to the end of its last action, and the most
-    bytes beyond those before it: activations, caches, messages, workspace."""
+    """One rank in one step: seconds in actions, seconds from its start to the end of its last action, and its peak
+    memory in bytes above that at its start: activations, caches, messages, workspace."""
 
     busy: float
     duration: float
@@ -39,7 +40,7 @@ class Recorder:
 
     A `traced` step begins when the device is idle, at `origin` of this machine's clock. Memory is that of PyTorch's
     allocator on a GPU, of the resident set of the process on a CPU (cpu/stand_ins.py). On a GPU only a traced step
-    resets the peak, also that of Megatron's reports; otherwise it is that of the whole run.
+    resets the peak, which Megatron's reports share; otherwise the peak is that of the whole run.
     """
 
     def __init__(self, device: torch.device, traced: bool = False) -> None:
@@ -67,10 +68,10 @@ class Recorder:
         return _Timed(self.now, self._marks, action)
 
     def collective(self, action: Action, start: Any, handle: Any) -> None:
-        """Record a REDUCE or GATHER with the `handle`, which began at the mark `start`, if it runs beside compute.
+        """Record a REDUCE or GATHER that has the `handle` and began at the mark `start`, if it runs beside compute.
 
         Its end is taken in the thread of gloo, or on the stream that waits for NCCL. gloo's reduce-scatter has no
-        callback; it ends when somebody has waited for it.
+        callback; its end is that of the first wait for it.
         """
         for part in getattr(handle, "works", ()):
             try:
@@ -123,7 +124,7 @@ def _seconds(start: Any, end: Any) -> float:
 
 
 class _Timed:
-    """A class, since a generator would take the host several times as long."""
+    """A context manager as a class, since a generator would take the host several times as long."""
 
     __slots__ = ("_action", "_marks", "_now", "_start")
 
@@ -140,7 +141,7 @@ class _Timed:
 
 
 class Measured(NamedTuple):
-    """The step of one rank in times of its `machine`'s clock; the rank left the barrier before the step at `origin`."""
+    """The step of one rank by the clock of its `machine`; the rank left the barrier before the step at `origin`."""
 
     machine: str
     origin: float

@@ -33,20 +33,21 @@ _log = logging.getLogger(__name__)
 
 _LINE = re.compile(r" iteration +(?P<iteration>\d+)/.* elapsed time per iteration \(ms\): (?P<milliseconds>\S+) \|")
 _BATCH = re.compile(r" global batch size: +(\d+) \|")
-_FEW = 8  # ranks whose values are all in the line
+_FEW = 8  # with up to this many ranks, the line has the values of all
 
 
 class TrainingLoop:
-    """Wraps functions of Megatron's training loop; `args` gives its arguments, `executor` what runs our schedules."""
+    """Wraps functions of Megatron's training loop; `args()` returns its arguments, `executor()` the executor of our
+    schedules."""
 
     def __init__(self, args: Callable[[], Namespace], executor: Callable[[], PipelineExecutor | None]) -> None:
         self._args = args
         self._executor = executor
-        self._tokens: float | None = None  # of the last step in all replicas, without padding
-        self._microbatches: float | None = None  # of a replica in that step, in the mean
+        self._tokens: float | None = None  # in the last step, over all replicas, without padding
+        self._microbatches: float | None = None  # per replica in that step, on average
 
     def patches(self) -> tuple[Patch, ...]:
-        """What each of Megatron's functions does amiss stands beside it."""
+        """Each row names the fault of one of Megatron's functions."""
         training, core = "megatron.training.training", "megatron.core"
         table = (
             (f"{training}.build_train_valid_test_data_loaders", self.loaders, "evaluates on data that are not there"),
@@ -82,7 +83,7 @@ class TrainingLoop:
         return (*(wrapping(*row) for row in table), unbound)
 
     def loaders(self, upstream: Callable, provider: Callable) -> tuple:
-        """Without evaluations if no data set is left for them."""
+        """Turn evaluations off if no data set is left for them."""
         args = self._args()
         was_valid = getattr(args, "do_valid", False)
         loaders = upstream(provider)
@@ -142,11 +143,11 @@ class TrainingLoop:
         return tokens, squares
 
     def report_experts(self, upstream: Callable, tracker: Any, loss_scale: float, *rest: Any, **more: Any) -> str:
-        """With the mean over the micro-batches that ran, where documents are kept apart."""
+        """Average over the micro-batches that ran if documents are kept apart."""
         return upstream(tracker, 1 / self._microbatches if self._microbatches else loss_scale, *rest, **more)
 
     def report_theoretical_memory(self, upstream: Callable, args: Namespace, *rest: Any, **more: Any) -> None:
-        """Only with Megatron's own schedules; the block at the start estimates ours."""
+        """Report for Megatron's own schedules only; the block at the start estimates ours."""
         if getattr(args, "pipeline_schedule", None) is None and not getattr(args, "pipeline_schedule_file", None):
             upstream(args, *rest, **more)
 
@@ -158,7 +159,7 @@ class TrainingLoop:
             return
         try:
             upstream(iteration, *rest, **more)
-        except BaseException as error:  # torch's CheckpointException is no Exception
+        except BaseException as error:  # torch's CheckpointException is not an Exception
             last, free = Path(folder, "latest_checkpointed_iteration.txt"), shutil.disk_usage(folder).free / 2**20
             complete = f"the last complete one is {last.read_text().strip()}" if last.is_file() else "none is complete"
             error.add_note(
@@ -225,7 +226,7 @@ def _few(values: Sequence[float]) -> str:
 
 
 def _write(values: dict[str, float], iteration: int) -> None:
-    """To Megatron's writers, which only the last rank has."""
+    """Write to Megatron's TensorBoard and wandb writers, which only the last rank has."""
     from megatron.training import get_tensorboard_writer, get_wandb_writer
 
     writer, wandb = get_tensorboard_writer(), get_wandb_writer()

@@ -1,8 +1,8 @@
 """Model chunks of `--pipeline-placement v`, built by Megatron's code for looped chunks.
 
-Megatron derives the contents of a chunk (its layers, the embedding, the loss) from its rank and its number there. A
-chunk that runs back is built as if on the rank that holds its depth in the looped placement. Checkpoints name layers by
-their depth, so those of V-shaped and of looped chunks are interchangeable.
+Megatron derives the contents of a chunk (its layers, the embedding, the loss) from its rank and its number on that
+rank. A chunk that runs back is built as if on the rank that holds its depth in the looped placement. Checkpoints name
+layers by their depth, so those of V-shaped and of looped chunks are interchangeable.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from ..schedule import Placement
 from .gradient_sync import tied_embeddings
 
 _RANK = "megatron.core.parallel_state.get_pipeline_model_parallel_rank"
-# Megatron's own, which is replaced while a chunk is built.
+# Megatron's own function, which is replaced while a chunk is built.
 _pipeline_rank = parallel_state.get_pipeline_model_parallel_rank
 
 
@@ -42,7 +42,7 @@ def at_stage(placement: Placement, stage: int, groups: Any) -> Any:
 
 
 def building(placement: Placement, stage: int) -> PatchTable:
-    """Besides process groups, Megatron looks these up while it builds the chunk of `stage`."""
+    """Patches of what Megatron looks up, besides process groups, while it builds the chunk of `stage`."""
     reason = "a chunk that runs back is as deep as a looped one of another rank"
     return (
         Patch(_RANK, depth_of(stage, placement.num_ranks).rank, reason),
@@ -55,9 +55,9 @@ def building(placement: Placement, stage: int) -> PatchTable:
 
 
 def in_forward_step(stage: int) -> ExitStack:
-    """To be entered around a user's forward step: the rank is that of the looped chunk of `stage`.
+    """A context for a user's forward step, in which the rank is that of the looped chunk of `stage`.
 
-    Scripts use the rank, not the chunk, to decide what a stage reads of a batch.
+    Scripts use the rank, not the chunk, to choose the entries of a batch that a stage reads.
     """
     depth = depth_of(stage, parallel_state.get_pipeline_model_parallel_world_size())
     return patched((Patch(_RANK, depth.rank, "a script reads for a looped chunk"),))
@@ -71,7 +71,7 @@ def _part_of_stage(
 
 
 def patches() -> PatchTable:
-    """Megatron's training loop builds, feeds and saves V-shaped chunks."""
+    """Patches with which Megatron's training loop builds, feeds and saves V-shaped chunks."""
     built, state = "builds looped chunks", "megatron.core.parallel_state"
     return (
         wrapping("megatron.training.models.dist_utils.build_virtual_pipeline_stages", _v_shaped, built),
