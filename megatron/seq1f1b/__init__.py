@@ -1,9 +1,9 @@
 """Sequence-level pipeline parallelism for Megatron: schedules as data, run beside the released megatron-core.
 
 A training script calls `install()` before it imports Megatron, gives `add_arguments` to Megatron's parser as its extra
-arguments provider, and calls `validate` with what was parsed. `pipeline_config()` returns the result again.
-A program without Megatron's arguments calls `install` with our flags as keywords, and nothing else. docs/library.md
-lists all public names.
+arguments provider, and calls `validate` with the parsed arguments. `pipeline_config()` returns the result again. A
+program without Megatron's arguments calls `install` with our flags as keywords, and nothing else. docs/library.md lists
+all public names.
 """
 
 from .arguments import PipelineConfig, add_arguments

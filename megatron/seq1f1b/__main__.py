@@ -14,7 +14,7 @@ def main() -> None:
     """`python -m megatron.seq1f1b SCRIPT [ARGUMENTS]`."""
     if len(sys.argv) < 2 or not Path(sys.argv[1]).is_file():
         raise SystemExit("usage: python -m megatron.seq1f1b SCRIPT [ARGUMENTS], with a Megatron training script")
-    # As if the script had been called: its own name first, its folder where its imports start.
+    # As if the script had been run directly: its name comes first, and imports start in its folder.
     del sys.argv[0]
     sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))
     install(add_flags=True)

@@ -47,7 +47,7 @@ def install(add_flags: bool = False, keep_documents_apart: bool = False, **flags
     `get_forward_backward_func` then returns our schedule (1f1b if none is named); its first step raises ValueError for
     what is unsupported. With `pipeline_placement="v"` rank r of P holds the stages r and 2P-1-r as its chunks. With
     `keep_documents_apart` no token sees another document of its sequence; the `cu_seqlens` or the boolean
-    `attention_mask` [b, 1, s, s] of a batch tell where documents start.
+    `attention_mask` [b, 1, s, s] of a batch mark where documents start.
 
     On a machine without a GPU, or with `--device cpu`, Megatron moves to the CPU. Raises ValueError for an unknown
     keyword, and ImportError for a version of Megatron that does not fit.
@@ -88,7 +88,7 @@ def install(add_flags: bool = False, keep_documents_apart: bool = False, **flags
 
 
 def check_version(version: str) -> None:
-    """Raise ImportError for a Megatron without the names that we need; warn of one that nobody has tried."""
+    """Raise ImportError for a Megatron without the names that we need; warn of an untested one."""
     tested = f"tested with {', '.join(TESTED)}"
     if tuple(map(int, re.findall(r"\d+", version)[:2])) < (0, 19):
         raise ImportError(f"megatron.seq1f1b needs megatron-core 0.19 and found {version}; it is {tested}")
@@ -105,7 +105,7 @@ def _silence_imports() -> None:
 
 
 def uninstall() -> None:
-    """Undo `install`; without it, do nothing. Megatron stays on the CPU, if that is where it is."""
+    """Undo `install`; without it, do nothing. If Megatron runs on the CPU, it stays there."""
     if (overlay := _installed()) is not None:
         overlay.patches.close()
 
@@ -127,7 +127,7 @@ def validate(args: Namespace) -> PipelineConfig:
 
 
 def _configured(costs: RunCosts) -> PipelineConfig:
-    """The configuration of our parsed flags; rank 0 logs what their user may not expect of it."""
+    """The configuration of our parsed flags; rank 0 logs consequences that the user may not expect."""
     config = make_config(costs.flags, costs.run, costs)
     if is_rank_0():
         for sentence in advice(config, costs):
@@ -140,7 +140,7 @@ def pipeline_config() -> PipelineConfig:
     return _installed().pipeline_config()
 
 
-# `model` and `runtime` import Megatron, which has to wait for `install`.
+# `model` and `runtime` import Megatron, so they are imported only after `install`.
 
 
 def use_segment_attention(model: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
@@ -153,7 +153,7 @@ def use_segment_attention(model: Iterable[torch.nn.Module]) -> list[torch.nn.Mod
 
 def whole_weights(model: Iterable[torch.nn.Module]) -> AbstractContextManager[None]:
     """The weights of these model chunks whole, for a program that reads or writes them between steps with
-    `partition_state`; collective over the ranks of a pipeline stage. Does nothing where they always are."""
+    `partition_state`; collective over the ranks of a pipeline stage. Does nothing if they are always whole."""
     from .runtime.partitioned_state import whole
 
     return whole(model)
@@ -168,17 +168,18 @@ def local_hybrid_spec(config: TransformerConfig) -> ModuleSpec:
 
 
 class Overlay:
-    """Stands between Megatron and its schedules; keeps our configuration and executor from one call to the next."""
+    """Replaces Megatron's choice of a schedule; keeps our configuration and executor from one call to the next."""
 
     def __init__(self, upstream: Callable, patches: ExitStack, keywords: Mapping[str, Any] | None = None) -> None:
         self.config: PipelineConfig | None = None
         self.executor: Callable | None = None
         self.patches = patches
-        self.keywords = keywords or {}  # of a program
+        self.keywords = keywords or {}  # of `install` in a program
         self._upstream = upstream
 
     def patches_of_programs(self, options: Namespace, keep_documents_apart: bool) -> list[Patch]:
-        """A program without Megatron's arguments: its executor is there, nothing of megatron.training is replaced."""
+        """The patches for a program without Megatron's arguments: it has an executor, and megatron.training is
+        unchanged."""
         from .runtime import partitioned_state
         from .runtime.from_config import ProgramExecutor
 
@@ -188,7 +189,8 @@ class Overlay:
         return list(partitioned_state.patches()) if options.partition_state else []
 
     def patches_of_scripts(self, net: Net, add_flags: bool) -> list[Patch]:
-        """A script with Megatron's arguments; with `add_flags` it has neither our flags nor calls `validate`."""
+        """The patches for a script with Megatron's arguments; with `add_flags` for one that neither has our flags nor
+        calls `validate`."""
         from .runtime.training_loop import TrainingLoop
 
         def parse(upstream: Callable, own_flags: Callable | None = None, *args: Any, **more: Any) -> Namespace:
@@ -246,7 +248,7 @@ class Overlay:
         return self.config
 
     def _communicators_of_segments(self, initialize: Callable[[], None]) -> None:
-        """Megatron's function, with buffers for the tokens of a segment: all have equally many."""
+        """Call Megatron's function with buffers for the tokens of a segment; all segments are equally long."""
         parsed = _megatron_args()
         whole, parsed.seq_length = parsed.seq_length, self.pipeline_config().lengths[0]
         try:
@@ -270,7 +272,7 @@ class Overlay:
 
 
 def _installed() -> Overlay | None:
-    """The overlay in force, found by what `install` has bound."""
+    """The overlay that `install` has bound, or None."""
     schedules = sys.modules.get("megatron.core.pipeline_parallel.schedules")
     overlay = getattr(getattr(schedules, "get_forward_backward_func", None), "__self__", None)
     return overlay if isinstance(overlay, Overlay) else None

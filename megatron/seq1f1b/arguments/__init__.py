@@ -1,6 +1,7 @@
 """From flags to one frozen PipelineConfig.
 
-Start with flags (ours), megatron_run (what Megatron is to train), supported (what goes together) and config.
+Start with flags (ours), megatron_run (Megatron's training run), supported (features that exclude each other) and
+config.
 """
 
 from .config import PipelineConfig, pipeline_config

@@ -15,11 +15,11 @@ from .supported import Use, first_unsupported, packs_documents, segments_are_pos
 
 @dataclass(frozen=True)
 class PipelineConfig:
-    """All that runs our schedules in this process: `pipeline_config` makes it, once.
+    """All settings of our schedules in this process; `pipeline_config` makes it once.
 
-    `flags` are ours, as they were given. `schedule` is None if Megatron's own is to run untouched. `lengths` are those
-    of the segments, in tokens, of a sequence of `run.sequence_length` tokens; with `--unit-tokens` of the longest
-    possible one. `offloads` is the share of a rank's activations that waits in the memory of its host.
+    `flags` are ours, as given. `schedule` is None if Megatron's own is to run untouched. `lengths` are the tokens of
+    each segment of a sequence of `run.sequence_length` tokens, with `--unit-tokens` of the longest possible sequence.
+    `offloads` is the share of a rank's activations that moves to host memory.
     """
 
     run: MegatronRun
@@ -47,7 +47,7 @@ class PipelineConfig:
 
     @property
     def moves_activations(self) -> bool:
-        """Whether activations go to the memory of the host, as the flags or a schedule from a file have it."""
+        """Whether activations go to the memory of the host, by the flags or by a schedule from a file."""
         return self.offloads > 0 or (self.schedule is not None and self.schedule.has_moves)
 
     @property
@@ -88,15 +88,14 @@ class PipelineConfig:
 def refuse_unsupported(flags: argparse.Namespace, settings: Mapping[str, Any]) -> None:
     """Raise ValueError for a feature in `settings` that does not go with our flags.
 
-    To be called when arguments are parsed, before Megatron's own checks, whose assertions would end the program first.
+    Call it when arguments are parsed, before Megatron's own checks: their assertions would end the program first.
     """
     _refuse(settings, _uses(flags, _schedule(flags, settings), settings))
 
 
 def pipeline_config(flags: argparse.Namespace, run: MegatronRun, costs: Predictions) -> PipelineConfig:
-    """Turn our parsed flags into the configuration of this process; `costs` are those of the segments of `run`.
-
-    Raises ValueError for what is not supported: a sentence that names the flag and the way out.
+    """Turn our parsed flags into the configuration of this process; `costs` predict the segments of `run`. Raises
+    ValueError for unsupported features, with a sentence that names the flag and the way out.
     """
     settings = vars(flags) | dict(run.settings)
     schedule, offloads = _schedule(flags, settings), flags.offload_activations
@@ -146,7 +145,7 @@ def _schedule(flags: argparse.Namespace, settings: Mapping[str, Any]) -> Schedul
 
 
 def _uses(flags: argparse.Namespace, schedule: ScheduleChoice | None, settings: Mapping[str, Any]) -> set[Use]:
-    """What the flags select, as far as it is known before a cut."""
+    """The features that the flags select, as far as they are known before a cut."""
     if schedule is None:
         return {Use.MEGATRONS_OWN}
     in_units = flags.unit_tokens is not None
@@ -192,7 +191,7 @@ def _check(flags: argparse.Namespace, schedule: ScheduleChoice, run: MegatronRun
 
 
 def _partition(flags: argparse.Namespace, run: MegatronRun, costs: Predictions) -> SequencePartition:
-    """How the flags cut sequences; without a number of segments as far as that has to be found."""
+    """The partition that the flags select; its number of segments is None if it has to be found."""
     strategy = flags.sequence_split_strategy
     num_segments = None if flags.sequence_splits == AUTO else flags.sequence_splits
     if flags.unit_tokens is not None:

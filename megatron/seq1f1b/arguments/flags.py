@@ -18,7 +18,7 @@ from ..schedule import FAMILY_NAMES, PLACEMENTS, splitting_families
 
 _log = logging.getLogger(__name__)
 
-# The value of flags that lets us find the best value.
+# The value of a flag for which we choose the best value.
 AUTO = "auto"
 
 # Other spellings of --sequence-splits, in the authors' Megatron and in Megatron-LM's pull request 3116. They mean equal
@@ -31,7 +31,7 @@ _REMOVED = (
     "--moe-load-balancing-loss-mode-for-chunked-sequence",
 )
 
-# Flags of Megatron that are other names in a program: fields of a TransformerConfig, keywords of `install`.
+# Flags of Megatron with other names in a program: fields of a TransformerConfig, keywords of `install`.
 _IN_A_PROGRAM: Mapping[str, str] = MappingProxyType(
     {"fp8_format": "fp8", "num_experts": "num_moe_experts", "reset_attention_mask": "keep_documents_apart"}
 )
@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     for flag in _REMOVED:
         if flag not in parser._option_string_actions:
             group.add_argument(flag, action=_Removed, nargs="*", **hidden)
-    for action in parser._actions:  # Megatron 0.19 has a bare percent sign in a help text, on which --help fails
+    for action in parser._actions:  # Megatron 0.19 has a bare percent sign in a help text, so --help fails
         action.help = action.help and re.sub(r"(?<!%)%(?![%(])", "%%", action.help)
     parser.error = partial(refuse, parser)  # type: ignore[method-assign]
     return parser
@@ -116,7 +116,7 @@ def _add_schedule_and_cut(add: Callable[..., Any]) -> None:
     add(
         "--sequence-split-strategy",
         "--pipe-sp-strategy",
-        type=lambda name: {"average": "even"}.get(name, name),  # as the authors of Seq1F1B call it
+        type=lambda name: {"average": "even"}.get(name, name),  # the name of the authors of Seq1F1B
         choices=sorted(STRATEGIES),
         help="Where sequences are cut: into equal times ('balanced', the default), equal lengths ('even', 'average', "
         "the default with --pipe-sp-splits), as the Seq1F1B authors do ('uniform_comp'), for the shortest step "
@@ -137,7 +137,7 @@ def _add_schedule_and_cut(add: Callable[..., Any]) -> None:
 
 
 def _add_rest(add: Callable[..., Any]) -> None:
-    """Add the flags for what is kept and recomputed, the device, traces and rehearsals."""
+    """Add the flags for kept and recomputed activations, the device, traces and rehearsals."""
     add(
         "--recompute-keeps-attention",
         action="store_true",
@@ -202,7 +202,7 @@ class _Splits(argparse.Action):
 
 
 def refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
-    """In place of `ArgumentParser.error`, which prints the usage, several hundred lines, on every rank."""
+    """Replaces `ArgumentParser.error`, which prints the usage, several hundred lines, on every rank."""
     unknown = message.removeprefix("unrecognized arguments: ").split()[0] if "unrecognized" in message else ""
     known = difflib.get_close_matches(unknown, parser._option_string_actions, n=1) if unknown else []
     raise ValueError(f"{message} (did you mean {known[0]}?)" if known else message)
@@ -223,7 +223,7 @@ def parse_options(options: Mapping[str, Any]) -> argparse.Namespace:
 
 @contextmanager
 def keywords_in_errors() -> Iterator[None]:
-    """Raises a ValueError from within again, with the keyword of the same name for every flag in its sentence."""
+    """Re-raises a ValueError from inside with every flag in its sentence replaced by the keyword of the same name."""
     try:
         yield
     except ValueError as error:

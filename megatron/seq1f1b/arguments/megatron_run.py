@@ -1,4 +1,4 @@
-"""What Megatron is to train, and on which device: one value, made from arguments or from a program."""
+"""The training run of Megatron and its device: one value, made from arguments or from a program."""
 
 import os
 import re
@@ -31,8 +31,8 @@ _NAMES = {
 class MegatronRun:
     """The sizes and the features of one training run of Megatron's.
 
-    `settings` holds the features, by the names of Megatron's arguments; what is missing there is off.
-    `layers_per_stage` counts transformer layers in the order of depth; it is empty for a model of unknown sizes.
+    `settings` holds the features, by the names of Megatron's arguments; a missing one is off. `layers_per_stage` counts
+    transformer layers in the order of depth; it is empty for a model of unknown sizes.
     """
 
     settings: Mapping[str, Any]
@@ -51,7 +51,7 @@ class MegatronRun:
         return bool(self.layers_per_stage)
 
     def shape(self, style: str, num_segments: int) -> Shape:
-        """A step whose model chunks are placed in this style, as in `Placement`."""
+        """The shape of a step with model chunks placed in this `style` of a `Placement`."""
         placement = Placement(self.pipeline_parallel_size, self.num_chunks, style)
         return Shape(placement, self.num_microbatches, num_segments)
 
@@ -73,7 +73,8 @@ def run_of_program(
     micro_batch_size: int | None,
     keep_documents_apart: bool = False,
 ) -> MegatronRun:
-    """The run of a program without Megatron's arguments: of the configuration of its model and the sizes of a step."""
+    """The run of a program without Megatron's arguments, from the configuration of its model and the sizes of a
+    step."""
     import torch.distributed as dist
     from megatron.core.utils import get_model_config
 
@@ -86,7 +87,7 @@ def run_of_program(
         "partition_state": hasattr(chunks[0], "partitioned_state"),
         "virtual_pipeline_model_parallel_size": len(chunks),
         "group_query_attention": fields.get("num_query_groups") != fields.get("num_attention_heads"),
-        # The configuration names the default, whatever the model is made of.
+        # The configuration has the default, whichever layers the model has.
         "transformer_impl": "transformer_engine" if any(map(_has_transformer_engine, chunks)) else "local",
         "distributed_backend": dist.get_backend(),
         "micro_batch_size": micro_batch_size,
@@ -127,7 +128,7 @@ def run_of_settings(settings: Mapping[str, Any], num_microbatches: int) -> Megat
 
 
 def _segment_multiple(settings: Mapping[str, Any]) -> int:
-    """Every segment is a multiple of so many tokens; in 8 bits, a block of tokens that share a scale stays whole."""
+    """The number that segment lengths are multiples of; in 8 bits, a block of tokens that share a scale stays whole."""
     tensor = settings["tensor_model_parallel_size"] if settings["sequence_parallel"] else 1
     if settings.get("fp8") and (block := BLOCKS.get(settings.get("fp8_recipe") or "")):
         sequences = (settings.get(f"{of}micro_batch_size") or block for of in ("", "eval_"))
@@ -165,7 +166,7 @@ def layers_per_stage(settings: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def stages_of_layout(layout: str) -> list[str]:
-    """The stages of --pipeline-model-parallel-layout, with what Megatron lets a user repeat written out."""
+    """The stages of --pipeline-model-parallel-layout, with the repetitions that Megatron allows written out."""
     layout = re.sub(r"\(([^)]*)\)\*(\d+)|(\w|\|)\*(\d+)", lambda m: (m[1] or m[3]) * int(m[2] or m[4]), layout)
     return layout.replace(",", "").split("|")
 
@@ -186,14 +187,14 @@ def is_on_cpu(flags: Namespace) -> bool:
 
 
 def gpu_name(flags: Namespace) -> str:
-    """The name of this machine's GPU; an A100 where the GPUs of the run are not at hand."""
+    """The name of this machine's GPU; an A100 where the run's GPUs are not visible."""
     import torch
 
     return torch.cuda.get_device_name() if not flags.dry_run and torch.cuda.is_available() else "A100"
 
 
 def device_memory(flags: Namespace) -> float:
-    """Bytes that this process can have, in whole GiB so that ranks on like machines agree."""
+    """Bytes that this process can use, in whole GiB so that ranks on equal machines agree."""
     import torch
 
     if flags.dry_run:

@@ -1,8 +1,8 @@
 """The net under a program: an exception that ends it is one sentence on rank 0, and ends all ranks.
 
-Until the end of the first step the sentence names what was being done, the words of the exception, and the file with
-its traceback; a mistake that this package finds has no such file. Later exceptions keep their traceback, which the rank
-that failed first prints. A rank that ends because of another prints nothing.
+Until the end of the first step the sentence contains the current operation, the words of the exception, and the file
+with its traceback; a mistake that this package finds has no such file. Later exceptions keep their traceback, which the
+rank that failed first prints. A rank that ends because of another prints nothing.
 """
 
 import atexit
@@ -25,7 +25,7 @@ from typing import Any, TextIO
 from ..process.ranks import Peers, is_rank_0, rank
 from .config import refuse_unsupported
 
-# What some functions do, with values of their `args`: their tracebacks do not name the flag.
+# Descriptions of some functions, with values of their `args`: their tracebacks do not name the flag.
 _ACTIONS: Mapping[str, str] = MappingProxyType(
     {
         "validate_args": "checking the flags",
@@ -45,14 +45,14 @@ _SCRIPTS = ("__main__", "pretrain_gpt", "pretrain_hybrid")
 
 
 class Net:
-    """Ends the ranks of a job together: `caught` stands in for `sys.excepthook`, `connect` joins the other ranks."""
+    """Ends the ranks of a job together: `caught` replaces `sys.excepthook`, `connect` joins the other ranks."""
 
     def __init__(self) -> None:
         self._peers: Peers | None = None
         self._printing = threading.Lock()
 
     def connect(self) -> None:
-        """Join the other ranks that the environment names; to be called as early as possible."""
+        """Join the other ranks that the environment names; call it as early as possible."""
         if any("multiprocessing" in word for word in sys.orig_argv):  # a worker, which imports the script of its rank
             return
         text = os.environ.get("WORLD_SIZE", "1")
@@ -80,7 +80,7 @@ class Net:
         return args
 
     def caught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """In place of `sys.excepthook`: end this rank, and with it all others."""
+        """Replaces `sys.excepthook`: ends this rank, and with it all others."""
         is_late = _first_step_is_over() and not isinstance(error, KeyboardInterrupt) and not is_mistake(error)
         own = {
             "rank": rank(),
@@ -89,7 +89,7 @@ class Net:
             "traceback": None if is_mistake(error) else "".join(traceback.format_exception(error)),
             "is_late": is_late,
         }
-        sys.unraisablehook = lambda unraisable: None  # what is half built fails once more when it is deleted
+        sys.unraisablehook = lambda unraisable: None  # half-built objects fail once more when they are deleted
         first = json.loads(self._peers.report(json.dumps(own))) if self._peers else own
         if first == own and is_late:
             sys.__excepthook__(kind, error, trace)
@@ -97,8 +97,8 @@ class Net:
             self._print(first if first["sentence"] != own["sentence"] else own)
         waits = first == own and not is_late and not is_rank_0()
         if (self._peers is None or not self._peers.leave(waits)) and waits:
-            self._print(own)  # rank 0 has not
-        if not is_late and not isinstance(error, KeyboardInterrupt):  # by which Python itself ends with that signal
+            self._print(own)  # rank 0 has not printed
+        if not is_late and not isinstance(error, KeyboardInterrupt):  # for which Python itself ends by the signal
             sys.exit(2)
 
     def _end_with(self, report: str) -> None:
@@ -114,12 +114,12 @@ class Net:
         if failure["is_late"] or not self._printing.acquire(blocking=False):
             return
         where = "" if failure["rank"] == rank() == 0 else f" (rank {failure['rank']} on {failure['host']})"
-        # torch.distributed keeps what its own hook around this one prints until it returns.
+        # torch.distributed's own hook wraps this one and holds its output back until it returns.
         say(failure["sentence"] + where, failure["traceback"], sys.__stderr__)
 
 
 def _facts(args: Namespace) -> dict[str, str]:
-    """The values that must be equal on all ranks, so without folders and the numbers of ranks."""
+    """The values that must be equal on all ranks; folders and the numbers of ranks may differ."""
     facts = {
         f"--{name.replace('_', '-')}": str(value)
         for name, value in vars(args).items()
@@ -132,17 +132,17 @@ def say(sentence: str, trace: str | None = None, stream: TextIO | None = None) -
     """Print one sentence, given without its full stop, and the file into which `trace` is written."""
     sentence = sentence.strip().rstrip(".")
     if trace is not None:
-        folder = os.getcwd() if os.access(".", os.W_OK) else None  # as the log of a job lies where it was started
+        folder = os.getcwd() if os.access(".", os.W_OK) else None  # where the job was started, beside its log
         options: dict[str, Any] = {"prefix": "seq1f1b-traceback-", "suffix": ".txt", "dir": folder, "delete": False}
         with tempfile.NamedTemporaryFile("w", **options) as file:
             file.write(trace)
         sentence += f"; the traceback is in {file.name}"
-    sys.stdout.flush()  # or what is printed there would come last
+    sys.stdout.flush()  # else its output would come last
     print(f"error: {sentence}{'' if sentence.endswith('?') else '.'}", file=stream or sys.stderr, flush=True)
 
 
 def is_mistake(error: BaseException) -> bool:
-    """Whether the error's words are the sentence: this package or the script itself raised it."""
+    """Whether this package or the script itself raised the error, so that its words are the sentence."""
     if isinstance(error, KeyboardInterrupt):
         return True
     frames = _frames(error)
@@ -152,7 +152,7 @@ def is_mistake(error: BaseException) -> bool:
 
 
 def sentence_of(error: BaseException) -> str:
-    """What was being done, and the words of the error, without a full stop."""
+    """The current operation and the words of the error, without a full stop."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     if isinstance(error, ModuleNotFoundError) and error.name:
@@ -205,6 +205,6 @@ def _frames(error: BaseException) -> list[FrameType]:
 
 
 def _first_step_is_over() -> bool:
-    """By the arguments of Megatron's training loop, if there is one."""
+    """Whether Megatron's training loop, if there is one, has finished a step."""
     args = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
     return args is not None and getattr(args, "curr_iteration", 0) > getattr(args, "iteration", 0)

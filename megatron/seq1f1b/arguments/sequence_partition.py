@@ -1,4 +1,4 @@
-"""Where sequences are cut, by our flags and the sizes of Megatron's run."""
+"""Cuts sequences by our flags and the sizes of Megatron's run."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,13 +11,13 @@ from .megatron_run import MegatronRun
 
 # `auto` plans some ten thousand actions a second; fewer trials find little.
 _ACTIONS_TO_PLAN, _LEAST_TRIALS, _MOST_TRIALS = 8_000, 8, 30
-# With more, the pipeline is full for most of the step, and equal times are as good.
+# With more, the pipeline is full for most of the step, so equal times are as good.
 _FEW_MICROBATCHES = 2
 
 
 class Predictions(Protocol):
-    """What the segments and steps of one run cost: the core is given an object of this form. Every method raises
-    ValueError where this is not known."""
+    """The costs of the segments and steps of one run, passed to the core. Every method raises ValueError if they are
+    not known."""
 
     @property
     def is_measured(self) -> bool:
@@ -35,10 +35,11 @@ class Predictions(Protocol):
         """Seconds of a segment on the slowest stage. A trace does not have the times `of_any_length`."""
 
     def of_actions(self, lengths: Sequence[int]) -> Costs:
-        """The costs of the actions on segments of `lengths` tokens, for which `auto` plans."""
+        """The costs of the actions on segments of `lengths` tokens, for plans of `auto`."""
 
     def least_offload(self, schedule: ScheduleChoice, lengths: Sequence[int]) -> float:
-        """The least share of the activations, in sixteenths, without which a step fits the device; 1 if none does."""
+        """The least share of activations, in sixteenths, that has to move for a step to fit the device; 1 if none
+        does."""
 
     def best_num_segments(self, schedule: ScheduleChoice, cut: Callable[[int], tuple[int, ...]]) -> int:
         """The number of segments of the shortest step that fits the device; `cut(number)` gives their lengths."""
@@ -49,7 +50,7 @@ class SequencePartition:
     """Cuts by `strategy`, which follows `costs`, unless `file` gives the lengths.
 
     `num_segments` is None if a file or TeraPipe's dynamic programme determines it. If `planned` is given and there are
-    few micro-batches, `balanced` compares the steps that cuts make.
+    few micro-batches, `balanced` compares the predicted steps of several cuts.
     """
 
     run: MegatronRun
@@ -68,7 +69,7 @@ class SequencePartition:
         self, sequence_length: int, num_segments: int | None = None, documents: Sequence[Sequence[int]] | None = None
     ) -> tuple[int, ...]:
         """Lengths in tokens of the segments of a sequence; raises ValueError. Can take a second for long sequences.
-        They may follow the `documents` of a micro-batch: for each sequence, the positions where these start."""
+        They may follow the `documents` of a micro-batch, given by their start positions in each sequence."""
         run, costs = self.run, self.costs
         num_segments = self.num_segments if num_segments is None else num_segments
         if self.file is not None:

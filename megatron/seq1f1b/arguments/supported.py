@@ -1,7 +1,7 @@
-"""What our schedules do not support: one table, checked at start-up.
+"""The table of features that our schedules do not support, checked at start-up.
 
-tools/compatibility.py writes it into docs/compatibility.md. A row has the phrase for a feature, which is also the
-condition under which the row holds, and the rest of a sentence: the reason and the way out.
+tools/compatibility.py writes it into docs/compatibility.md. A row has a phrase that names a feature, and is also parsed
+as the row's condition, and the rest of a sentence: the reason and the way out.
 """
 
 import re
@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 
 from ..schedule import splitting_families
 
-Settings = Mapping[str, Any]  # by the names of Megatron's arguments; what is missing is off
+Settings = Mapping[str, Any]  # by the names of Megatron's arguments; a missing one is off
 
 _SPLITTING = ", ".join(f"`{name}`" for name in splitting_families() if name != "auto")
 
 
 class Use(Enum):
-    """Our features that some feature of Megatron does not go with."""
+    """Our features that exclude some feature of Megatron."""
 
     MEGATRONS_OWN = "with Megatron's own schedules"
     ANY_SCHEDULE = "with any schedule of ours"
@@ -52,7 +52,7 @@ class Unsupported(NamedTuple):
 
 
 def setting_of(flag: str) -> str:
-    """The name among the settings of a run that a flag of Megatron has."""
+    """The name of a Megatron flag among the settings of a run."""
     name = flag.removeprefix("--").replace("-", "_")
     return {"fp8_format": "fp8", "fp4_format": "fp4", "use_nccl_ub": "nccl_ub"}.get(name, name)
 
@@ -79,12 +79,12 @@ def packs_documents(settings: Settings) -> bool:
 
 
 def is_on_gpu(settings: Settings) -> bool:
-    """gloo serves GPUs, too."""
+    """Whether the run uses GPUs; gloo serves GPUs, too."""
     return settings.get("distributed_backend") == "nccl" or settings.get("device") == "cuda"
 
 
 def is_on_gpu_here(settings: Settings) -> bool:
-    """False in a rehearsal, since its packages are those of the cluster."""
+    """Whether this machine has the run's GPUs; False in a rehearsal, since its packages are those of the cluster."""
     return is_on_gpu(settings) and not settings.get("dry_run")
 
 
@@ -144,8 +144,7 @@ BLOCKS: Mapping[str, int] = MappingProxyType({"mxfp8": 32, "blockwise": 128})
 
 
 def _rows(table: str) -> tuple[Unsupported, ...]:
-    """Lines of features, each time followed by what is true of all of them, indented or behind a bar: a reason and a
-    way out."""
+    """Parses blocks of features, one a line, followed by their common reason and way out, indented or behind a bar."""
     blocks = re.findall(r"((?:^\S.*\n)+)((?:^ .*\n)+)", dedent(table).replace(" | ", "\n "), re.MULTILINE)
     sentences = [(features.splitlines(), " ".join(text.split()).split("; ")) for features, text in blocks]
     return tuple(Unsupported(feature, *sentence) for features, sentence in sentences for feature in features)

@@ -1,6 +1,7 @@
 """Megatron on a machine without a GPU: CPU tensors, gloo, and nothing else changed.
 
-Nothing here is active until `activate` is called. It binds one table, `REDIRECTS` in redirects.py, with its reasons.
+Nothing here is active until `activate` is called. It binds one table, `REDIRECTS` in redirects.py, which has a reason
+for each row.
 """
 
 import argparse
@@ -13,8 +14,8 @@ _log = logging.getLogger(__name__)
 
 
 def wanted(argv: Sequence[str]) -> bool:
-    """Whether the words of a command line mean training on the CPU: `--device cpu`, or no GPU is visible, which rank 0
-    logs. `--device cuda` without a GPU ends the program with one sentence."""
+    """Whether a command line selects training on the CPU: `--device cpu`, or no GPU is visible, which rank 0 logs.
+    `--device cuda` without a GPU ends the program with one sentence."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--device", default="auto")
     device = parser.parse_known_args(argv)[0].device
@@ -34,8 +35,8 @@ def wanted(argv: Sequence[str]) -> bool:
 
 
 def activate() -> None:
-    """Make Megatron run on CPU tensors and gloo from now on; best called before it is imported, since it compiles its
-    fused functions then."""
+    """Make Megatron run on CPU tensors and gloo from now on; best called before Megatron is imported, since the import
+    compiles its fused functions."""
     from . import redirects  # imports torch, which takes seconds
 
     redirects.apply()

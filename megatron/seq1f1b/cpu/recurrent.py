@@ -60,7 +60,7 @@ def chunk_gated_delta_rule(
     q, k, v, g, beta, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False, cu_seqlens=None
 ):
     """The gated delta rule (arXiv 2412.06464, section 3.3), for q and k [b, n, h, d], v [b, n, h, e], the logarithm g
-    of the decay and the writing strength beta [b, n, h]; the state is [b, h, d, e]. Megatron's own form of it,
+    of the decay and the writing strength beta [b, n, h]; the state is [b, h, d, e]. Megatron's own version,
     `torch_chunk_gated_delta_rule`, computes in fp32 only.
 
         S_t = exp(g_t) (I − beta_t k_t k_tᵀ) S_{t−1} + beta_t k_t v_tᵀ,    o_t = S_tᵀ q_t / √d
@@ -73,7 +73,7 @@ def chunk_gated_delta_rule(
     q, k, v, g, beta = (_in_chunks(x, _CHUNK) for x in (q, k, v, g, beta))
     g = g.cumsum(-1)
     k_beta, v_beta = k * beta.unsqueeze(-1), v * beta.unsqueeze(-1)
-    # What each token writes depends on what those before it in the chunk have written: a triangular system.
+    # The writes of a token depend on those of earlier tokens in the chunk: a triangular system.
     system = ((k_beta @ k.mT) * _decay(g)).tril(-1)
     right = torch.cat([v_beta, k_beta * g.exp().unsqueeze(-1)], -1)
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
@@ -110,7 +110,7 @@ def mamba_chunk_scan_combined(
 
 
 def mamba_training(mixer, projected, packed_seq_params=None):
-    """`MambaMixer._ssm_training` with the convolution and the scan apart, as Megatron runs them for a prompt."""
+    """`MambaMixer._ssm_training` with separate convolution and scan, as Megatron runs them for a prompt."""
     _unpacked(packed_seq_params)
     return mixer._ssm_prefill(projected, conv_state=None, ssm_state=None)
 
@@ -159,7 +159,7 @@ def _unpacked(documents):
         )
 
 
-# By the names in megatron.core.ssm; the flags tell Megatron that the packages are there.
+# By the names in megatron.core.ssm; the flags mark the packages as installed.
 KERNELS = MappingProxyType(
     {
         "gated_delta_net.common.HAVE_FLA": True,

@@ -1,6 +1,6 @@
 """The table of everything that training on a CPU redirects, in torch and in Megatron.
 
-Each reason ends with what the redirect hides: what could fail on a GPU though it passes on a CPU, and where that is
+Each reason ends with what the redirect hides (errors that could occur on a GPU but not on a CPU), and where that is
 covered.
 """
 
@@ -133,12 +133,12 @@ def is_active() -> bool:
 
 
 def apply() -> None:
-    """Bind every name of the table to its replacement, and repair what Transformer Engine would bring; once."""
+    """Bind every name of the table to its replacement, and apply the repairs for a missing Transformer Engine; once."""
     if is_active():
         return
     # Hides a GPU from the parts of torch that call the driver and not `torch.cuda`.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    # Both keep functions of torch when first used, which must be the real ones.
+    # Both store functions of torch at their first use, which must be the real ones.
     importlib.import_module("torch._dynamo")  # torch's optimizers import it in any case
     with torch.device("cpu"):
         torch.empty(0)
@@ -148,7 +148,7 @@ def apply() -> None:
     if find_spec("transformer_engine") is not None and find_spec("transformer_engine_torch") is None:
         sys.modules["transformer_engine"] = None  # type: ignore[assignment]
     patched(REDIRECTS[len(of_torch) :])
-    # It warns whenever the generator of the CPU moves between forks, as here it must.
+    # Megatron warns whenever the CPU's generator moves between forks, as it must here.
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(lambda record: "CPU RNG" not in record.msg)
     from ..model.without_te import repairs  # imports Megatron
 

@@ -1,4 +1,4 @@
-"""What stands in for a GPU in torch when the device is the CPU."""
+"""Replacements for torch's GPU functions when the device is the CPU."""
 
 import ctypes
 import functools
@@ -72,12 +72,12 @@ def peak_resident_bytes(device=None) -> int:
     """The most memory that this process has had in RAM."""
     if sys.platform == "darwin":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    # The kernel counts the peak now and then only, and may be behind.
+    # The kernel updates the peak only now and then.
     return max(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, resident_bytes())
 
 
 def forget_peak(device=None) -> None:
-    """Count the peak from now on (Linux). Freed pages go back to the system first, or new memory in them would not
+    """Count the peak from now on (Linux). Freed pages go back to the system first, else reusing them would not
     count."""
     if _CLEAR_REFS.exists():
         ctypes.CDLL(None).malloc_trim(0)
@@ -121,18 +121,19 @@ def stay(tensor, *args, **kwargs):
 
 
 def cuda_type_name(type_method, tensor, dtype=None, *args, **kwargs):
-    """`Tensor.type` that names a tensor, also one without values, as upstream's checks expect it."""
+    """`Tensor.type` with the names that upstream's checks expect, also for tensors without values."""
     if dtype is None:
         return f"torch.cuda.{type_method(tensor).rpartition('.')[2]}"
     return type_method(tensor, dtype, *args, **kwargs)
 
 
 def on_one_device(gloo: type[dist.ProcessGroupGloo]) -> type[dist.ProcessGroupGloo]:
-    """The class of gloo's groups, which share the devices of a process: threads that poll, of which torch makes one for
-    each group. Megatron has some thirty groups a rank; 60 take a fifth of a core while nothing happens.
+    """The class of gloo's groups, which share the devices of a process. A device is a polling thread, and torch makes
+    one for each group. Megatron has some thirty groups a rank; 60 take a fifth of a core while nothing happens.
 
-    A group's collectives run in one thread. In torch's two they corrupt the heap when they end at the same time: both
-    write the name of the last one (`lastCompletedWorkName` in ProcessGroupGloo.cpp of PyTorch 2.13).
+    A group's collectives run in one thread. In the two threads that torch uses, they corrupt the heap if they end at
+    the same time: both write the name of the last one (`lastCompletedWorkName` in ProcessGroupGloo.cpp of PyTorch
+    2.13).
     """
 
     class OnOneDevice(gloo):
@@ -148,8 +149,8 @@ def on_one_device(gloo: type[dist.ProcessGroupGloo]) -> type[dist.ProcessGroupGl
 
 @functools.cache
 def _devices_of(process: int) -> list:
-    """Those that torch would make for a group: one for each interface that GLOO_SOCKET_IFNAME names. Their threads do
-    not survive a fork, so each `process` has its own."""
+    """The devices that torch would make for a group: one for each interface that GLOO_SOCKET_IFNAME names. Their
+    threads do not survive a fork, so each `process` has its own."""
     make = dist.ProcessGroupGloo
     interfaces = os.environ.get("GLOO_SOCKET_IFNAME")
     if not interfaces:

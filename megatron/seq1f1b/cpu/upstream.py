@@ -1,4 +1,4 @@
-"""Replacements of what `megatron.core` and `megatron.training` do only for a GPU."""
+"""Replacements for GPU-only code of `megatron.core` and `megatron.training`."""
 
 import functools
 import logging
@@ -26,9 +26,9 @@ FLAGS = (
 
 
 def parse_with_cpu_defaults(parse_args, *args, **kwargs):
-    """`parse_args`, with the kernels and backends in its result that a CPU has.
+    """`parse_args` with kernels and backends in its result that exist on a CPU.
 
-    In a rehearsal the replaced values, those for a GPU, stay in its `replaced_on_cpu`.
+    In a rehearsal, `replaced_on_cpu` of the result keeps the replaced values, those for a GPU.
     """
     namespace = parse_args(*args, **kwargs)
     if getattr(namespace, "dry_run", False):
@@ -61,7 +61,7 @@ def initialize_without_cuda(initialize_megatron, *args, **kwargs):
 
 
 def queue_of_forks(get_write_results_queue):
-    # As its default: other patches look that up, and start the process by themselves.
+    # `mp_mode` is set as a default: other patches look that up, and start the process themselves.
     return functools.partial(get_write_results_queue, mp_mode="fork")
 
 
@@ -71,9 +71,9 @@ def on_cpu(tensor, as_numpy=False, record_stream=False):
 
 
 def build_from_local_layers(build_model, self, *args, **kwargs):
-    """`HybridModelBuilder.build_model`, of Megatron's own layers in place of Transformer Engine's.
+    """`HybridModelBuilder.build_model` with Megatron's local layers in place of Transformer Engine's.
 
-    These are the default, and what most launch scripts name with --spec; any other specification stays.
+    It replaces Transformer Engine's layers only, the default and the usual --spec; any other specification stays.
     """
     from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
 

@@ -131,7 +131,7 @@ _Call = tuple[Kernel, Segment | None, KVCache | None, Callable[[], object] | Non
 
 
 class _Attend(torch.autograd.Function):
-    """Attention of a whole sequence, or of a segment, whose keys and values go to the cache instead of the graph.
+    """Attention of a whole sequence or a segment; keys and values of a segment go to the cache, not the graph.
 
     Later segments write other rows of the same buffers, and save_for_backward would report a modification.
     """

@@ -1,4 +1,4 @@
-"""Multi-token prediction on one segment, whose last tokens read and predict tokens of the next segment.
+"""Multi-token prediction on one segment; its last tokens read and predict tokens of the next segment.
 
 Megatron shifts tokens, positions, labels and loss mask by one for each further token that it predicts, and fills the
 end with zeros. Here the end of a segment, or of each run of tokens that a context-parallel rank has of it, is filled

@@ -206,7 +206,7 @@ def _on_aliases(layer: Any, forward: Callable[..., Any], *args: Any, **kwargs: A
 
 
 def _aliased(layer: Any) -> list[str]:
-    """The parameters whose gradients the product gives: the weight, and the bias if the layer adds it itself."""
+    """The parameters with gradients from the product: the weight, and the bias if the layer adds it itself."""
     if hasattr(layer, "num_gemms"):
         return [f"weight{expert}" for expert in range(layer.num_gemms)]
     adds_bias = layer.use_bias and layer.apply_bias and not layer.gemm_bias_unfused_add

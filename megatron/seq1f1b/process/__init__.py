@@ -1,1 +1,1 @@
-"""The process that Megatron runs in: its rank, its peers, and what is rebound in it."""
+"""The process that Megatron runs in: its rank, its peers, and its patches."""

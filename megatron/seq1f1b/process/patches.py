@@ -1,9 +1,9 @@
-"""The one form of every intervention into Megatron: what is bound to what, why, and how it is undone.
+"""Patches, the form of every change to Megatron: a target, its replacement, a reason, and a way to undo it.
 
 A table of patches is applied where its names live, on modules and classes (`with patched(TABLE)`), or on single objects
 such as the modules of a model (`with patched_on(model.modules(), TABLE)`): a patch of `TopKRouter.routing` then binds
 `routing` on each router among them and leaves the class alone. Both return an ExitStack, whose `close()` undoes the
-table where no `with` can stand around it.
+table where a `with` is not possible.
 """
 
 import importlib
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 
 class Patch(NamedTuple):
-    """The dotted name `target` is bound to `new`, or to `new(old)` where it wraps what was there.
+    """The dotted name `target` is bound to `new`, or to `new(old)` if it wraps the old value.
 
     On an object a wrapping patch is called as `new(object, old)`, with `old` the bound method.
     """
@@ -44,9 +44,9 @@ PatchTable = tuple[Patch, ...]
 
 
 def patched(table: Iterable[Patch]) -> ExitStack:
-    """Bind every target of the table, in order, in its module or class. Raises AttributeError for a name that is gone.
+    """Bind every target of the table, in order, in its module or class. Raises AttributeError for a missing name.
 
-    A target is looked up after those before it are bound, since importing its module may use them.
+    A target is looked up after the earlier ones are bound, since importing its module may use them.
     """
     return _bound((owner_of(patch.target)[0], patch, False) for patch in table)
 
@@ -62,9 +62,9 @@ def patched_on(objects: Iterable[Any], table: Iterable[Patch]) -> ExitStack:
 
 
 def rebound(old: Any, new: Any) -> ExitStack:
-    """Bind every name in loaded modules that means `old`, by an earlier `from ... import`, to `new`.
+    """Bind every name in loaded modules that refers to `old`, by an earlier `from ... import`, to `new`.
 
-    Not in modules of PyTorch and of the standard library, which are most.
+    Modules of PyTorch and of the standard library, the majority, are left out.
     """
     without_megatron = sys.stdlib_module_names | {"torch"}
     modules = [module for path, module in sys.modules.items() if path.partition(".")[0] not in without_megatron]

@@ -1,4 +1,4 @@
-"""The rank of this process, what only one rank reports, and how the ranks of a job end together."""
+"""The rank of this process, reports of one rank only, and the common end of all ranks of a job."""
 
 import ctypes
 import logging
@@ -41,7 +41,8 @@ def end_with_parent() -> None:
 
 
 def check_agreement(plan: str) -> None:
-    """Raises ValueError on all ranks if their plans differ: the step would hang, or a message have the wrong size."""
+    """Raises ValueError on all ranks if their plans differ: the step would hang, or a message would have the wrong
+    size."""
     import torch.distributed as dist
 
     plans: list[str] = [plan] * dist.get_world_size()
@@ -58,9 +59,9 @@ def check_agreement(plan: str) -> None:
 class Peers:
     """The ranks of a job, connected from the start of the program by the store at MASTER_ADDR and MASTER_PORT.
 
-    torchrun keeps that store; without torchrun, rank 0 does, and torch.distributed joins it later. Any rank may
-    `report` a failure. Each other rank then calls `on_failure(report)`, which ends the process, in a thread: its main
-    thread may be waiting in a collective.
+    torchrun hosts that store; without torchrun rank 0 does, and torch.distributed joins it later. Any rank may `report`
+    a failure. A thread of each other rank then calls `on_failure(report)`, which ends the process: the main thread may
+    be waiting in a collective.
     """
 
     def __init__(self, on_failure: Callable[[str], None]) -> None:
@@ -85,7 +86,7 @@ class Peers:
         return failure
 
     def share(self, text: str, timeout: timedelta) -> str:
-        """The text of rank 0; to be called equally often on all ranks. Raises RuntimeError after `timeout`."""
+        """The text of rank 0; call it equally often on all ranks. Raises RuntimeError after `timeout`."""
         self._num_shared += 1
         name = f"shared {self._num_shared}"
         end = time.monotonic() + timeout.total_seconds()
@@ -120,7 +121,7 @@ class Peers:
                     time.sleep(_POLL / 10)
                 self._store.add("done", 1)
         if threading.current_thread() is not self._watching:
-            # Python aborts when it ends while a thread comes back from the store.
+            # Python aborts if it ends while a thread returns from the store.
             self._watching.join(_PATIENCE)
         return has_left
 

@@ -1,4 +1,4 @@
-"""When each rank does what: schedules as plain data. Start with action, dependencies, clock.
+"""Schedules as plain data: the actions of each rank, in order. Start with action, dependencies, clock.
 
 Pure Python: nothing of torch, Megatron or the rest of this package is imported here.
 """

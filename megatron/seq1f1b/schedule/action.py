@@ -1,4 +1,4 @@
-"""What a rank does: an immutable action with a short text form."""
+"""The actions of a rank: immutable, with a short text form."""
 
 import re
 from enum import StrEnum

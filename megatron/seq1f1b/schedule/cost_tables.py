@@ -1,4 +1,4 @@
-"""What the actions of a schedule cost, in time and in activation memory."""
+"""The costs of actions, in time and in activation memory."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace

@@ -67,7 +67,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class Shape:
-    """What a schedule has to cover: every stage of `placement` times every unit.
+    """The extent of a schedule: every stage of `placement` times every unit.
 
     A unit is one segment of one micro-batch; units are numbered micro-batch by micro-batch, segments ascending. If
     micro-batches differ in their numbers of segments, `unequal` holds these (see `of`); `num_segments` is the largest.
