@@ -8,7 +8,7 @@ import pytest
 
 from megatron.seq1f1b.report import plot_timelines
 from megatron.seq1f1b.report.style import COLOURS
-from megatron.seq1f1b.schedule import Kind, Placement, Shape, build, simulate
+from megatron.seq1f1b.schedule import Kind, Placement, Shape, Timeline, build, simulate
 
 # Linear RGB as seen without the cones for long, middle and short waves (Machado et al. 2009, severity 1).
 DEFICIENCIES = {
@@ -46,21 +46,35 @@ def test_the_colour_blind_tell_any_two_kinds_apart(matrix):
             assert np.linalg.norm(one - other) >= 10, pair
 
 
-def texts(timeline, path, **options):
+def texts(path, *timelines, **options):
     pytest.importorskip("matplotlib").rcParams["svg.fonttype"] = "none"
-    plot_timelines([timeline], path, **options)
+    plot_timelines(timelines, path, **options)
     picture = path.read_text()
     inches = float(re.search(r'width="([\d.]+)pt"', picture)[1]) / 72
     return inches, re.findall(r"<text[^>]*>([^<]*)</text>", picture)
 
 
+def test_a_figure_shows_sizes_bubble_peaks_and_every_micro_batch(tmp_path):
+    timeline = simulate(build("zb-h1", Shape(Placement(4, 2), 3, 2)))
+    titled = Timeline(timeline.shape, timeline.ranks, meta={"schedule": "zb-h1"})
+    _, shown = texts(tmp_path / "two.svg", titled, titled)
+    titles = [text for text in shown if text.startswith("zb-h1 ")]
+    assert len(titles) == 2
+    assert f"bubble ratio {timeline.bubble_ratio:.3f}" in titles[0]
+    assert "P = 4, m = 3, k = 2, C = 2 (looped)" in titles[0]
+    # Two panels; 3 kinds, 8 stages, 2 segments for each micro-batch; axis ticks add a few.
+    assert shown.count("1") >= 2 * 3 * 8 * 2
+    assert {"forward", "input gradient", "weight gradient", "sequences held, idle"} <= set(shown)
+    assert "backward" not in shown
+
+
 def test_in_one_column_numbers_drop_out_where_they_do_not_fit(tmp_path):
     small = simulate(build("1f1b", Shape(Placement(2), 12)))
     large = simulate(build("zb-h1", Shape(Placement(8, 2, "v"), 12, 2)))
-    inches, shown = texts(small, tmp_path / "a.svg", width=3.3)
+    inches, shown = texts(tmp_path / "a.svg", small, width=3.3)
     assert inches == pytest.approx(3.3) and shown.count("9") == 2, "of backwards, which are long enough"
-    assert "11" not in texts(small, tmp_path / "a.svg", width=3.3, has_labels=False)[1]
-    assert "11" not in texts(large, tmp_path / "a.svg", width=3.3)[1]
-    inches, shown = texts(large, tmp_path / "a.svg", width=60)
+    assert "11" not in texts(tmp_path / "a.svg", small, width=3.3, has_labels=False)[1]
+    assert "11" not in texts(tmp_path / "a.svg", large, width=3.3)[1]
+    inches, shown = texts(tmp_path / "a.svg", large, width=60)
     assert inches == pytest.approx(60) and shown.count("11") == 3 * 16 * 2
-    assert texts(large, tmp_path / "a.svg")[0] == pytest.approx(8), "a page"
+    assert texts(tmp_path / "a.svg", large)[0] == pytest.approx(8), "a page"

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.seq1f1b.partition import balanced, even
+from megatron.seq1f1b.partition import balanced
 from megatron.seq1f1b.planning.costs.flops import head_flops, layer_flops
 from megatron.seq1f1b.planning.costs.machine import Device
 from megatron.seq1f1b.planning.costs.model_shape import DeltaNet, Experts, LatentAttention, Mamba, ModelShape
@@ -120,14 +120,11 @@ def test_a_window_is_counted_pair_by_pair():
 
 
 def test_recurrent_layers_have_no_part_per_pair():
+    """A hybrid is cut between even and attention alone."""
     (cost,) = analytic_costs(hybrid("GM-"), (3,), A100)
     assert cost.forward(0, 1000) == cost.forward(50000, 51000)
-    assert spread(cut(hybrid("GM-"))) <= 1
-
-
-def test_a_hybrid_is_cut_between_even_and_attention_alone():
-    attention, mixed = cut(hybrid("*-*-*-*-")), cut(hybrid("G-G-G-*-"))
-    assert spread(even(LENGTH, 4, 1)) < spread(mixed) < spread(attention)
+    recurrent, mixed, attention = (spread(cut(hybrid(pattern))) for pattern in ("GM-", "G-G-G-*-", "*-*-*-*-"))
+    assert recurrent <= 1 < mixed < attention
 
 
 def test_each_prediction_head_costs_the_last_stage():
