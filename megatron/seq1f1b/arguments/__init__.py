@@ -1,4 +1,4 @@
-"""From flags to one frozen PipelineConfig.
+"""Turns flags into one frozen PipelineConfig.
 
 Start with flags (ours), megatron_run (Megatron's training run), supported (features that exclude each other) and
 config.

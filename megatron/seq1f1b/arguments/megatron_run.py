@@ -143,7 +143,7 @@ def layers_per_stage(settings: Mapping[str, Any]) -> tuple[int, ...]:
     layout = settings.get("pipeline_model_parallel_layout")
     if isinstance(layout, str):
         return tuple(stage.count("t") for stage in stages_of_layout(layout))
-    if layout is not None:  # as Megatron has parsed it: by rank, then chunk
+    if layout is not None:  # parsed by Megatron: by rank, then chunk
         stages_of_ranks = zip(*layout.layout, strict=True)
         return tuple(sum(layer.name == "decoder" for layer in stage) for chunk in stages_of_ranks for stage in chunk)
     parts = hybrid_stages(settings)

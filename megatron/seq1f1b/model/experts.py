@@ -119,7 +119,7 @@ def _apply_balance(
 def _routing(
     router: TopKRouter, routing: Callable[..., Any], logits: Tensor, padding_mask: Tensor | None = None
 ) -> Any:
-    """With recomputation, Megatron adds losses in the repeated forward, but other segments need the counts earlier."""
+    """Note the counts in the first forward of recomputed layers: Megatron adds losses in the repeated one, too late."""
     context, segment = router.segment_context, router.segment_context.segment
     is_computed_again = router.training and context.keeps_for_backward and not torch.is_grad_enabled()
     balances = [balance for balance in _BALANCES if router.get_aux_loss_coeff(balance) > 0]
@@ -142,7 +142,7 @@ def _noted(router: TopKRouter, balance: str, routing_map: Tensor, sequences: int
         if balance != _OVER_STEP:
             return _Tally()
         router.ga_steps += 1
-        dtype = torch.promote_types(router.ga_steps.dtype, torch.float32)  # in 16-bit models they have 16 bits
+        dtype = torch.promote_types(router.ga_steps.dtype, torch.float32)  # 16-bit models have both in 16 bits
         return _Tally(*(x.to(dtype, copy=True) for x in (router.global_tokens_per_expert, router.ga_steps)))
 
     tally, segment = router.segment_context.cache((router, balance), make), router.segment_context.segment

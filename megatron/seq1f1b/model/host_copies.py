@@ -46,7 +46,7 @@ def _copy(pairs: Pairs, after: Wait | None, span: AbstractContextManager) -> Non
     if after is not None:
         after()
     with span:
-        while pairs:  # so that a thread that has copied keeps nothing alive
+        while pairs:  # removes them, so that an idle thread keeps no tensor alive
             source, target = pairs.pop()
             target.copy_(source, non_blocking=True)
 

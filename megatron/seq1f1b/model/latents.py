@@ -21,7 +21,7 @@ from .kernels import Gradients
 from .kv_cache import KVCache
 from .segment import Segment
 
-LARGEST_SHARE = 1 / 8  # of the time of attention to the prefix; projecting it up again may take that
+LARGEST_SHARE = 1 / 8  # the largest time of projecting the prefix up again, relative to attention to it
 
 
 def keep_latents(layer: torch.nn.Module) -> None:
@@ -104,7 +104,7 @@ class LatentCache(KVCache):
         self.rotary.write(start, end, key[:, :, 0, self._size :])
 
     def read(self, start: int, end: int) -> tuple[Tensor, Tensor]:
-        """As in KVCache, with g = h and keys of size d + p. Projects up again unless `project` just did."""
+        """Like `KVCache.read`, with g = h and keys of size d + p. Projects up again unless `project` just did."""
         projected, self._projected = self._projected, None
         if projected is None:
             projected, _ = self._project_up(self.latents.read(start, end))

@@ -97,7 +97,7 @@ def defer_weight_gradients(store: WeightGradientStore, chunks: Iterable[torch.nn
     an output layer that computes its logits in pieces.
     """
     modules = [module for chunk in chunks for module in chunk.modules() if keeps_logits(module)]
-    of_te = [module for module in modules if hasattr(module, "wgrad_store")]  # its attention has no weights
+    of_te = [module for module in modules if hasattr(module, "wgrad_store")]  # TE's attention has no weights
     local, reason = "megatron.core.tensor_parallel.layers", "computes the weight gradient with the input gradient"
     with ExitStack() as undo:
         for kind in ("ColumnParallelLinear", "RowParallelLinear"):
@@ -145,8 +145,8 @@ def deferring(linear: Callable[..., Tensor], store: WeightGradientStore) -> Call
         def leave(grad_output: Tensor) -> None:
             store.leave([weight], partial(gradient, grad_output))
 
-        # With these, Megatron appends the output gradient to the buffer instead of computing the weight gradient, and
-        # returns none, as if it had been added to `main_grad`.
+        # With these options, Megatron appends the output gradient to the buffer instead of computing the weight
+        # gradient, and returns none, as if it had been added to `main_grad`.
         deferred = {"gradient_accumulation_fusion": True, "wgrad_deferral_limit": 0}
         deferred["grad_output_buffer"] = SimpleNamespace(append=leave)
         # Detached, or autograd would fire the weight's hooks before its gradient exists.

@@ -54,7 +54,7 @@ def balanced(
         return found
 
     low, high = 0.0, between(0, last)
-    # Where a kernel is faster from some length on, a part of the sequence can take longer than the whole.
+    # Kernels may be faster above some length, so a part of the sequence can take longer than the whole.
     while ends(high)[-1] < last:
         high *= 2
     for _ in range(_BISECTIONS):

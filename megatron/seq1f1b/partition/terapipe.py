@@ -145,7 +145,7 @@ def _shortest_path(times: NDArray[np.float64], num_segments: int | None) -> Call
 def _by_any_number(times: NDArray[np.float64]) -> tuple[float, Sequence[NDArray[np.int64]]]:
     """The least total, and for each segment an array of its start for every end position."""
     size, longest = times.shape
-    totals = np.full(longest + size, inf)  # those before the sequence come first
+    totals = np.full(longest + size, inf)  # entries before the sequence come first
     totals[longest] = 0.0
     starts = np.zeros(size, dtype=np.int64)
     for end in range(1, size):  # every segment extends any number of earlier ones
@@ -157,7 +157,7 @@ def _by_any_number(times: NDArray[np.float64]) -> tuple[float, Sequence[NDArray[
 
 
 def _by_number(times: NDArray[np.float64], num_segments: int) -> tuple[float, Sequence[NDArray[np.int64]]]:
-    """The same for a given number of segments, added one by one."""
+    """`_by_any_number` for a given number of segments, added one by one."""
     size, longest = times.shape
     totals = np.full(longest + size, inf)
     totals[longest] = 0.0

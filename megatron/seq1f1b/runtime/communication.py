@@ -151,7 +151,7 @@ class Communicator:
         self._settle()
 
     def _settle(self) -> None:
-        """With messages in turn, the host waits, too."""
+        """Let the host wait, too, if messages go in turn."""
         if self.goes_in_turn and self.is_on_device:
             torch.cuda.current_stream(self._device).synchronize()
 

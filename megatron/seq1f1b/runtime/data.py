@@ -22,7 +22,7 @@ class SegmentIterator:
         self._check = check
         self._kept: dict[int, Any] = {}
         self._read = 0
-        self.segment: Segment | None = None  # of the next or latest `next()`
+        self.segment: Segment | None = None  # of the coming or the last `next()`
         self.latest: Any = None  # the whole batch of the segment that `next()` returned last
 
     def at(self, segment: Segment) -> "SegmentIterator":

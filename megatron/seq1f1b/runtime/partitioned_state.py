@@ -36,7 +36,7 @@ class Share:
         self.bucket = bucket
         size = bucket.grad_data.numel() // num_ranks
         self._start, self._end = rank * size, (rank + 1) * size
-        # Its place in Megatron's buffers, and its own memory.
+        # The share's place in Megatron's buffers, and its own memory.
         self.weights_in_bucket = bucket.param_data[self._start : self._end]
         self.gradients_in_bucket = bucket.grad_data[self._start : self._end]
         self.weights, self.gradients = self.weights_in_bucket.clone(), self.gradients_in_bucket.clone()
@@ -94,7 +94,7 @@ class PartitionedChunk:
         buffers = [each for each in (*ddp.buffers, *ddp.expert_parallel_buffers) if each.data_parallel_world_size > 1]
         self._weights = [buffer.param_data for buffer in buffers]
         self._gradients = [buffer.grad_data for buffer in buffers]
-        self._is_lent = True  # all weights are there, and may be written to
+        self._is_lent = True  # all weights are whole and writable
         self._is_gathering = self._is_reducing = False
         _empty(self._gradients)
 

@@ -82,7 +82,7 @@ class Programs:
         was_enabled = gc.isenabled()
         gc.disable()  # while many actions are made, collections would take most of the time
         try:
-            if forward_only:  # in an order that fits any shape
+            if forward_only:  # a named family has an order for any shape
                 named = self._choice if self._choice.is_named else ScheduleChoice("1f1b")
                 actions = lower_rank(named.plan(shape, lengths, None), rank, self._one_queue, in_turn)
                 return Program([action for action in actions if action.kind in _FORWARD_KINDS], is_partitioned)

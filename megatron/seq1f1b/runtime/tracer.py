@@ -175,7 +175,7 @@ class Tracer:
         device = torch.device(torch.cuda.current_device())
         iteration = self._iteration_now()
         if self._is_first_step and iteration > max(self._iterations, default=iteration) and group.rank() == 0:
-            chosen = " ".join(map(str, sorted(self._iterations)))  # of a run that a checkpoint continues, perhaps
+            chosen = " ".join(map(str, sorted(self._iterations)))  # perhaps from before its checkpoint
             message = "this run starts with iteration %d: none of --pipeline-trace-iterations %s is traced"
             _log.warning(message, iteration, chosen)
         self._is_first_step = False

@@ -168,7 +168,7 @@ class TrainingLoop:
             raise
 
     def load(self, upstream: Callable, *rest: Any, **more: Any) -> Any:
-        """For some bad checkpoints Megatron prints the reason and exits with code 0."""
+        """Megatron prints the reason and exits with code 0 for some bad checkpoints."""
         try:
             return upstream(*rest, **more)
         except SystemExit as error:
@@ -184,7 +184,7 @@ def _built(
     if not is_built_on_rank() or not _is_left_out(kind, arguments):
         return upstream(kind, is_built_on_rank, synchronizes, *arguments)
     if synchronizes and dist.is_initialized():
-        dist.barrier()  # where ranks that build nothing wait
+        dist.barrier()  # ranks that build nothing wait there
     return None
 
 

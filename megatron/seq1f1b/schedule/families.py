@@ -66,7 +66,7 @@ def breadth_first(shape: Shape) -> Clock:
     and GATHER of the lowered schedule).
     """
     units, fewest = shape.num_units, smallest_group(shape)
-    # In a V the rank that ends a chunk last starts the next one first.
+    # In a V, the last rank to end a chunk is the first to start the next one.
     tick = grouped(shape, group=units + fewest if shape.placement.turns else max(units, fewest))
     return Clock(shape, tick, turn=tick(shape.num_units - 1, shape.num_stages - 1) + 1)
 

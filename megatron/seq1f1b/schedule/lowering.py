@@ -47,7 +47,7 @@ _STEP = {Kind.RECV_F: -1, Kind.SEND_F: 1, Kind.RECV_B: 1, Kind.SEND_B: -1}
 # The most actions, over all ranks, that are simulated for nominal times when training starts.
 _SIMULATED = 250_000
 
-# By rank.
+# The actions of each rank.
 Orders = Sequence[Sequence[Action]] | Mapping[int, Sequence[Action]]
 
 

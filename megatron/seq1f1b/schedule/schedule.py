@@ -113,7 +113,7 @@ class Shape:
 
     @property
     def filled(self) -> Self:
-        """The same with `num_segments` segments in every micro-batch."""
+        """This shape with `num_segments` segments in every micro-batch."""
         return replace(self, unequal=())
 
     @property
@@ -123,7 +123,7 @@ class Shape:
 
     @property
     def units_backward(self) -> list[tuple[int, int]]:
-        """The same in the order of backwards: segments descending."""
+        """All units in the order of backwards: segments descending."""
         return [(m, segment) for m in range(self.num_microbatches) for segment in reversed(range(self.segments_of(m)))]
 
     @property

@@ -44,7 +44,7 @@ class Timeline:
 
     @property
     def makespan(self) -> float:
-        """From the first start to the last end on any rank."""
+        """The time from the first start to the last end on any rank."""
         return self.end - self.start
 
     def busy(self, rank: int) -> float:

@@ -82,7 +82,7 @@ def _check_runs(schedule: Schedule) -> None:
         action = schedule.ranks[rank][done[rank]]
         needed = next(need for need in dependencies(action, schedule.shape) if need not in ran)
         owner = schedule.shape.placement.rank_of(needed.stage)
-        if needed not in schedule.ranks[owner]:  # its backward is split
+        if needed not in schedule.ranks[owner]:  # the needed backward is split
             needed = needed._replace(kind=Kind.I)
         if owner == rank:
             is_ascending = action.kind is not Kind.F and needed.segment > action.segment

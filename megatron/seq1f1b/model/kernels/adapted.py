@@ -15,8 +15,8 @@ from .interface import Gradients, Kernel, Saved
 class Padded:
     """Pads heads with zeros to one size, a multiple of `multiple_of`; the padded copies live for the call only.
 
-    It serves multi-latent attention, with smaller heads of values than of queries, and odd sizes. Zeros change neither
-    the scores nor the part of the output that is kept.
+    It serves multi-latent attention, where value heads are smaller than query heads, and odd sizes. Zeros change
+    neither the scores nor the part of the output that is kept.
     """
 
     kernel: Kernel

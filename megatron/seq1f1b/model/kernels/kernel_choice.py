@@ -18,7 +18,7 @@ from .unfused import Unfused
 _log = logging.getLogger(__name__)
 
 _LARGEST_HEAD = 256  # of fused kernels on GPUs
-_HEAD_MULTIPLE = 8  # head sizes there are multiples of it
+_HEAD_MULTIPLE = 8  # of head sizes of fused kernels on GPUs
 
 
 class KernelChoice:
