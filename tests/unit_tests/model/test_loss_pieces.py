@@ -132,44 +132,37 @@ def test_weight_gradients_of_pieces_are_not_left_for_later(groups):
         assert head.output_layer.weight.grad is not None and not store._left["unit"]
 
 
-@pytest.mark.parametrize("of_main_grad", [None, torch.bfloat16, torch.float32])
-def test_gradients_of_pieces_add_up_in_fp32(groups, of_main_grad):
-    """Those of 16-bit weights, to one rounding; in a `main_grad`, which hooks add nothing to, to its own."""
-    head = Head(dtype=torch.bfloat16)
+MAIN_GRADS = {"none": None, "bf16": torch.bfloat16, "fp32": torch.float32, "fused": torch.float32}
+
+
+@pytest.mark.parametrize("kind", MAIN_GRADS)
+def test_gradients_of_pieces_add_up_in_fp32(groups, monkeypatch, kind):
+    """Those of 16-bit weights, to one rounding; in a `main_grad`, which hooks add nothing to, to its own.
+
+    Apex's kernel, called by Megatron's layer, adds to the same sum; of 32 bit here, for it rounds nothing.
+    """
+    dtype = torch.float32 if kind == "fused" else torch.bfloat16
+    head = Head(dtype=dtype)
     weight = head.output_layer.weight
     hidden, labels, _ = batch()
-    hidden = hidden.detach().bfloat16()
+    hidden = hidden.detach().to(dtype)
     of_tokens = [
         torch.autograd.grad(head(hidden[i : i + 1], labels[:, i : i + 1]).sum(), weight) for i in range(TOKENS)
     ]
     expected = sum(gradient.float() for (gradient,) in of_tokens)
     compute_loss_in_pieces([head], MANY, ROW)
-    if of_main_grad is not None:
-        weight.main_grad = torch.ones_like(weight, dtype=of_main_grad)
-    head(hidden, labels).sum().backward()
-    if of_main_grad is None:
-        assert torch.equal(weight.grad, expected.bfloat16())
-    else:
-        assert not weight.grad.any()
-        torch.testing.assert_close(weight.main_grad, (1 + expected).to(of_main_grad), rtol=1e-6, atol=1e-5)
-
-
-def test_fused_products_add_to_the_same_sum(groups, monkeypatch):
-    """Apex's kernel, called by Megatron's layer."""
 
     def add(input, grad_output, main_grad):
         main_grad += grad_output.t() @ input
 
     kernels = SimpleNamespace(wgrad_gemm_accum_fp32=add)
     monkeypatch.setattr(layers, "fused_weight_gradient_mlp_cuda", kernels, raising=False)
-    head = Head(dtype=torch.float32)
-    weight = head.output_layer.weight
-    hidden, labels, _ = batch()
-    hidden = hidden.detach().float()
-    (expected,) = torch.autograd.grad(head(hidden, labels).sum(), weight)
-    compute_loss_in_pieces([head], MANY, ROW)
-    head.output_layer.gradient_accumulation_fusion = True
-    weight.main_grad = torch.zeros_like(weight)
+    head.output_layer.gradient_accumulation_fusion = kind == "fused"
+    if kind != "none":
+        weight.main_grad = torch.ones_like(weight, dtype=MAIN_GRADS[kind])
     head(hidden, labels).sum().backward()
-    assert not weight.grad.any()
-    torch.testing.assert_close(weight.main_grad, expected)
+    if kind == "none":
+        assert torch.equal(weight.grad, expected.bfloat16())
+    else:
+        assert not weight.grad.any()
+        torch.testing.assert_close(weight.main_grad, (1 + expected).to(MAIN_GRADS[kind]), rtol=1e-6, atol=1e-5)

@@ -84,21 +84,21 @@ def test_keys_and_values_and_their_gradients_have_a_buffer_each():
         assert rank_memory(setup, schedule.ranks[rank], rank).keys_values == 2 * (2 * of_layer + 2 * of_layer * 3 / 4)
 
 
+WINDOWED = replace(PLAIN, model=replace(GPT, window=1024, window_layers=(0, 2)))
+
+
 def test_a_window_keeps_units_in_flight_and_its_own_gradients():
-    window = replace(GPT, window=1024, window_layers=(0, 2))
-    setup = replace(PLAIN, model=window)
-    sizes = [layer_keys_values_gradients(setup, layer) for layer in range(4)]
+    sizes = [layer_keys_values_gradients(WINDOWED, layer) for layer in range(4)]
     assert sizes[0] == sizes[2] == sizes[1] * 1024 / (LENGTH - LENGTH // 4) and sizes[1] == sizes[3]
-    full, within = (rank_memory(each, build("1f1b", each.shape).ranks[0], 0) for each in (PLAIN, setup))
+    full, within = (rank_memory(each, build("1f1b", each.shape).ranks[0], 0) for each in (PLAIN, WINDOWED))
     # Four units are in flight, as many as a micro-batch has, of two micro-batches.
     buffer = layer_keys_values(PLAIN, 0, 0, LENGTH // 4)
     assert full.keys_values - within.keys_values == pytest.approx(2 * (sizes[1] - sizes[0]) + 2 * buffer)
 
 
 def test_of_segments_that_are_computed_again_a_window_is_kept():
-    plain = replace(PLAIN, model=replace(GPT, window=1024, window_layers=(0, 2)))
-    again = replace(plain, recompute="full")
-    sizes = [[layer_keys_values(setup, layer, 0, LENGTH // 4) for layer in range(4)] for setup in (plain, again)]
+    again = replace(WINDOWED, recompute="full")
+    sizes = [[layer_keys_values(setup, layer, 0, LENGTH // 4) for layer in range(4)] for setup in (WINDOWED, again)]
     assert sizes[0] == [sizes[0][1] * share for share in (1 / 4, 1, 1 / 4, 1)]
     assert sizes[1] == [sizes[0][1] * share for share in (1 / 16, 1, 1 / 16, 1)]
     # Layers of both kinds count, though they have the same blocks.

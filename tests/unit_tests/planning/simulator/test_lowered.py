@@ -36,23 +36,18 @@ def test_quick_messages_arrive_as_if_nothing_stood_in_their_way(family, chunks, 
     assert execute_lowered(lower(schedule), costs).ranks == simulate(schedule, costs).ranks
 
 
-def test_messages_of_a_channel_follow_each_other():
-    """Two forwards of one second each feed a channel whose messages take three."""
+@pytest.mark.parametrize(
+    "forward, message, starts, at_once",
+    [(1.0, 3.0, [4.0, 7.0], [4.0, 5.0]), (5.0, 2.0, [3.0, 8.0], [3.0, 8.0])],
+    ids=["messages follow each other", "the second is received from the first forward on"],
+)
+def test_messages_of_a_channel_wait(forward, message, starts, at_once):
+    """Rank 0 feeds a channel with two forwards of one second each."""
     shape = Shape(Placement(2), 2)
-    costs = replace(Costs.uniform(shape, w=0.0), message_f=((3.0,), (0.0,)))
-    timeline = execute_lowered(lower(build("gpipe", shape)), costs)
-    starts = [span.start for span in timeline.ranks[1] if span.action.kind is Kind.F]
-    assert starts == [4.0, 7.0]
-    assert [span.start for span in simulate(build("gpipe", shape), costs).ranks[1]][:2] == [4.0, 5.0]
-
-
-def test_a_message_waits_for_its_receive():
-    """The second is posted only with the first forward, which here takes long to come."""
-    shape = Shape(Placement(2), 2)
-    costs = replace(Costs.uniform(shape, w=0.0), f=((1.0,), (5.0,)), message_f=((2.0,), (0.0,)))
-    timeline = execute_lowered(lower(build("gpipe", shape)), costs)
-    first, second = (span for span in timeline.ranks[1] if span.action.kind is Kind.F)
-    assert (first.start, second.start) == (3.0, 8.0)
+    costs = replace(Costs.uniform(shape, w=0.0), f=((1.0,), (forward,)), message_f=((message,), (0.0,)))
+    schedule = build("gpipe", shape)
+    for timeline, expected in ((execute_lowered(lower(schedule), costs), starts), (simulate(schedule, costs), at_once)):
+        assert [span.start for span in timeline.ranks[1] if span.action.kind is Kind.F] == expected
 
 
 def test_gradients_are_reduced_beside_compute():
