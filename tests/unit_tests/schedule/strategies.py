@@ -6,7 +6,7 @@ from random import Random
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from megatron.seq1f1b.schedule import Costs, Placement, Schedule, Shape, build, dependencies
+from megatron.seq1f1b.schedule import Costs, Placement, Schedule, Shape, build, dependencies, parse_action
 from megatron.seq1f1b.schedule.dependencies import outcome
 
 fixed = settings(derandomize=True, deadline=None, max_examples=100)
@@ -55,3 +55,9 @@ def any_order(random: Random, shape: Shape) -> Schedule:
         done.add(outcome(action))
         orders[shape.placement.rank_of(action.stage)].append(action)
     return Schedule(shape, tuple(map(tuple, orders)))
+
+
+def of(text: str, shape: Shape | None = None) -> Schedule:
+    """A schedule from one line of actions for each rank."""
+    ranks = tuple(tuple(map(parse_action, line.split())) for line in text.splitlines() or [""])
+    return Schedule(shape or Shape(Placement(len(ranks)), 1, 1), ranks)

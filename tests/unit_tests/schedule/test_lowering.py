@@ -16,14 +16,13 @@ from megatron.seq1f1b.schedule import (
     channel_of,
     lower,
     lower_rank,
-    parse_action,
     partition_state,
     simulate,
 )
 from megatron.seq1f1b.schedule.action import COMPUTE_KINDS
 from megatron.seq1f1b.schedule.dependencies import message_needed, outcome
 
-from .strategies import fixed, shapes
+from .strategies import fixed, of, shapes
 
 SENDS, RECEIVES = (Kind.SEND_F, Kind.SEND_B), (Kind.RECV_F, Kind.RECV_B)
 
@@ -144,8 +143,7 @@ def test_receives_are_posted_in_the_order_of_their_channel():
     text = """0F0.0 0F1.0 0B1.0 0B0.0
               1F0.0 1F1.0 1B1.0 1B0.0
               2F1.0 2F0.0 2B1.0 2B0.0"""
-    ranks = tuple(tuple(map(parse_action, line.split())) for line in text.splitlines())
-    lowered = lower(Schedule(Shape(Placement(3), 2), ranks))
+    lowered = lower(of(text, Shape(Placement(3), 2)))
     assert " ".join(map(str, lowered.ranks[2][1:4])) == "2RECV_F0.0 2RECV_F1.0 2F1.0"
 
 

@@ -15,7 +15,6 @@ from megatron.seq1f1b.schedule import (
     build,
     lower,
     moved,
-    parse_action,
     read_csv,
     units_to_move,
     validate,
@@ -26,7 +25,7 @@ from megatron.seq1f1b.schedule.dependencies import outcome
 from megatron.seq1f1b.schedule.moves import SHORTEST
 
 from .channels import execute
-from .strategies import any_order
+from .strategies import any_order, of
 
 MOVES = (Kind.OFFLOAD, Kind.RELOAD)
 
@@ -75,8 +74,8 @@ def test_a_rank_holds_that_share_less(family, share):
 
 
 def test_the_last_backward_moves_first():
-    order = [parse_action(f"0F{number}.0") for number in range(6)]
-    order += [parse_action(f"0B{number}.0") for number in (5, 4, 3, 2, 0, 1)]
+    words = [f"0F{number}" for number in range(6)] + [f"0B{number}" for number in (5, 4, 3, 2, 0, 1)]
+    (order,) = of(" ".join(words)).ranks
     assert units_to_move(order, 0.2) == {(0, 1, 0)}
     assert " ".join(map(str, with_moves(order, {(0, 1, 0)}))) == (
         "0F0.0 0F1.0 0OFFLOAD1.0 0F2.0 0F3.0 0F4.0 0F5.0 0B5.0 0B4.0 0B3.0 0RELOAD1.0 0B2.0 0B0.0 0B1.0"
@@ -108,7 +107,7 @@ BEGIN = "0F0.0 0F1.0 "
     ],
 )
 def test_moves_that_cannot_be_are_rejected(tmp_path, order, problem):
-    schedule = Schedule(Shape(Placement(1), 2), (tuple(map(parse_action, order.split())),))
+    schedule = of(order, Shape(Placement(1), 2))
     with pytest.raises(ScheduleError, match=problem):
         validate(schedule)
     write_csv(schedule, tmp_path / "schedule.csv")

@@ -20,19 +20,13 @@ from megatron.seq1f1b.schedule import (
 )
 from megatron.seq1f1b.schedule.dependencies import outcome
 
-from .strategies import fixed, shapes
+from .strategies import fixed, of, shapes
 
 
 def changed(schedule, rank, actions):
     ranks = list(schedule.ranks)
     ranks[rank] = tuple(actions)
     return Schedule(schedule.shape, tuple(ranks))
-
-
-def of(text, shape=None):
-    """A schedule from one line of actions for each rank."""
-    ranks = tuple(tuple(map(parse_action, line.split())) for line in text.splitlines() or [""])
-    return Schedule(shape or Shape(Placement(len(ranks)), 1, 1), ranks)
 
 
 @fixed
