@@ -5,10 +5,10 @@ folder given to --pipeline-trace. Each later run is compared with the first.
 """
 
 import re
-from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 from statistics import mean, median
+from typing import NamedTuple
 
 from ..report import plot_timelines
 from ..report.text import aligned
@@ -29,22 +29,12 @@ _WARM_UP = 2
 _TRACE = re.compile(r"iteration-(\d+)-pipeline-0\.json")
 
 
-@dataclass(frozen=True)
-class TrainingLog:
-    """Per iteration: the loss, and the time in seconds."""
+class TrainingLog(NamedTuple):
+    """The loss of each iteration; the median time of one, without those that warm up if there are others."""
 
     losses: tuple[float, ...]
-    seconds: tuple[float, ...]
-    tokens_per_iteration: int
-
-    @property
-    def seconds_per_iteration(self) -> float:
-        """The median, without the iterations that warm up if there are others."""
-        return median(self.seconds[_WARM_UP:] or self.seconds)
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.tokens_per_iteration / self.seconds_per_iteration
+    seconds_per_iteration: float
+    tokens_per_second: float
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -73,11 +63,9 @@ def read_training_log(path: Path) -> TrainingLog:
     length = _SEQUENCE_LENGTH.search(text)
     if not rows or length is None:
         raise ValueError(f"{path} holds no training iteration with its loss; was the run given --log-interval 1?")
-    return TrainingLog(
-        losses=tuple(float(row["loss"]) for row in rows),
-        seconds=tuple(float(row["ms"]) / 1e3 for row in rows),
-        tokens_per_iteration=int(rows[0]["batch"]) * int(length[1]),
-    )
+    seconds = median([float(row["ms"]) / 1e3 for row in rows[_WARM_UP:] or rows])
+    tokens = int(rows[0]["batch"]) * int(length[1])
+    return TrainingLog(tuple(float(row["loss"]) for row in rows), seconds, tokens / seconds)
 
 
 def latest_timeline(folder: Path) -> Timeline:

@@ -6,9 +6,8 @@ from pathlib import Path
 
 from ..planning.costs.flops import model_flops
 from ..planning.planner.lengths import UnitPlan, UnitSearch
-from .plan_text import PARALLEL, Gain, parallel_sizes, ranking, schedule_name
+from .plan_text import Gain, parallel_sizes, ranking, schedule_name
 
-_HEAD = (*PARALLEL, "unit", "schedule", "recompute", "step s", "tokens/s a GPU", "TFLOPS", "bubble", "padding", "GiB")
 _LONGEST = 10**8  # tokens; a plan for more would take hours
 _INDEX = b"MMIDIDX\x00\x00"  # how an index of Megatron starts
 _HEADER = len(_INDEX) + 8 + 1 + 16  # and its version, type, and numbers of sequences and documents
@@ -60,26 +59,25 @@ def title(search: UnitSearch) -> str:
 
 
 def table(plans: Sequence[UnitPlan], megatron: UnitPlan | None, given: UnitPlan | None, search: UnitSearch) -> str:
-    return "\n" + "\n".join(ranking(_HEAD, plans, megatron, given, lambda plan: _row(plan, search))) + "\n"
+    return "\n" + "\n".join(ranking(plans, megatron, given, lambda plan: _row(plan, search))) + "\n"
 
 
-def _row(plan: UnitPlan, search: UnitSearch) -> list[str]:
+def _row(plan: UnitPlan, search: UnitSearch) -> Mapping[str, str]:
     setup, asked, units = plan.prediction.setup, search.question, plan.candidate.unit_tokens
     steps, lengths = len(search.steps), Counter(length for step in search.steps for length in step)
     flops = sum(model_flops(asked.model, length, count) for length, count in lengths.items()) / steps
     seconds = search.tokens / plan.tokens_per_second
-    return [
-        *parallel_sizes(setup),
-        f"{setup.sequence_length} packs" if units is None else str(units),
-        schedule_name(setup),
-        setup.recompute,
-        f"{seconds:.3f}",
-        f"{plan.tokens_per_second / asked.num_devices:.0f}",
-        f"{flops / seconds / asked.num_devices / 1e12:.0f}",
-        f"{100 * plan.bubble:.1f} %",
-        f"{100 * plan.padding:.1f} %",
-        f"{plan.memory_gib:.1f}",
-    ]
+    return parallel_sizes(setup) | {
+        "unit": f"{setup.sequence_length} packs" if units is None else str(units),
+        "schedule": schedule_name(setup),
+        "recompute": setup.recompute,
+        "step s": f"{seconds:.3f}",
+        "tokens/s a GPU": f"{plan.tokens_per_second / asked.num_devices:.0f}",
+        "TFLOPS": f"{flops / seconds / asked.num_devices / 1e12:.0f}",
+        "bubble": f"{100 * plan.bubble:.1f} %",
+        "padding": f"{100 * plan.padding:.1f} %",
+        "GiB": f"{plan.memory_gib:.1f}",
+    }
 
 
 def megatron_alone(best: UnitPlan, megatron: UnitPlan | None, error: float) -> str:

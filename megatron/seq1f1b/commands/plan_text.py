@@ -1,6 +1,6 @@
 """Plans as text."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..planning.costs.blocks import parameters_of_model
@@ -14,11 +14,6 @@ from ..planning.planner.way_out import by_use
 from ..planning.simulator.step import Prediction
 from ..report.text import aligned
 from ..schedule import FAMILIES, num_gathers
-
-# The columns of `parallel_sizes`.
-PARALLEL = ("TP", "CP", "PP", "DP", "C")
-_HEAD = (*PARALLEL, "k", "cut", "schedule", "m", "mb", "recompute", "offload")
-_HEAD += ("step s", "tokens/s", "TFLOPS", "bubble", "GiB", "host GiB")
 
 
 @dataclass(frozen=True)
@@ -68,12 +63,11 @@ def short_name(plan: Plan) -> str:
     }
     words = [f"{letter}{size}" for letter, size in sizes.items() if size > 1]
     words += [setup.family] * (setup.family != "1f1b") + ["recompute"] * (setup.recompute != "none")
-    words += ["partitioned"] * setup.partitions_state
-    words += ["offload"] * (setup.offloads > 0)
+    words += ["partitioned"] * setup.partitions_state + ["offload"] * (setup.offloads > 0)
     return " ".join(words)
 
 
-def tflops(plan: Plan) -> float:
+def _tflops(plan: Plan) -> float:
     """TFLOPS of a device by the model's own FLOPs: attention causal, nothing for recomputation."""
     setup, seconds = plan.prediction.setup, plan.prediction.seconds
     total = model_flops(setup.model, setup.sequence_length, setup.global_batch_size)
@@ -81,7 +75,7 @@ def tflops(plan: Plan) -> float:
 
 
 def overview(plans: Sequence[Plan], megatron: Plan | None, given: Plan | None, question: Question) -> str:
-    lines = ranking(_HEAD, plans, megatron, given, _row)
+    lines = ranking(plans, megatron, given, _row)
     if given is not None and given.memory_gib > question.memory_limit:
         fullest = max(given.prediction.memory, key=lambda rank: rank.total)
         lines.append(f"As given it does not fit: the fullest rank takes {by_use(fullest)}.")
@@ -92,43 +86,46 @@ def overview(plans: Sequence[Plan], megatron: Plan | None, given: Plan | None, q
 
 
 def ranking[P](
-    head: Sequence[str], plans: Sequence[P], megatron: P | None, given: P | None, row: Callable[[P], list[str]]
+    plans: Sequence[P], megatron: P | None, given: P | None, row: Callable[[P], Mapping[str, str]]
 ) -> list[str]:
     """One line per configuration; last are the best of Megatron's own schedules and the launch's own, where given."""
-    named = [*((str(number), each) for number, each in enumerate(plans, start=1))]
-    named += [(name, each) for name, each in (("Megatron", megatron), ("as given", given)) if each is not None]
-    return aligned([["", *head], *([name, *row(each)] for name, each in named)])
+    named = [*enumerate(plans, start=1), ("Megatron", megatron), ("as given", given)]
+    return with_heads([{"": str(name), **row(each)} for name, each in named if each is not None])
 
 
-def parallel_sizes(setup: TrainingSetup) -> list[str]:
+def with_heads(rows: Sequence[Mapping[str, str]]) -> list[str]:
+    """A line of the names of the columns, and a line for each row."""
+    return aligned([[*rows[0]], *([*row.values()] for row in rows)])
+
+
+def parallel_sizes(setup: TrainingSetup) -> dict[str, str]:
     """Tensor, context, pipeline and data parallelism, and model chunks on a rank."""
     sizes = setup.tensor_parallel, setup.context_parallel, setup.pipeline_parallel, setup.data_parallel
-    return [*map(str, sizes), str(setup.placement.num_chunks)]
+    return dict(zip(("TP", "CP", "PP", "DP", "C"), map(str, (*sizes, setup.placement.num_chunks)), strict=True))
 
 
 def schedule_name(setup: TrainingSetup) -> str:
     return setup.family + ", shares" * setup.partitions_state if setup.pipeline_parallel > 1 else "-"
 
 
-def _row(plan: Plan) -> list[str]:
+def _row(plan: Plan) -> Mapping[str, str]:
     prediction, setup = plan.prediction, plan.prediction.setup
     segments = len(setup.segments)
-    return [
-        *parallel_sizes(setup),
-        str(segments),
-        plan.candidate.strategy if segments > 1 else "-",
-        schedule_name(setup),
-        str(setup.num_microbatches),
-        str(setup.micro_batch_size),
-        setup.recompute,
-        f"{setup.offloads:g}",
-        f"{prediction.seconds:.3f}",
-        f"{prediction.tokens_per_second:.0f}",
-        f"{tflops(plan):.0f}",
-        f"{100 * prediction.bubble:.1f} %",
-        f"{plan.memory_gib:.1f}",
-        f"{plan.host_gib:.1f}",
-    ]
+    return parallel_sizes(setup) | {
+        "k": str(segments),
+        "cut": plan.candidate.strategy if segments > 1 else "-",
+        "schedule": schedule_name(setup),
+        "m": str(setup.num_microbatches),
+        "mb": str(setup.micro_batch_size),
+        "recompute": setup.recompute,
+        "offload": f"{setup.offloads:g}",
+        "step s": f"{prediction.seconds:.3f}",
+        "tokens/s": f"{prediction.tokens_per_second:.0f}",
+        "TFLOPS": f"{_tflops(plan):.0f}",
+        "bubble": f"{100 * prediction.bubble:.1f} %",
+        "GiB": f"{plan.memory_gib:.1f}",
+        "host GiB": f"{plan.host_gib:.1f}",
+    }
 
 
 def memory_by_stage(plan: Plan, question: Question) -> str:

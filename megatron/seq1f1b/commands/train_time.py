@@ -7,7 +7,7 @@ The batch is as large as a published law of the critical batch size allows; for 
 configuration that trains soonest is found. All times are predicted; docs/paper_tables.md shows how far off that is.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ..planning.costs.blocks import parameters_of_model
@@ -15,12 +15,11 @@ from ..planning.costs.machine import read_machine
 from ..planning.planner.space import Question
 from ..planning.planner.time_to_train import LAWS, Training, soonest
 from ..planning.planner.way_out import way_out
-from ..report.text import aligned
 from .launch_flags import decided_flags
 from .model_flags import PRESETS, gpt_of, model_of, read_model, training_flags
 from .parsing import Parser, amount, count, count_up_to, with_values
 from .plan import add_machine, in_lines, show
-from .plan_text import PARALLEL, parallel_sizes
+from .plan_text import parallel_sizes, with_heads
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,21 +57,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         show(number, len(counts))
     if not found:
         raise way_out(question)
-    head = _HEAD if args.gpu_hour is None else [*_HEAD, "cost"]
-    print("\n".join(aligned([head, *(_row(each, args.gpu_hour) for each in found)])))
+    print("\n".join(with_heads([_row(each, args.gpu_hour) for each in found])))
     best = min(found, key=lambda each: each.days)
     flags = with_values(words) + training_flags(args.seq_length) + decided_flags(best.candidate)
     print(f"\nSoonest: {best.days:.3g} days on {best.candidate.setup.num_devices} GPUs, with{in_lines(flags)}")
     return 0
 
 
-_HEAD = ["GPUs", "days", "GPU hours", "batch", "steps", "step s", *PARALLEL, "k", "EP", "schedule", "recompute", "GiB"]
-
-
-def _row(training: Training, price: float | None) -> list[str]:
-    """The cells of `_HEAD`, and the cost where an hour of a GPU has a price."""
+def _row(training: Training, price: float | None) -> Mapping[str, str]:
+    """The cost is a column where an hour of a GPU has a price."""
     setup, days, hours = training.candidate.setup, training.days, training.device_hours
-    row = [str(setup.num_devices), f"{days:.3g}" if days < 1000 else f"{days:.0f}", f"{hours:.4g}"]
-    row += [str(setup.global_batch_size), f"{training.steps:.0f}", f"{training.step_seconds:.3f}"]
-    row += [*parallel_sizes(setup), str(len(setup.segments)), str(setup.expert_parallel), setup.family]
-    return row + [setup.recompute, f"{training.memory_gib:.0f}"] + ([f"{price * hours:,.0f}"] if price else [])
+    return {
+        "GPUs": str(setup.num_devices),
+        "days": f"{days:.3g}" if days < 1000 else f"{days:.0f}",
+        "GPU hours": f"{hours:.4g}",
+        "batch": str(setup.global_batch_size),
+        "steps": f"{training.steps:.0f}",
+        "step s": f"{training.step_seconds:.3f}",
+        **parallel_sizes(setup),
+        "k": str(len(setup.segments)),
+        "EP": str(setup.expert_parallel),
+        "schedule": setup.family,
+        "recompute": setup.recompute,
+        "GiB": f"{training.memory_gib:.0f}",
+    } | ({"cost": f"{price * hours:,.0f}"} if price else {})
