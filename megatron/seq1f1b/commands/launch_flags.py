@@ -18,8 +18,6 @@ from ..schedule import FAMILY_NAMES, Placement, Shape
 from .model_flags import add_every_model_flag
 from .parsing import check_size, count, read_known, with_values
 
-# Predictions ignore them, and the output names them.
-_IN_16_BIT = ("--fp8-format", "--fp4-format")
 # What --offload-modules moves of attention, its norm included.
 _OF_ATTENTION = "attn_norm qkv_linear core_attn attn_proj"
 _MOST_ACTIONS = 1_000_000
@@ -61,11 +59,6 @@ def model_sizes_in(words: Sequence[str]) -> list[str]:
     """The names of the flags of a launch that give the sizes of the model."""
     others = read_known(words, add_every_model_flag)[1]
     return [word.partition("=")[0] for word in words if word.startswith("--") and word not in others]
-
-
-def not_modelled(words: Sequence[str]) -> list[str]:
-    """The names of the flags of a launch that change time or memory, but no prediction."""
-    return [name for word in words if (name := word.partition("=")[0]) in _IN_16_BIT]
 
 
 def as_given(launch: argparse.Namespace, question: Question) -> Candidate | None:

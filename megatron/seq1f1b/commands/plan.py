@@ -29,7 +29,7 @@ from ..planning.planner.search import MOST_ACTIONS_OF_AUTO, Plan, Search, predic
 from ..planning.planner.space import Question
 from ..planning.planner.way_out import way_out
 from . import plan_lengths
-from .launch_flags import as_given, decided_flags, model_sizes_in, not_modelled, read_launch, undecided
+from .launch_flags import as_given, decided_flags, model_sizes_in, read_launch, undecided
 from .launch_rules import LaunchRules
 from .model_flags import PRESETS, model_of, preset, training_flags
 from .parsing import PICTURES, Parser, amount, amount_or_0, count, count_up_to, output_path, with_values
@@ -195,8 +195,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         ours = all_flags(args, words, found[0])
         print(f"Runner-up: this package, in {gain.ours:.3f} s:{in_lines(ours)}")
     print("".join(f"{sentence}\n" for sentence in rules.left_out()), end="")
-    for name in not_modelled(words):
-        print(f"{name} is not modelled: times and memory are those of 16 bit.")
+    for name in (word.partition("=")[0] for word in words):
+        if name in ("--fp8-format", "--fp4-format"):
+            print(f"{name} is not modelled: times and memory are those of 16 bit.")
     if launch.unread:
         print(f"These flags come back as given and change no prediction: {', '.join(launch.unread)}.")
     if search.too_long_for_auto:

@@ -59,8 +59,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--pipeline-schedule", choices=FAMILY_NAMES, help="a named schedule; default: 1f1b")
     source.add_argument("--pipeline-schedule-file", type=Path, metavar="CSV", help="a schedule of your own")
-    measured = "timelines written before or by training, one panel each"
-    source.add_argument("--timeline", type=Path, nargs="+", metavar="JSON", help=measured)
+    source.add_argument("--timeline", type=Path, nargs="+", metavar="JSON", help="one panel for each timeline")
     parser.add_argument("--pipeline-model-parallel-size", type=count, metavar="P", help="ranks; default: 4")
     parser.add_argument("--num-microbatches", type=count, metavar="M", help="default: 8")
     parser.add_argument("--sequence-splits", type=count, metavar="K", help="segments of each sequence; default: 1")

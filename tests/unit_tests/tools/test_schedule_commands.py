@@ -132,8 +132,9 @@ def test_a_way_to_cut_that_fails_names_flags_of_its_command(capsys):
     assert printed.err.startswith("terapipe: ") and printed.err.endswith("; use fewer segments or balanced.\n")
 
 
-SMALL = "--num-layers 8 --hidden-size 1024 --num-attention-heads 8 --vocab-size 1024 --seq-length 16384".split()
-PIPELINE = "--sequence-splits 4 --pipeline-model-parallel-size 4 --num-microbatches 4".split()
+MODEL = ["--num-layers", "8", "--hidden-size", "1024", "--num-attention-heads", "8", "--vocab-size", "1024"]
+SMALL = [*MODEL, "--seq-length", "16384"]
+PIPELINE = ["--sequence-splits", "4", "--pipeline-model-parallel-size", "4", "--num-microbatches", "4"]
 
 
 def rows(text):
