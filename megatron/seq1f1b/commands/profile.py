@@ -69,7 +69,8 @@ def measured_device(base: Device, timer: DeviceTimer) -> Device:
         return least / (timer.attention(_HEADS, _HEAD_DIM, queries, longest, backward) - latency)
 
     forward = attention(longest)
-    factors = ((queries, forward / attention(queries)) for queries in _FEW_QUERIES)
+    # All of them, since every rank has to take part in as many measurements as the others.
+    factors = [(queries, forward / attention(queries)) for queries in _FEW_QUERIES]
     slow = list(takewhile(lambda each: each[1] > _SLOW, factors))
     slowest = slow[-1][0] if slow else 0
     sides = (longest, longest // 2)
