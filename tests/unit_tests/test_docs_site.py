@@ -90,7 +90,8 @@ def test_commands_run(page, words, tmp_path, monkeypatch):
     if "FILE.csv" in words:
         assert commands.main(["plot", "--output", "FILE.csv"]) == 0
     if "lengths.csv" in words:
-        Path("lengths.csv").write_text("1024,30\n65536,1\n", encoding="utf-8")
+        written = re.search(r"printf '(.*)' > lengths.csv", (ROOT / "docs" / "planning.md").read_text(encoding="utf-8"))
+        Path("lengths.csv").write_text(written[1].replace(r"\n", "\n"), encoding="utf-8")
     words = words[1:]
     if "--output" in words and words[words.index("--output") + 1].endswith(".png"):
         pytest.importorskip("matplotlib")
