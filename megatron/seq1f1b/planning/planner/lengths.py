@@ -8,7 +8,7 @@ sequence are predicted for the drawn steps, every unit with its own tokens and a
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from heapq import merge
 from itertools import accumulate, chain, pairwise
 from math import ceil, lcm
@@ -172,14 +172,28 @@ class UnitSearch:
 
     def _by_average(self, unit_tokens: int) -> Iterator[tuple[float, Candidate]]:
         """Configurations that hold the longest sequence, with the seconds of a step of average units, ascending."""
-        for plan in Search(self.average(unit_tokens)).fastest_first():
-            candidate = replace(plan.candidate, unit_tokens=unit_tokens)
-            packed = self._packed(candidate)
-            setup = packed.setup_of(candidate.setup)
-            orders = packed.schedule(setup, packed.fullest).ranks
-            memory = (rank_memory(setup, orders[rank], rank) for rank in fullest_ranks(setup))
-            if all(rank.total <= self.question.room.device for rank in memory):
-                yield plan.prediction.seconds, candidate
+        average = self.average(unit_tokens)
+
+        @cache
+        def accepts(candidate: Candidate) -> bool:
+            return average.accepts(candidate) and self.holds_longest(replace(candidate, unit_tokens=unit_tokens))
+
+        for plan in Search(replace(average, accepts=accepts)).fastest_first():
+            yield plan.prediction.seconds, replace(plan.candidate, unit_tokens=unit_tokens)
+
+    def holds_longest(self, candidate: Candidate) -> bool:
+        """Whether the longest sequence fits beside as many others as are in flight with it.
+
+        With several chunks memory depends on the groups of units that the longest sequence falls into, which differ
+        from step to step. The fullest of the drawn steps alone may have a favourable one.
+        """
+        packed = self._packed(candidate)
+        setup = packed.setup_of(candidate.setup)
+        holds_all = setup.family == "breadth-first"
+        step = packed.fullest if holds_all else packed.around_longest(setup.pipeline_parallel)
+        orders = packed.schedule(setup, step).ranks
+        memory = (rank_memory(setup, orders[rank], rank) for rank in fullest_ranks(setup))
+        return all(rank.total <= self.question.room.device for rank in memory)
 
     def predict(self, candidate: Candidate, replicas: int | None = None) -> UnitPlan:
         """The plan of a candidate for average units, whether it fits or not.
@@ -277,6 +291,11 @@ class _Packed:
         )
         columns = tuple(chain(*(lengths for lengths, _ in self.kinds)))
         return replace(alone, sequence_length=sum(columns), segments=columns, parts=parts)
+
+    def around_longest(self, count: int) -> tuple[int, ...]:
+        """The fullest step without what comes more than `count` micro-batches before or after the longest one."""
+        longest = max(range(len(self.fullest)), key=lambda place: sum(self.kinds[self.fullest[place]][0]))
+        return self.fullest[max(0, longest - count) : longest + count + 1]
 
     def schedule(self, setup: TrainingSetup, order: Sequence[int]) -> Schedule:
         """The step of a replica, segments numbered by their columns."""

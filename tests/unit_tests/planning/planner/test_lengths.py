@@ -12,7 +12,7 @@ from megatron.seq1f1b.planning.planner.space import Candidate
 from megatron.seq1f1b.planning.simulator.lowered import execute_lowered
 from megatron.seq1f1b.planning.simulator.step import predict
 from megatron.seq1f1b.schedule import Costs, Shape, build, lower, peak_memory
-from unit_tests.planning.planner.question import small
+from unit_tests.planning.planner.question import MODEL, small
 
 HISTOGRAM = {100: 50, 1500: 10, 5000: 3, 8192: 1}
 
@@ -82,6 +82,19 @@ def test_memory_is_that_of_a_step_with_the_longest_sequence():
     # The allocator holds more back where more lengths are in flight.
     memory = [max(rank.total - rank.reserved for rank in plan.memory) for plan in plans]
     assert memory[0] == pytest.approx(memory[1], rel=0.02) and memory[2] < 0.95 * memory[0]
+
+
+@pytest.mark.parametrize("chunks", [2, 4])
+def test_a_favourable_step_does_not_make_a_plan_fit(chunks):
+    """Several chunks take units in groups; here the drawn step has the longest sequence where it needs least."""
+    histogram = {256: 6000, 512: 2000, 1024: 1000, 2048: 500, 4096: 200, 8192: 100, 16384: 40}
+    histogram |= {32: 40000, 64: 30000, 128: 20000}
+    sizes = {"model": replace(MODEL, num_layers=32), "num_devices": 8, "sequence_length": 16384}
+    found = search(histogram, global_batch_size=256, memory_gib=6.5, **sizes)
+    setups = [found.average(1024).setup((1, 1, 8, 1), number, distributed_optimizer=True) for number in (1, chunks)]
+    one, several = (Candidate(setup, unit_tokens=1024) for setup in setups)
+    assert found.predict(several).memory_gib < found.predict(one).memory_gib < 6.5
+    assert found.holds_longest(one) and not found.holds_longest(several)
 
 
 def test_the_best_units_fit_and_no_other_that_fits_is_faster():
