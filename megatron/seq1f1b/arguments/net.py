@@ -130,15 +130,24 @@ def _facts(args: Namespace) -> dict[str, str]:
 
 def say(sentence: str, trace: str | None = None, stream: TextIO | None = None) -> None:
     """Print one sentence, given without its full stop, and the file into which `trace` is written."""
-    sentence = sentence.strip().rstrip(".")
-    if trace is not None:
-        folder = os.getcwd() if os.access(".", os.W_OK) else None  # where the job was started, beside its log
-        options: dict[str, Any] = {"prefix": "seq1f1b-traceback-", "suffix": ".txt", "dir": folder, "delete": False}
-        with tempfile.NamedTemporaryFile("w", **options) as file:
-            file.write(trace)
-        sentence += f"; the traceback is in {file.name}"
+    ending = "" if trace is None else f"; the traceback is in {_written(trace)}"
+    sentence = sentence.strip().rstrip(".") + ending
     sys.stdout.flush()  # else its output would come last
     print(f"error: {sentence}{'' if sentence.endswith('?') else '.'}", file=stream or sys.stderr, flush=True)
+
+
+def _written(trace: str) -> str:
+    """The file with a traceback, beside the log of the job if possible; a full disk must not hide the sentence."""
+    for folder in (os.getcwd, tempfile.gettempdir):
+        try:
+            with tempfile.NamedTemporaryFile(
+                "w", dir=folder(), prefix="seq1f1b-traceback-", suffix=".txt", delete=False
+            ) as file:
+                file.write(trace)
+            return file.name
+        except OSError:
+            continue
+    return "no file, since none can be written"
 
 
 def is_mistake(error: BaseException) -> bool:

@@ -50,6 +50,10 @@ class Step:
     def __post_init__(self, data_iterator: Any, model: Any, pg_collection: Any, style: str) -> None:
         self.chunks: list[torch.nn.Module] = model if isinstance(model, list) else [model]
         self.iterators: list[Any] = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+        if len(self.iterators) != len(self.chunks):
+            raise ValueError(
+                f"{len(self.chunks)} model chunks need a data iterator each, but {len(self.iterators)} were given"
+            )
         self.seq_length = self.seq_length or 0
         self.config: Any = get_model_config(self.chunks[0])
         if not hasattr(self.config, "calculate_per_token_loss"):

@@ -74,6 +74,18 @@ def test_the_traceback_is_in_the_file_that_the_sentence_names(tmp_path, capfd):
     assert end.value.code == 2 and "line" in Path(file).read_text() and Path(file).parent == tmp_path
 
 
+def test_a_full_disk_does_not_hide_the_sentence(monkeypatch, capfd):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(net.tempfile, "NamedTemporaryFile", full)
+    error = raised(load_checkpoint, ARGS, KeyError("args"))
+    with pytest.raises(SystemExit):
+        Net().caught(type(error), error, error.__traceback__)
+    ending = "KeyError: 'args'; the traceback is in no file, since none can be written.\n"
+    assert capfd.readouterr().err.endswith(ending)
+
+
 def test_a_mistake_that_we_find_has_no_traceback(tmp_path, capfd):
     from megatron.seq1f1b.arguments import parse_options
 

@@ -29,18 +29,19 @@ def test_what_waits_for_a_waiting_gpu_is_refused(monkeypatch, backend, ranks, le
 
 
 @pytest.mark.parametrize(
-    "setting, words",
+    "setting, iterators, words",
     [
-        ({"variable_seq_lengths": True}, "which our schedules fix in advance"),
-        ({"num_microbatches_with_partial_activation_checkpoints": 1}, "whole micro-batches in flight.*unset it"),
+        ({}, [None, None], "^1 model chunks need a data iterator each, but 2 were given$"),
+        ({"variable_seq_lengths": True}, None, "which our schedules fix in advance"),
+        ({"num_microbatches_with_partial_activation_checkpoints": 1}, None, "whole micro-batches in flight.*unset it"),
     ],
 )
-def test_a_model_that_our_schedules_cannot_follow(setting, words):
+def test_a_call_that_our_schedules_cannot_follow(setting, iterators, words):
     model = SimpleNamespace(config=ModelParallelConfig(**setting))
     with pytest.raises(ValueError, match=words):
         Step(
             forward_step_func=None,
-            data_iterator=None,
+            data_iterator=iterators,
             model=model,
             num_microbatches=1,
             seq_length=1,
