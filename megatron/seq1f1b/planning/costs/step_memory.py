@@ -262,12 +262,13 @@ def _messages_waiting(setup: TrainingSetup, actions: Sequence[Action], rank: int
     hops, chunk_of = setup.placement.num_ranks, setup.placement.chunk_of
     sizes = [setup.residual(length) for length in setup.segments]
     messages = channels_of(setup.placement, rank)
-    waiting = np.zeros(len(actions))
+    changes = np.zeros(len(actions) + 1)
     numbers = [number for number, action in enumerate(actions) if action.kind in COMPUTE_KINDS]
     for number, following in pairwise(numbers):
         kind, stage, _, segment = actions[following]
         if kind is not Kind.W and (Kind.RECV_F if kind is Kind.F else Kind.RECV_B, stage) in messages:
-            waiting[number] += sizes[segment]
+            changes[number] += sizes[segment]
+            changes[number + 1] -= sizes[segment]
     for kinds, send, step in (((Kind.F,), Kind.SEND_F, 1), ((Kind.B, Kind.I), Kind.SEND_B, -1)):
         leaving = {stage for sent, stage in messages if sent is send and chunk_of(stage) != chunk_of(stage + step)}
         if not leaving:
@@ -276,8 +277,9 @@ def _messages_waiting(setup: TrainingSetup, actions: Sequence[Action], rank: int
         for (stage, microbatch, segment), place in places.items():
             taken = places.get((stage + step * hops, microbatch, segment), len(numbers)) - hops
             if stage in leaving and taken > place:
-                waiting[numbers[place] + 1 : numbers[taken] + 1] += sizes[segment]
-    return waiting
+                changes[numbers[place] + 1] += sizes[segment]
+                changes[numbers[taken] + 1] -= sizes[segment]
+    return changes[:-1].cumsum()
 
 
 def _when_freed(actions: Iterable[Action]) -> Iterator[Action]:

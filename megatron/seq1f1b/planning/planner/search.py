@@ -106,14 +106,42 @@ def _share(segments: int) -> float:
     return _ROUNDING if segments > 1 else 1.0
 
 
+def least_bytes(setup: TrainingSetup, segments: int | None = None) -> float:
+    """A lower bound on the fullest rank, on its device and host together: weights, gradients, optimizer state, and on
+    the first rank the activations of as many micro-batches as every schedule holds at once, or of one if the number of
+    segments is open."""
+    first, most, held = _least_parts(setup)
+    return max(first + held * _at_once(setup, segments), most)
+
+
 @lru_cache(maxsize=1 << 16)
-def least_bytes(setup: TrainingSetup) -> tuple[float, float]:
-    """Lower bounds on the fullest rank: on its device, which has weights, gradients and optimizer state, and on its
-    device and host together, where on the first rank the activations of a micro-batch come on top."""
+def _least_parts(setup: TrainingSetup) -> tuple[float, float, float]:
+    """The state of the first rank, that of the fullest, and the activations of a micro-batch on the first."""
     static = [sum(static_memory(setup, rank)) for rank in range(setup.pipeline_parallel)]
     whole = replace(setup, segments=(setup.sequence_length,), offloads=0.0)
     held = sum(float(kept(whole, stage).sum()) for stage in (whole.stages[n] for n in setup.placement.stages_of(0)))
-    return max(static), max(*static, static[0] + held)
+    return static[0], max(static), held
+
+
+def _at_once(setup: TrainingSetup, segments: int | None) -> float:
+    """The least number of micro-batches that the first rank holds at some moment."""
+    if segments is None:
+        return 1.0
+    return min(setup.num_microbatches, 1 + (setup.pipeline_parallel - 1) / (segments * setup.placement.num_chunks))
+
+
+def least_seconds_away(setup: TrainingSetup, room: Room, segments: int) -> float:
+    """A lower bound by the copies of the first rank to its host and back; inf if both memories together are too small.
+
+    After the last forward of each micro-batch, what exceeds the memory is on the host. One byte can be there at as many
+    such moments as micro-batches are held at once.
+    """
+    over = least_bytes(setup, segments) - room.device
+    if over <= 0:
+        return 0.0
+    if _least_parts(setup)[1] > room.device or over > room.host:
+        return inf
+    return max(2, setup.num_microbatches / ceil(_at_once(setup, segments))) * over / room.bandwidth
 
 
 def fullest_ranks(setup: TrainingSetup) -> Iterable[int]:
@@ -226,13 +254,13 @@ class Search:
             case _Open(sizes, segments, None):
                 for setup in spread(question, sizes):
                     for family in families(question, setup):
-                        ordered = replace(setup, family=family)
-                        lean = partitioned(question, ordered)
-                        device, both = least_bytes(lean if lean.partitions_state else setup)
-                        if device <= room.device and both <= room.device + room.host:
-                            yield least_seconds_cut(ordered, machine, segments), _Open(setup, segments, family)
+                        away = self._seconds_away(setup, family, segments)
+                        if away < inf:
+                            least = least_seconds_cut(replace(setup, family=family), machine, segments)
+                            yield max(away, least), _Open(setup, segments, family)
             case _Open(setup, segments, str(family)):
-                yield from self._fitting(cuts(setup, family, segments))
+                presses = self._seconds_away(setup, family, segments) > 0
+                yield from self._fitting(cuts(setup, family, segments), presses)
             case (Candidate(), *_):
                 for each in item:
                     if (moved := fitted(each.setup, room)) is not None:
@@ -241,8 +269,16 @@ class Search:
             case Candidate() if question.accepts(item) and _has_room(found := self._plan(item), room):
                 yield found.prediction.seconds, found
 
-    def _fitting(self, by_cut: Iterator[Candidate]) -> Iterator[tuple[float, Any]]:
+    def _seconds_away(self, setup: TrainingSetup, family: str, segments: int) -> float:
+        """`least_seconds_away`, with a partitioned state where the search may choose that."""
+        lean = partitioned(self.question, replace(setup, family=family))
+        # Otherwise it is the same for all families, so caches serve.
+        return least_seconds_away(lean if lean.partitions_state else setup, self.question.room, segments)
+
+    def _fitting(self, by_cut: Iterator[Candidate], presses: bool) -> Iterator[tuple[float, Any]]:
         """The best cut that fits and, where the best of all does not, all of them: something may move to the host.
+
+        If memory `presses`, none of them fits as it is.
 
         There is one of each with tensor-parallel collectives beside products and without: a bound does not tell which
         is faster.
@@ -256,7 +292,7 @@ class Search:
         allowed = [*filter(question.accepts, dict.fromkeys(whole + shares))]
         for hides in (True, False):
             alike = [each for each in allowed if each.setup.hides_tensor_exchange == hides]
-            too_large = [*takewhile(lambda each: not fits(each.setup, room.device), alike)]
+            too_large = [*takewhile(lambda each: presses or not fits(each.setup, room.device), alike)]
             if too_large and room.host and even.setup.family == "1f1b":
                 yield least_seconds(too_large[0].setup, question.machine), tuple(too_large)
             for each in alike[len(too_large) :][:1]:

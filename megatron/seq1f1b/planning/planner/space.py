@@ -28,10 +28,12 @@ _SHARES = (0.25, 0.5, 0.75, 1.0)
 
 
 class Room(NamedTuple):
-    """Bytes of a device, and of its host for activations: Megatron's modules choose what moves, or whole units move."""
+    """Bytes of a device, of its host for activations, and bytes/s each way between them. Either Megatron's modules
+    choose what moves, or whole units move."""
 
     device: float
     host: float
+    bandwidth: float
     by_modules: bool
 
 
@@ -87,8 +89,8 @@ class Question:
 
     @property
     def room(self) -> Room:
-        host = GIB * self.host_gib if self.machine.device.host_bandwidth else 0.0
-        return Room(GIB * self.memory_limit, host, self.by_megatron)
+        bandwidth = self.machine.device.host_bandwidth
+        return Room(GIB * self.memory_limit, GIB * self.host_gib if bandwidth else 0.0, bandwidth, self.by_megatron)
 
     def setup(
         self, sizes: tuple[int, int, int, int], chunks: int = 1, micro_batch_size: int = 1, **choices: Any

@@ -45,7 +45,7 @@ def _leanest(question: Question) -> Memory | None:
     lean = replace(question, families=("1f1b",), micro_batches=(1,), segments=_NUMBERS)
     evenly = (
         next(cuts(setup, "1f1b", segments), None)
-        for setup in sorted(setups(lean), key=lambda setup: least_bytes(setup)[1])[:_LEANEST]
+        for setup in sorted(setups(lean), key=least_bytes)[:_LEANEST]
         for segments in numbers_of_segments(lean, setup)
     )
     away = (_mostly_away(each.setup, question.room) for each in evenly if each is not None)

@@ -12,6 +12,7 @@ from megatron.seq1f1b.planning.planner.search import (
     fitted,
     least_bytes,
     least_seconds,
+    least_seconds_away,
     least_seconds_cut,
     least_seconds_of,
     predict_candidate,
@@ -63,8 +64,8 @@ def test_what_does_not_fit_moves_to_the_host_if_that_is_fastest():
     assert best.prediction.seconds <= min(each.prediction.seconds for each in balanced if each.host_gib <= 2)
     assert best in moving
     for each in moving:
-        device, both = least_bytes(each.candidate.setup)
-        assert device <= each.memory_gib * 2**30 and both <= (each.memory_gib + each.host_gib) * 2**30
+        setup, seconds = each.candidate.setup, each.prediction.seconds * (1 + 1e-9)
+        assert least_seconds_away(setup, question.room, len(setup.segments)) <= seconds
     # A host that is full, or a link that is slow, is no use.
     for other in (replace(question, host_gib=0.01), linked(1e6, memory_gib=1.45, host_gib=2, recomputes=("none",))):
         assert Search(other).best(1) == Search(replace(other, host_gib=0)).best(1)
@@ -86,7 +87,7 @@ def test_bounds_are_bounds(everything):
     for each in everything:
         setup = each.candidate.setup
         assert least_seconds(setup, small().machine) <= each.prediction.seconds * (1 + 1e-9)
-        assert max(least_bytes(setup)) <= each.memory_gib * 2**30 * (1 + 1e-9)
+        assert least_bytes(setup, len(setup.segments)) <= each.memory_gib * 2**30 * (1 + 1e-9)
 
 
 def test_no_candidate_of_a_set_up_is_below_its_bound():
