@@ -36,7 +36,7 @@ print("repaired")
 """
 BEFORE_AND_AFTER = """
 from megatron.seq1f1b import cpu
-from megatron.seq1f1b.cpu.redirects import REDIRECTS, is_active
+from megatron.seq1f1b.cpu.redirects import REDIRECTS
 from megatron.seq1f1b.process.patches import owner_of
 
 def bound():
@@ -48,12 +48,12 @@ def ours(thing):
     return "seq1f1b" in (code.co_filename if code else getattr(thing, "__module__", None) or "")
 
 before = bound()
-assert not is_active()
+assert not cpu.is_active()
 assert not [thing for thing in before if ours(thing)]
 cpu.activate()
 cpu.activate()
 after = bound()
-assert is_active()
+assert cpu.is_active()
 same = [patch.target for patch, old, new in zip(REDIRECTS, before, after) if old is new]
 assert not same, same
 

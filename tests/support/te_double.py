@@ -172,7 +172,7 @@ _OF_ITS_LAYERS = (
         for name in ("base", "linear", "layernorm_linear", "grouped_linear")
     ),
     Patch(
-        "megatron.seq1f1b.cpu.upstream.FLAGS",
+        "megatron.seq1f1b.cpu.stand_ins.FLAGS",
         lambda flags: tuple(row for row in flags if row[0] not in ("transformer_impl", "gradient_accumulation_fusion")),
         "takes Megatron's local layers",
         wraps=True,

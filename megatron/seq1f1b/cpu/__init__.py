@@ -15,13 +15,11 @@ _log = logging.getLogger(__name__)
 
 def wanted(argv: Sequence[str]) -> bool:
     """Whether a command line selects training on the CPU: `--device cpu`, or no GPU is visible, which rank 0 logs.
-    `--device cuda` without a GPU ends the program with one sentence."""
+    Raises ValueError for `--device cuda` without a GPU."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--device", default="auto")
     device = parser.parse_known_args(argv)[0].device
-    if (
-        device == "cpu"
-    ):  # and torch must not look for GPUs: CUDA reads CUDA_VISIBLE_DEVICES once, and `activate` sets it
+    if device == "cpu":  # torch must not look for GPUs: CUDA reads CUDA_VISIBLE_DEVICES once, and `activate` sets it
         return True
     import torch
 
@@ -37,13 +35,16 @@ def wanted(argv: Sequence[str]) -> bool:
 def activate() -> None:
     """Make Megatron run on CPU tensors and gloo from now on; best called before Megatron is imported, since the import
     compiles its fused functions."""
-    from . import redirects  # imports torch, which takes seconds
+    if not is_active():
+        from . import redirects  # imports torch, which takes seconds
 
-    redirects.apply()
+        redirects.apply()
 
 
 def is_active() -> bool:
     """Whether `activate` was called in this process."""
-    from . import redirects
+    import torch
 
-    return redirects.is_active()
+    from .stand_ins import current_device
+
+    return torch.cuda.current_device is current_device

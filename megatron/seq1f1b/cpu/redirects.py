@@ -13,7 +13,7 @@ from importlib.util import find_spec
 
 import torch
 
-from megatron.seq1f1b.cpu import recurrent, stand_ins, upstream
+from megatron.seq1f1b.cpu import recurrent, stand_ins
 from megatron.seq1f1b.process.patches import Patch, patched, wrapping
 
 _FACTORIES = (
@@ -23,14 +23,29 @@ _FACTORIES = (
 )
 
 _NOW = "memory_allocated", "memory_reserved", "device_memory_used"
+_WAITS = "set_stream", "synchronize"
+_TRAINING, _RNG = "megatron.training", "megatron.core.tensor_parallel.random"
+_PARSING, _WRITING = f"{_TRAINING}.arguments", "megatron.core.dist_checkpointing.strategies.filesystem_async"
+_EXPERTS = "megatron.core.transformer.moe.token_dispatcher"
 
 _NO_DEVICE = "there is no CUDA device; hides nothing that shapes a step"
-_DONE = "CPU work is finished when the call returns; hides reads that do not wait for another stream (GPU suite)"
+# Waits within a step never end behind a posted receive, so --timing-log-level 2 and CUDA_LAUNCH_BLOCKING are refused
+# with NCCL.
+_DONE = "CPU work is finished when the call returns; hides waits, and reads that do not wait for a stream (GPU suite)"
 _MEMORY = "reports the memory of the process; hides fragmentation, and an allocator that waits for the device when full"
 _RANDOM = "CPU tensors draw from the CPU's generator; hides nothing, since states are saved and restored alike"
 _MADE = "upstream writes device='cuda'; hides tensors on the wrong device (rehearsals run on fake CUDA tensors)"
 _INITIALIZE = "asserts CUDA by default; hides nothing"
 _TRITON = "its kernels are for GPUs only; hides their versions and bugs (checked at start-up)"
+_GLOO = "each group would poll its sockets in a thread of its own; hides nothing"
+# The first step with segments of new lengths has no message under way while kernels are compiled and loaded.
+_COMPILED = "compiling takes minutes and saves nothing here; hides kernels that are made at their first use"
+_SIZES = "passes tensors as split sizes to all-to-all; hides a wait of the host in each layer of experts (GPU suite)"
+_FORKED = "the first save would import Megatron again; hides that Python, which imports the script, too (a test has it)"
+_SEED = "starting it would move the generator that dropout draws from; hides nothing: a GPU has its own"
+_DEFAULTS = "its defaults name NCCL and CUDA kernels; hides NCCL's order of messages (simulated) and fused kernels"
+_QUEUES = "there is no CUDA device; hides that Megatron demands one hardware queue before Blackwell (launchers' test)"
+_LAYERS = "its layers are Transformer Engine's unless --spec names others; hides those (a double tests them)"
 
 # torch comes first: importing megatron.core already uses some of it.
 REDIRECTS = (
@@ -39,25 +54,13 @@ REDIRECTS = (
     Patch("torch.cuda.device_count", torch.cpu.device_count, "process groups are made if > 0; hides nothing"),
     Patch("torch.cuda.current_device", stand_ins.current_device, _NO_DEVICE),
     Patch("torch.cuda.set_device", stand_ins.nothing, _NO_DEVICE),
-    Patch(
-        "torch.distributed.distributed_c10d.ProcessGroupGloo",
-        stand_ins.on_one_device,
-        "each group would poll its sockets in a thread of its own; hides nothing",
-        wraps=True,
-    ),
+    Patch("torch.distributed.distributed_c10d.ProcessGroupGloo", stand_ins.on_one_device, _GLOO, wraps=True),
     # Streams and events
     Patch("torch.cuda.Stream", stand_ins.Stream, _DONE),
     Patch("torch.cuda.Event", stand_ins.Event, _DONE),
     Patch("torch.cuda.stream", contextlib.nullcontext, _DONE),
-    Patch("torch.cuda.current_stream", stand_ins.Stream, _DONE),
-    Patch("torch.cuda.default_stream", stand_ins.Stream, _DONE),
-    Patch("torch.cuda.set_stream", stand_ins.nothing, _DONE),
-    Patch(
-        "torch.cuda.synchronize",
-        stand_ins.nothing,
-        "CPU work is finished when the call returns; hides waits within a step, which never end behind a posted "
-        "receive: --timing-log-level 2 and CUDA_LAUNCH_BLOCKING are refused with NCCL",
-    ),
+    *(Patch(f"torch.cuda.{name}_stream", stand_ins.Stream, _DONE) for name in ("current", "default")),
+    *(Patch(f"torch.cuda.{name}", stand_ins.nothing, _DONE) for name in _WAITS),
     Patch("torch.cuda.is_current_stream_capturing", stand_ins.no, "no CUDA graphs, which are refused"),
     # Memory
     *(Patch(f"torch.cuda.{name}", stand_ins.resident_bytes, _MEMORY) for name in _NOW),
@@ -71,71 +74,34 @@ REDIRECTS = (
     Patch("torch.cuda.manual_seed", torch.default_generator.manual_seed, _RANDOM),
     # Tensors
     *(Patch(f"torch.{name}", stand_ins.made_on_cpu, _MADE, wraps=True) for name in _FACTORIES),
-    Patch("torch.Tensor.cuda", stand_ins.stay, "the CPU is where it belongs; hides tensors on the wrong device"),
-    wrapping(
-        "torch.Tensor.type", stand_ins.cuda_type_name, "clipping compares with 'torch.cuda.FloatTensor'; hides nothing"
-    ),
-    Patch(
-        "torch.compile",
-        upstream.not_compiled,
-        "compiling takes minutes and saves nothing here; hides kernels that are compiled, and loaded, at their "
-        "first use: the first step with segments of new lengths has no message under way meanwhile",
-    ),
+    Patch("torch.Tensor.cuda", lambda tensor, *_, **__: tensor, _MADE),
+    wrapping("torch.Tensor.type", stand_ins.cuda_type_name, "clipping compares with torch.cuda names; hides nothing"),
+    Patch("torch.compile", stand_ins.not_compiled, _COMPILED),
     # Megatron
-    Patch("megatron.core.tensor_parallel.random._get_cuda_rng_state", stand_ins.get_rng_state, _RANDOM),
-    Patch("megatron.core.tensor_parallel.random._set_cuda_rng_state", stand_ins.set_rng_state, _RANDOM),
-    Patch(
-        "megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu",
-        upstream.on_cpu,
-        "passes tensors as split sizes, which all-to-all does not take; hides a wait of the host for each layer "
-        "of experts and segment (GPU suite)",
-    ),
-    Patch(
-        "megatron.core.dist_checkpointing.strategies.filesystem_async.get_write_results_queue",
-        upstream.queue_of_forks,
-        "the first save would start a Python that imports Megatron again; hides that Python, which imports the "
-        "training script, too (a test saves with it)",
-        wraps=True,
-    ),
-    wrapping(
-        "megatron.training.training.build_pretraining_data_loader",
-        upstream.build_loader_with_own_generator,
-        "starting it would move the generator that dropout draws from; hides nothing: a GPU has its own",
-    ),
-    wrapping(
-        "megatron.training.arguments.parse_args",
-        upstream.parse_with_cpu_defaults,
-        "its defaults name NCCL and CUDA kernels; hides NCCL's order of messages (simulated) and fused kernels",
-    ),
-    Patch(
-        "megatron.training.arguments.get_device_arch_version",
-        lambda: 10,
-        "there is no CUDA device; hides that one hardware queue is demanded before Blackwell (the launchers' test)",
-    ),
+    Patch(f"{_RNG}._get_cuda_rng_state", stand_ins.get_rng_state, _RANDOM),
+    Patch(f"{_RNG}._set_cuda_rng_state", stand_ins.set_rng_state, _RANDOM),
+    Patch(f"{_EXPERTS}.maybe_move_tensor_to_cpu", stand_ins.on_cpu, _SIZES),
+    Patch(f"{_WRITING}.get_write_results_queue", stand_ins.queue_of_forks, _FORKED, wraps=True),
+    wrapping(f"{_TRAINING}.training.build_pretraining_data_loader", stand_ins.build_loader_with_own_generator, _SEED),
+    wrapping(f"{_PARSING}.parse_args", stand_ins.parse_with_cpu_defaults, _DEFAULTS),
+    Patch(f"{_PARSING}.get_device_arch_version", lambda: 10, _QUEUES),
     # Recurrent layers, and the hybrid models that have them
     *(Patch(f"megatron.core.ssm.{name}", new, _TRITON) for name, new in recurrent.KERNELS.items()),
-    wrapping(
-        "megatron.training.models.hybrid.HybridModelBuilder.build_model",
-        upstream.build_from_local_layers,
-        "its layers are Transformer Engine's unless --spec names others; hides those (a double tests them)",
-    ),
+    wrapping(f"{_TRAINING}.models.hybrid.HybridModelBuilder.build_model", stand_ins.build_from_local_layers, _LAYERS),
     # One function, bound in three places by `from … import`
     *(
-        wrapping(f"{module}.initialize_megatron", upstream.initialize_without_cuda, _INITIALIZE)
-        for module in ("megatron.training.initialize", "megatron.training.training", "megatron.training")
+        wrapping(
+            f"{_TRAINING}{module}.initialize_megatron",
+            lambda initialize, *args, **kwargs: initialize(*args, **{"allow_no_cuda": True} | kwargs),
+            _INITIALIZE,
+        )
+        for module in (".initialize", ".training", "")
     ),
 )
 
 
-def is_active() -> bool:
-    """Whether `apply` was called in this process."""
-    return torch.cuda.current_device is stand_ins.current_device
-
-
 def apply() -> None:
-    """Bind every name of the table to its replacement, and apply the repairs for a missing Transformer Engine; once."""
-    if is_active():
-        return
+    """Bind every name of the table to its replacement, and apply the repairs for a missing Transformer Engine."""
     # Hides a GPU from the parts of torch that call the driver and not `torch.cuda`.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     # Both store functions of torch at their first use, which must be the real ones.
@@ -149,7 +115,7 @@ def apply() -> None:
         sys.modules["transformer_engine"] = None  # type: ignore[assignment]
     patched(REDIRECTS[len(of_torch) :])
     # Megatron warns whenever the CPU's generator moves between forks, as it must here.
-    logging.getLogger("megatron.core.tensor_parallel.random").addFilter(lambda record: "CPU RNG" not in record.msg)
+    logging.getLogger(_RNG).addFilter(lambda record: "CPU RNG" not in record.msg)
     from ..model.without_te import repairs  # imports Megatron
 
     patched(repairs())

@@ -1,7 +1,8 @@
-"""Replacements for torch's GPU functions when the device is the CPU."""
+"""Replacements for GPU-only functions of torch, `megatron.core` and `megatron.training`."""
 
 import ctypes
 import functools
+import logging
 import os
 import resource
 import sys
@@ -12,7 +13,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from ..process.ranks import warn_on_rank_0
+
 _CLEAR_REFS = Path("/proc/self/clear_refs")
+_tell_once = functools.cache(functools.partial(warn_on_rank_0, logging.getLogger(__name__)))  # scripts may parse twice
 
 
 def nothing(*args, **kwargs):
@@ -23,15 +27,13 @@ def no(*args, **kwargs):
     return False
 
 
-def yes(*args, **kwargs):
-    return True
-
-
 class Stream:
-    """A stream on which everything is already done: CPU work is finished when the call returns."""
+    """A stream on which everything is already done."""
 
     wait_stream = wait_event = synchronize = __init__ = nothing
-    query = yes
+
+    def query(self):
+        return True
 
     def record_event(self, event=None):
         event = event or Event()
@@ -40,27 +42,26 @@ class Stream:
 
 
 class Event:
-    """The moment at which it was recorded."""
+    """The moment at which it was recorded, in milliseconds."""
 
     wait = synchronize = nothing
-    query = yes
+    query = Stream.query
 
     def __init__(self, *args, **kwargs):
-        self._seconds = 0.0
+        self._moment = 0.0
 
     def record(self, stream=None):
-        self._seconds = time.perf_counter()
+        self._moment = time.perf_counter() * 1e3
 
-    def elapsed_time(self, end: "Event") -> float:
-        """Milliseconds from this event to `end`."""
-        return (end._seconds - self._seconds) * 1e3
+    def elapsed_time(self, end):
+        return end._moment - self._moment
 
 
 def current_device():
     return torch.device("cpu")  # not an index: callers pass it on as `device=`
 
 
-def resident_bytes(device=None) -> int:
+def resident_bytes(device=None):
     """Memory of this process that is in RAM now."""
     statm = Path("/proc/self/statm")
     if not statm.exists():  # macOS
@@ -68,15 +69,14 @@ def resident_bytes(device=None) -> int:
     return int(statm.read_text().split()[1]) * resource.getpagesize()
 
 
-def peak_resident_bytes(device=None) -> int:
+def peak_resident_bytes(device=None):
     """The most memory that this process has had in RAM."""
-    if sys.platform == "darwin":
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    # The kernel updates the peak only now and then.
-    return max(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, resident_bytes())
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # Linux counts KiB, and updates the peak only now and then.
+    return peak if sys.platform == "darwin" else max(peak * 1024, resident_bytes())
 
 
-def forget_peak(device=None) -> None:
+def forget_peak(device=None):
     """Count the peak from now on (Linux). Freed pages go back to the system first, else reusing them would not
     count."""
     if _CLEAR_REFS.exists():
@@ -84,7 +84,7 @@ def forget_peak(device=None) -> None:
         _CLEAR_REFS.write_text("5")  # see proc(5)
 
 
-def memory_stats(device=None) -> dict[str, int]:
+def memory_stats(device=None):
     found = {"allocation.all.current": 0}
     for kind in ("allocated_bytes.all", "reserved_bytes.all"):
         found |= {f"{kind}.current": resident_bytes(), f"{kind}.peak": peak_resident_bytes()}
@@ -115,11 +115,6 @@ def made_on_cpu(factory):
     return create
 
 
-def stay(tensor, *args, **kwargs):
-    """`Tensor.cuda`: the tensor is where it belongs."""
-    return tensor
-
-
 def cuda_type_name(type_method, tensor, dtype=None, *args, **kwargs):
     """`Tensor.type` with the names that upstream's checks expect, also for tensors without values."""
     if dtype is None:
@@ -127,13 +122,12 @@ def cuda_type_name(type_method, tensor, dtype=None, *args, **kwargs):
     return type_method(tensor, dtype, *args, **kwargs)
 
 
-def on_one_device(gloo: type[dist.ProcessGroupGloo]) -> type[dist.ProcessGroupGloo]:
+def on_one_device(gloo):
     """The class of gloo's groups, which share the devices of a process. A device is a polling thread, and torch makes
     one for each group. Megatron has some thirty groups a rank; 60 take a fifth of a core while nothing happens.
 
     A group's collectives run in one thread. In the two threads that torch uses, they corrupt the heap if they end at
-    the same time: both write the name of the last one (`lastCompletedWorkName` in ProcessGroupGloo.cpp of PyTorch
-    2.13).
+    the same time: both write `lastCompletedWorkName` (ProcessGroupGloo.cpp of PyTorch 2.13).
     """
 
     class OnOneDevice(gloo):
@@ -148,7 +142,7 @@ def on_one_device(gloo: type[dist.ProcessGroupGloo]) -> type[dist.ProcessGroupGl
 
 
 @functools.cache
-def _devices_of(process: int) -> list:
+def _devices_of(process):
     """The devices that torch would make for a group: one for each interface that GLOO_SOCKET_IFNAME names. Their
     threads do not survive a fork, so each `process` has its own."""
     make = dist.ProcessGroupGloo
@@ -156,3 +150,82 @@ def _devices_of(process: int) -> list:
     if not interfaces:
         return [make.create_default_device()]
     return [make.create_device(interface=name) for name in interfaces.split(",")]
+
+
+# (attribute of Megatron's parsed arguments, value on a CPU, reason). Upstream's defaults are for a GPU.
+FLAGS = (
+    ("distributed_backend", "gloo", "NCCL moves CUDA tensors only"),
+    ("transformer_impl", "local", "Transformer Engine has CUDA kernels only"),
+    ("gradient_accumulation_fusion", False, "a CUDA kernel of Apex"),
+    ("no_persist_layer_norm", True, "a CUDA kernel of Apex"),
+    ("masked_softmax_fusion", False, "a CUDA kernel of Apex"),
+    ("apply_rope_fusion", False, "a kernel of Transformer Engine"),
+    ("moe_permute_fusion", False, "a kernel of Transformer Engine"),
+    ("moe_router_fusion", False, "a kernel of Transformer Engine"),
+    ("ddp_average_in_collective", False, "gloo sums only; the same mean is taken before the sum"),
+)
+
+
+def parse_with_cpu_defaults(parse_args, *args, **kwargs):
+    """`parse_args` with kernels and backends in its result that exist on a CPU.
+
+    In a rehearsal, `replaced_on_cpu` of the result keeps the replaced values, those for a GPU.
+    """
+    parsed = parse_args(*args, **kwargs)
+    if getattr(parsed, "dry_run", False):
+        parsed.replaced_on_cpu = {flag: getattr(parsed, flag) for flag, _, _ in FLAGS}
+    else:
+        _tell_what_changes(parsed)
+    vars(parsed).update({name: value for name, value, _ in FLAGS})
+    return parsed
+
+
+def _tell_what_changes(parsed):
+    for name, value, reason in FLAGS:
+        given, flag = getattr(parsed, name), f"--{name.replace('_', '-')}"
+        if given == value or not any(word.partition("=")[0] == flag for word in sys.argv[1:]):
+            continue
+        if name == "transformer_impl":
+            raise ValueError(f"{flag} {given} needs a GPU: {reason}; use {flag} {value}")
+        _tell_once(f"{flag} {given} becomes {value} on the CPU: {reason}")
+    if parsed.profile and not parsed.use_pytorch_profiler:  # ends the program at --profile-step-start
+        raise ValueError("--profile marks steps for Nsight, which needs a GPU; add --use-pytorch-profiler, or drop it")
+
+
+def not_compiled(function=None, **options):
+    """`torch.compile` that leaves the function as it is."""
+    return function if function is not None else not_compiled
+
+
+def queue_of_forks(get_write_results_queue):
+    # `mp_mode` is set as a default: other patches look that up, and start the process themselves.
+    return functools.partial(get_write_results_queue, mp_mode="fork")
+
+
+def on_cpu(tensor, as_numpy=False, record_stream=False):
+    """`maybe_move_tensor_to_cpu`; upstream's ignores `as_numpy` if there is nothing to move."""
+    return tensor.numpy() if as_numpy and tensor is not None else tensor
+
+
+def build_from_local_layers(build_model, self, *args, **kwargs):
+    """`HybridModelBuilder.build_model` with Megatron's local layers in place of Transformer Engine's, the default and
+    the usual --spec; any other specification stays."""
+    from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+
+    from ..model.local_hybrid import local_hybrid_spec
+
+    config = self._model_config
+    if config.hybrid_stack_spec in (None, hybrid_stack_spec):
+        config.hybrid_stack_spec = local_hybrid_spec(config.transformer)
+    return build_model(self, *args, **kwargs)
+
+
+def build_loader_with_own_generator(build_data_loader, *args, **kwargs):
+    """A data loader that draws the seed of its workers from a generator of its own, not from that of dropout.
+
+    The seed is drawn when the loader starts: before the first step, but after a checkpoint is loaded.
+    """
+    loader = build_data_loader(*args, **kwargs)
+    if isinstance(loader, torch.utils.data.DataLoader):
+        loader.generator = torch.Generator()
+    return loader
