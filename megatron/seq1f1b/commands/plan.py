@@ -20,6 +20,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 
 from ..arguments.supported import Use
@@ -28,15 +29,13 @@ from ..planning.planner.lengths import UnitSearch
 from ..planning.planner.search import MOST_ACTIONS_OF_AUTO, Plan, Search, predict_candidate
 from ..planning.planner.space import Question
 from ..planning.planner.way_out import way_out
-from . import plan_lengths
+from . import plan_text
 from .launch_flags import as_given, decided_flags, model_sizes_in, read_launch, undecided
 from .launch_rules import LaunchRules
+from .lengths_file import read_histogram
 from .model_flags import PRESETS, model_of, preset, training_flags
 from .parsing import PICTURES, Parser, amount, amount_or_0, count, count_up_to, output_path, with_values
-from .plan_text import Gain, explained, megatron_alone, memory_by_stage, overview, short_name, title
 
-# Shares of a device's memory that the picture shows.
-_SHARES = (0.8, 0.6, 0.4, 0.2)
 # What keeps the sequences of a launch apart.
 _APART = ("--sft", "--dataloader-inter-document-masking", "--reset-attention-mask")
 # Parallel sizes have to divide --seq-length.
@@ -45,8 +44,8 @@ _ROUND = 256
 _TRAINING = "--mock-data --tokenizer-type NullTokenizer --train-iters 20 --lr 6e-5 --eval-iters 0"
 
 
-def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    """Our own flags, and the words of the launch. Near-misses of our own flags end the program."""
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Our own flags, with the words of the launch and what they mean as `words` and `launch`."""
     parser = Parser(__doc__, allow_abbrev=False, usage="%(prog)s --gpus N [--model NAME] [flags of a launch ...]")
     models = f"{', '.join(PRESETS)}; instead of --num-layers and its kin"
     parser.add_argument("--model", choices=PRESETS, metavar="NAME", help=models)
@@ -83,7 +82,10 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
         if not os.environ.get("WORLD_SIZE", "").isdigit():
             parser.error("--gpus is missing")
         args.gpus = int(os.environ["WORLD_SIZE"])
-    return args, words
+    if args.rehearse is not None and not args.rehearse.is_file():
+        parser.error(f"--rehearse {args.rehearse}: there is no such script; name your own")
+    args.words, args.launch = words, read_launch(words)
+    return args
 
 
 def add_machine(parser: Parser, default: str) -> None:
@@ -91,69 +93,44 @@ def add_machine(parser: Parser, default: str) -> None:
     parser.add_argument("--machine", default=default, help=f"{names}, or your own file; default: {default}")
 
 
-def rules_of(args: argparse.Namespace, words: Sequence[str]) -> LaunchRules:
+def rules_of(args: argparse.Namespace) -> LaunchRules:
     """Raises ValueError if the launch does not go with any plan."""
-    always = {Use.PARTITIONED_STATE} if read_launch(words).partition_state else set()
-    return LaunchRules(kept_flags(args, words), always | ({Use.SEGMENTS, Use.UNITS} if args.lengths else set()))
+    always = {Use.PARTITIONED_STATE} if args.launch.partition_state else set()
+    return LaunchRules(kept_flags(args), always | ({Use.SEGMENTS, Use.UNITS} if args.lengths else set()))
 
 
-def question(args: argparse.Namespace, words: Sequence[str], rules: LaunchRules) -> Question:
+def question(args: argparse.Namespace, rules: LaunchRules) -> Question:
     """Raises ValueError for what is missing, unknown or does not go together."""
-    if args.model is not None and (sizes := model_sizes_in(words)):
+    if args.model is not None and (sizes := model_sizes_in(args.words)):
         raise ValueError(f"--model {args.model} has its own {sizes[0]}; drop one of them")
-    launch, machine = read_launch(words), read_machine(args.machine)
+    machine = read_machine(args.machine)
     if args.host_memory and not machine.device.host_bandwidth:
         raise ValueError(f"--host-memory is for machines with host_bandwidth in [device], which {args.machine} lacks")
     return Question(
-        model=model_of(launch) if args.model is None else preset(args.model),
+        model=model_of(args.launch) if args.model is None else preset(args.model),
         machine=machine,
         num_devices=args.gpus,
         sequence_length=args.seq_length,
         global_batch_size=args.global_batch_size,
         memory_gib=None if args.device_memory is None else args.device_memory - OUTSIDE_GIB,
         host_gib=machine.device.host_memory_gib if args.host_memory is None else args.host_memory,
-        partitions_state=launch.partition_state or None,
+        partitions_state=args.launch.partition_state or None,
         accepts=rules.accept,
     )
 
 
-def plan_units(args: argparse.Namespace, words: Sequence[str]) -> int:
-    """Plan for a histogram of lengths; returns the exit code."""
-    histogram, launch = plan_lengths.read_histogram(args.lengths), read_launch(words)
-    if args.seq_length is None:
-        args.seq_length = -(-max(histogram) // _ROUND) * _ROUND
-    search = UnitSearch(question(args, words, rules_of(args, words)), histogram)
-    given = None
-    if launch.unit_tokens is not None:
-        candidate = as_given(launch, search.average(launch.unit_tokens))
-        given = candidate and search.predict(replace(candidate, unit_tokens=launch.unit_tokens))
-    found = search.best(args.best)
-    if not found:
-        raise search.way_out()
-    megatron = search.of_megatron()
-    print(plan_lengths.title(search))
-    print(plan_lengths.table(found, megatron, given, search))
-    print(plan_lengths.megatron_alone(found[0], megatron, search.question.machine.error))
-    print(memory_by_stage(found[0], search.question))
-    flags = all_flags(args, words, found[0])
-    print(f"Flags of the best:{in_lines(flags)}")
-    if not any(flag.split()[0] in _APART for flag in flags):
-        print(f"Units are for sequences that are kept apart: add one of {', '.join(_APART)}.")
-    return 0
-
-
-def kept_flags(args: argparse.Namespace, words: Sequence[str]) -> list[str]:
+def kept_flags(args: argparse.Namespace) -> list[str]:
     """The flags of the preset and of the launch that a planner leaves as they are. Experts exchange their tokens all to
     all, as predicted, unless the launch has the flexible dispatcher."""
     preset = [] if args.model is None else with_values(PRESETS[args.model].split()) + training_flags(args.seq_length)
-    flags = [*preset, *undecided(words)]
-    exchanges = "--num-experts" in " ".join(flags) and not {"flex", "--moe-token-dispatcher-type=flex"} & {*words}
+    flags = [*preset, *undecided(args.words)]
+    exchanges = "--num-experts" in " ".join(flags) and not {"flex", "--moe-token-dispatcher-type=flex"} & {*args.words}
     return [*flags, "--moe-token-dispatcher-type alltoall"] if exchanges else flags
 
 
-def all_flags(args: argparse.Namespace, words: Sequence[str], best: Plan, by_megatron: bool = False) -> list[str]:
+def all_flags(args: argparse.Namespace, best: Plan, by_megatron: bool = False) -> list[str]:
     """The flags that are kept, and those of the plan; the last wins where a name repeats."""
-    flags = [*kept_flags(args, words), *decided_flags(best.candidate, by_megatron)]
+    flags = [*kept_flags(args), *decided_flags(best.candidate, by_megatron)]
     return list({flag.split()[0].partition("=")[0]: flag for flag in flags}.values())
 
 
@@ -163,50 +140,78 @@ def in_lines(flags: Sequence[str]) -> str:
 
 
 def show(done: int, total: int) -> None:
+    """A bar of progress on a terminal."""
     if sys.stderr.isatty():
         end = "\n" if done == total else ""
         print(f"\r[{'#' * round(30 * done / total):30}]", end=end, file=sys.stderr, flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args, words = parse(argv)
-    if args.rehearse is not None and not args.rehearse.is_file():
-        raise ValueError(f"--rehearse {args.rehearse}: there is no such script; name your own")
-    if args.lengths is not None:
-        return plan_units(args, words)
-    rules, launch = rules_of(args, words), read_launch(words)
-    asked = question(args, words, rules)
-    given, search = as_given(launch, asked), Search(asked)
+    args = parse(argv)
+    return plan_sequences(args) if args.lengths is None else plan_units(args)
+
+
+def plan_units(args: argparse.Namespace) -> int:
+    """Plan for a histogram of lengths; returns the exit code."""
+    histogram = read_histogram(args.lengths)
+    if args.seq_length is None:
+        args.seq_length = -(-max(histogram) // _ROUND) * _ROUND
+    search, units, given = UnitSearch(question(args, rules_of(args)), histogram), args.launch.unit_tokens, None
+    if units is not None and (candidate := as_given(args.launch, search.average(units))):
+        given = search.predict(replace(candidate, unit_tokens=units))
+    found = search.best(args.best)
+    if not found:
+        raise search.way_out()
+    megatron = search.of_megatron()
+    print(plan_text.title_of_units(search))
+    print("", *plan_text.ranking(found, megatron, given, partial(plan_text.row_of_units, search)), "", sep="\n")
+    print(plan_text.packs_alone(found[0], megatron, search.question.machine.error))
+    print(plan_text.memory_by_stage(found[0], search.question))
+    flags = all_flags(args, found[0])
+    print(f"Flags of the best:{in_lines(flags)}")
+    if not any(flag.split()[0] in _APART for flag in flags):
+        print(f"Units are for sequences that are kept apart: add one of {', '.join(_APART)}.")
+    return 0
+
+
+def plan_sequences(args: argparse.Namespace) -> int:
+    """Plan for sequences of one length; returns the exit code."""
+    rules = rules_of(args)
+    asked = question(args, rules)
+    candidate, search = as_given(args.launch, asked), Search(asked)
     found = search.best(args.best)
     if not found:
         raise way_out(asked)
     show(1, 2)
     megatron = next(iter(Search(asked.of_megatron()).best(1)), None)
     show(2, 2)
-    gain = Gain(found[0].prediction.seconds, megatron and megatron.prediction.seconds, asked.machine.error)
+    gain = plan_text.Gain(found[0].prediction.seconds, megatron and megatron.prediction.seconds, asked.machine.error)
     best = found[0] if megatron is None or gain.is_of_segments else megatron
-    print(title(asked))
-    print(overview(found, megatron, None if given is None else predict_candidate(given, asked), asked))
-    print(megatron_alone(gain, megatron))
-    print(memory_by_stage(best, asked))
-    flags = all_flags(args, words, best, by_megatron=best is megatron)
+    given = candidate and predict_candidate(candidate, asked)
+    print(plan_text.title(asked))
+    table = plan_text.ranking(found, megatron, given, plan_text.row)
+    if given is not None:
+        table.append(plan_text.of_launch(given, found[0], asked.memory_limit))
+    print("", *table, "", sep="\n")
+    print(plan_text.megatron_alone(gain, megatron))
+    print(plan_text.memory_by_stage(best, asked))
+    flags = all_flags(args, best, by_megatron=best is megatron)
     print(f"Flags of {"Megatron's own schedules" if best is megatron else 'the best'}:{in_lines(flags)}")
     if best is megatron:
-        ours = all_flags(args, words, found[0])
-        print(f"Runner-up: this package, in {gain.ours:.3f} s:{in_lines(ours)}")
+        print(f"Runner-up: this package, in {gain.ours:.3f} s:{in_lines(all_flags(args, found[0]))}")
     print("".join(f"{sentence}\n" for sentence in rules.left_out()), end="")
-    for name in (word.partition("=")[0] for word in words):
+    for name in (word.partition("=")[0] for word in args.words):
         if name in ("--fp8-format", "--fp4-format"):
             print(f"{name} is not modelled: times and memory are those of 16 bit.")
-    if launch.unread:
-        print(f"These flags come back as given and change no prediction: {', '.join(launch.unread)}.")
+    if args.launch.unread:
+        print(f"These flags come back as given and change no prediction: {', '.join(args.launch.unread)}.")
     if search.too_long_for_auto:
         print(
             f"auto was left out for {len(search.too_long_for_auto)} of the best: their schedules have more than "
             f"{MOST_ACTIONS_OF_AUTO:,} actions."
         )
     if args.explain:
-        print(explained(found))
+        print(plan_text.explained(found))
     if args.output is not None:
         draw(search, args.output)
     return 0 if args.rehearse is None else rehearse(args, asked, flags)
@@ -217,7 +222,7 @@ def draw(search: Search, path: Path) -> None:
     from ..report.frontier import Point, plot_frontier
 
     asked = search.question
-    for share in _SHARES:
+    for share in (0.8, 0.6, 0.4, 0.2):
         less = Search(replace(asked, memory_gib=share * asked.memory_limit))
         less.plans = search.plans
         less.best(1)
@@ -225,21 +230,17 @@ def draw(search: Search, path: Path) -> None:
     for each in search.plans.values():
         setup = each.candidate.setup
         group = "segments" if len(setup.segments) > 1 else "whole sequences"
-        point = Point(each.memory_gib, each.prediction.tokens_per_second, short_name(each))
+        point = Point(each.memory_gib, each.prediction.tokens_per_second, plan_text.short_name(each))
         groups["recomputation" if setup.recompute != "none" else group].append(point)
-    plot_frontier(groups, asked.memory_limit, title(asked), path)
+    plot_frontier(groups, asked.memory_limit, plan_text.title(asked), path)
     print(f"{path} written.")
 
 
 def rehearse(args: argparse.Namespace, asked: Question, flags: Sequence[str]) -> int:
     """Run the training script with --dry-run; returns its exit code."""
     sys.stdout.flush()
-    words = shlex.split(" ".join(flags))
-    if args.model is not None:
-        words = [*_TRAINING.split(), *words]
-    environment = {**os.environ, "WORLD_SIZE": str(asked.num_devices)}
+    words = [*(_TRAINING.split() if args.model else []), *shlex.split(" ".join(flags))]
     # The rehearsal itself takes off what lies outside the allocator.
-    memory = ["--device-memory", str(asked.memory_limit + OUTSIDE_GIB)]
-    return subprocess.run(
-        [sys.executable, str(args.rehearse), *words, "--dry-run", *memory], env=environment
-    ).returncode
+    memory = str(asked.memory_limit + OUTSIDE_GIB)
+    command = [sys.executable, str(args.rehearse), *words, "--dry-run", "--device-memory", memory]
+    return subprocess.run(command, env={**os.environ, "WORLD_SIZE": str(asked.num_devices)}).returncode

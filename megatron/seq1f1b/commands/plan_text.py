@@ -1,13 +1,17 @@
 """Plans as text."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from typing import Any
 
 from ..planning.costs.blocks import parameters_of_model
 from ..planning.costs.flops import model_flops
 from ..planning.costs.layer_times import layer_time, repeated_time
 from ..planning.costs.machine import GIB
 from ..planning.costs.training_setup import TrainingSetup
+from ..planning.planner.lengths import UnitPlan, UnitSearch
 from ..planning.planner.search import Plan
 from ..planning.planner.space import Question
 from ..planning.planner.way_out import by_use
@@ -18,8 +22,8 @@ from ..schedule import FAMILIES, num_gathers
 
 @dataclass(frozen=True)
 class Gain:
-    """What segments gain over the strongest opponent, Megatron's own schedules with all that they have: the seconds of
-    the fastest step of either; None where nothing fits. `error` is the relative error of such predictions."""
+    """What segments gain over Megatron's own schedules with all that these have: the seconds of the fastest step of
+    either, None where nothing fits, and the relative error of such predictions."""
 
     ours: float | None
     megatron: float | None
@@ -32,7 +36,7 @@ class Gain:
 
     @property
     def is_of_segments(self) -> bool:
-        """Whether segments are worth having: only they fit, or they gain more than the error."""
+        """Whether only segments fit, or gain more than the error."""
         return self.megatron is None if self.value is None else self.value >= self.error
 
     def __str__(self) -> str:
@@ -48,6 +52,18 @@ def title(question: Question) -> str:
         f"{billions:.3g} B parameters on {question.num_devices} x {question.machine.device.name}, "
         f"{question.sequence_length} tokens, batch of {question.global_batch_size}, "
         f"{question.memory_limit:.1f} GiB a device, {question.room.host / GIB:.0f} of its host"
+    )
+
+
+def title_of_units(search: UnitSearch) -> str:
+    counts, asked = search.histogram, search.question
+    drawn = sorted(chain(*search.steps))
+    return (
+        f"{sum(counts.values()):,} sequences of {min(counts):,} to {max(counts):,} tokens, "
+        f"{search.tokens / asked.global_batch_size:,.0f} on average, half of them up to {drawn[len(drawn) // 2]:,}; "
+        f"steps of {asked.global_batch_size} on {asked.num_devices} x {asked.machine.device.name}, "
+        f"{asked.memory_limit:.1f} GiB a device. Means over {len(search.steps)} steps; memory is that of a step with "
+        "the longest sequence."
     )
 
 
@@ -67,35 +83,26 @@ def short_name(plan: Plan) -> str:
     return " ".join(words)
 
 
-def _tflops(plan: Plan) -> float:
-    """TFLOPS of a device by the model's own FLOPs: attention causal, nothing for recomputation."""
-    setup, seconds = plan.prediction.setup, plan.prediction.seconds
-    total = model_flops(setup.model, setup.sequence_length, setup.global_batch_size)
-    return total / seconds / setup.num_devices / 1e12
+def with_heads(rows: Sequence[Mapping[str, str]]) -> list[str]:
+    """A line of the names of the columns, and a line for each row."""
+    return aligned([[*rows[0]], *([*row.values()] for row in rows)])
 
 
-def overview(plans: Sequence[Plan], megatron: Plan | None, given: Plan | None, question: Question) -> str:
-    lines = ranking(plans, megatron, given, _row)
-    if given is not None and given.memory_gib > question.memory_limit:
-        fullest = max(given.prediction.memory, key=lambda rank: rank.total)
-        lines.append(f"As given it does not fit: the fullest rank takes {by_use(fullest)}.")
-    elif given is not None:
-        longer = given.prediction.seconds / plans[0].prediction.seconds - 1
-        lines.append(f"As given it fits, and takes {100 * longer:.1f} % longer than the best.")
-    return "\n" + "\n".join(lines) + "\n"
-
-
-def ranking[P](
-    plans: Sequence[P], megatron: P | None, given: P | None, row: Callable[[P], Mapping[str, str]]
+def ranking(
+    plans: Sequence[Plan], megatron: Plan | None, given: Plan | None, row: Callable[[Any], Mapping[str, str]]
 ) -> list[str]:
-    """One line per configuration; last are the best of Megatron's own schedules and the launch's own, where given."""
+    """A line for each configuration, for the best of Megatron's own schedules, and for the launch as given."""
     named = [*enumerate(plans, start=1), ("Megatron", megatron), ("as given", given)]
     return with_heads([{"": str(name), **row(each)} for name, each in named if each is not None])
 
 
-def with_heads(rows: Sequence[Mapping[str, str]]) -> list[str]:
-    """A line of the names of the columns, and a line for each row."""
-    return aligned([[*rows[0]], *([*row.values()] for row in rows)])
+def of_launch(given: Plan, best: Plan, limit: float) -> str:
+    """Whether the launch as given fits, and how it compares with the best."""
+    if given.memory_gib > limit:
+        fullest = max(given.prediction.memory, key=lambda rank: rank.total)
+        return f"As given it does not fit: the fullest rank takes {by_use(fullest)}."
+    longer = given.prediction.seconds / best.prediction.seconds - 1
+    return f"As given it fits, and takes {100 * longer:.1f} % longer than the best."
 
 
 def parallel_sizes(setup: TrainingSetup) -> dict[str, str]:
@@ -104,32 +111,52 @@ def parallel_sizes(setup: TrainingSetup) -> dict[str, str]:
     return dict(zip(("TP", "CP", "PP", "DP", "C"), map(str, (*sizes, setup.placement.num_chunks)), strict=True))
 
 
-def schedule_name(setup: TrainingSetup) -> str:
+def _schedule(setup: TrainingSetup) -> str:
     return setup.family + ", shares" * setup.partitions_state if setup.pipeline_parallel > 1 else "-"
 
 
-def _row(plan: Plan) -> Mapping[str, str]:
+def row(plan: Plan) -> Mapping[str, str]:
+    """TFLOPS are those of a device by the model's own FLOPs: attention causal, nothing for recomputation."""
     prediction, setup = plan.prediction, plan.prediction.setup
     segments = len(setup.segments)
+    flops = model_flops(setup.model, setup.sequence_length, setup.global_batch_size)
     return parallel_sizes(setup) | {
         "k": str(segments),
         "cut": plan.candidate.strategy if segments > 1 else "-",
-        "schedule": schedule_name(setup),
+        "schedule": _schedule(setup),
         "m": str(setup.num_microbatches),
         "mb": str(setup.micro_batch_size),
         "recompute": setup.recompute,
         "offload": f"{setup.offloads:g}",
         "step s": f"{prediction.seconds:.3f}",
         "tokens/s": f"{prediction.tokens_per_second:.0f}",
-        "TFLOPS": f"{_tflops(plan):.0f}",
+        "TFLOPS": f"{flops / prediction.seconds / setup.num_devices / 1e12:.0f}",
         "bubble": f"{100 * prediction.bubble:.1f} %",
         "GiB": f"{plan.memory_gib:.1f}",
         "host GiB": f"{plan.host_gib:.1f}",
     }
 
 
+def row_of_units(search: UnitSearch, plan: UnitPlan) -> Mapping[str, str]:
+    setup, asked, units = plan.prediction.setup, search.question, plan.candidate.unit_tokens
+    lengths = Counter(chain(*search.steps))
+    flops = sum(model_flops(asked.model, length, count) for length, count in lengths.items()) / len(search.steps)
+    seconds = search.tokens / plan.tokens_per_second
+    return parallel_sizes(setup) | {
+        "unit": f"{setup.sequence_length} packs" if units is None else str(units),
+        "schedule": _schedule(setup),
+        "recompute": setup.recompute,
+        "step s": f"{seconds:.3f}",
+        "tokens/s a GPU": f"{plan.tokens_per_second / asked.num_devices:.0f}",
+        "TFLOPS": f"{flops / seconds / asked.num_devices / 1e12:.0f}",
+        "bubble": f"{100 * plan.bubble:.1f} %",
+        "padding": f"{100 * plan.padding:.1f} %",
+        "GiB": f"{plan.memory_gib:.1f}",
+    }
+
+
 def memory_by_stage(plan: Plan, question: Question) -> str:
-    """One line per pipeline rank: its memory at the peak, by use."""
+    """A line for each pipeline rank: its memory at the peak, by use."""
     setup = plan.prediction.setup
     lines = [f"Memory at the peak of each pipeline rank, of {question.memory_limit:.1f} GiB:"]
     if setup.partitions_state and setup.family in FAMILIES:
@@ -143,7 +170,7 @@ def memory_by_stage(plan: Plan, question: Question) -> str:
             f"  rank {rank:2}, {layers} layers: {memory.total / GIB:5.1f} GiB = {static / GIB:.1f} weights, gradients, "
             f"optimizer + {moving / GIB:.1f} activations + {memory.reserved / GIB:.1f} held by the allocator"
         )
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, ""])
 
 
 def megatron_alone(found: Gain, megatron: Plan | None) -> str:
@@ -156,6 +183,14 @@ def megatron_alone(found: Gain, megatron: Plan | None) -> str:
     return f"Use Megatron's own schedules: they take {taken}, and the gain over them is {found}."
 
 
+def packs_alone(best: UnitPlan, megatron: UnitPlan | None, error: float) -> str:
+    """How units compare with packs as long as the longest sequence."""
+    if megatron is None:
+        return "Megatron's own schedules do not hold packs as long as the longest sequence."
+    found = Gain(best.seconds, best.tokens / megatron.tokens_per_second, error)
+    return f"Units gain {found} over Megatron's own schedules on packs as long as the longest sequence."
+
+
 _OF_LAYERS = (
     "matrix products",
     "attention",
@@ -164,8 +199,6 @@ _OF_LAYERS = (
     "context- and expert-parallel collectives",
     "recomputation",
 )
-# The others appear where they take time.
-_ALWAYS = _OF_LAYERS[:3]
 
 
 def breakdown(prediction: Prediction) -> dict[str, float]:
@@ -181,8 +214,9 @@ def breakdown(prediction: Prediction) -> dict[str, float]:
                 repeated = repeated_time(setup, machine, *span, layer)
                 for name, part in zip(_OF_LAYERS, (matmul + time.weight, *others, repeated), strict=True):
                     named[name] += setup.num_microbatches * count * part
-    parts = {name: seconds for name, seconds in named.items() if seconds or name in _ALWAYS}
-    # Where the host cannot launch kernels as fast as they end, the device waits for it.
+    # Collectives and recomputation are listed only where they take time.
+    parts = {name: seconds for name, seconds in named.items() if seconds or name in _OF_LAYERS[:3]}
+    # The device waits for the host where kernels end faster than the host launches them.
     parts["embedding, head, host"] = busy[rank] - sum(parts.values())
     parts["bubble and messages"] = prediction.pipeline - busy[rank]
     parts["optimizer"] = max(end.update for end in prediction.ends)
@@ -195,16 +229,14 @@ def breakdown(prediction: Prediction) -> dict[str, float]:
 
 def explained(plans: Sequence[Plan]) -> str:
     """Where the time of the best goes, and of the second best if there is one."""
-    best, *others = (breakdown(each.prediction) for each in plans[:2])
-    names = dict.fromkeys(name for parts in (best, *others) for name in parts)
-    lines = ["", f"{'Where the time goes, ms':42}{'best':>10}" + "".join(f"{'second':>10}{'more':>10}" for _ in others)]
-    for name in names:
-        seconds = best.get(name, 0.0)
-        line = f"  {name:40}{1e3 * seconds:10.1f}"
-        for other in others:
-            line += f"{1e3 * other.get(name, 0.0):10.1f}{1e3 * (other.get(name, 0.0) - seconds):+10.1f}"
-        lines.append(line)
-    if others:
-        worst = max(names, key=lambda name: others[0].get(name, 0.0) - best.get(name, 0.0))
-        lines.append(f"The second best spends most of its difference on: {worst}.")
+    parts = [breakdown(each.prediction) for each in plans[:2]]
+    has_second = len(parts) > 1
+    best, other = parts[0], parts[-1]
+    more = {name: other.get(name, 0.0) - best.get(name, 0.0) for name in chain(best, other)}
+    lines = ["", f"{'Where the time goes, ms':42}{'best':>10}" + f"{'second':>10}{'more':>10}" * has_second]
+    for name, difference in more.items():
+        seconds = "".join(f"{1e3 * each.get(name, 0.0):10.1f}" for each in parts)
+        lines.append(f"  {name:40}{seconds}" + f"{1e3 * difference:+10.1f}" * has_second)
+    if has_second:
+        lines.append(f"The second best spends most of its difference on: {max(more, key=more.__getitem__)}.")
     return "\n".join(lines)
