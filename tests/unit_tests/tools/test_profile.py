@@ -1,6 +1,5 @@
 """`seq1f1b profile` finds the constants of a machine whose operations take as long as this package predicts."""
 
-import sys
 from dataclasses import replace
 
 import pytest
@@ -84,6 +83,6 @@ def test_without_other_ranks_the_links_are_those_of_the_base():
 
 
 def test_an_output_is_refused_before_anything_is_measured(monkeypatch):
-    monkeypatch.setitem(sys.modules, "megatron.seq1f1b.commands.device_timer", None)
+    monkeypatch.setattr(profile, "DeviceTimer", None)
     with pytest.raises(ValueError, match="there is no folder /nope"):
         profile.main(["--output", "/nope/mine.toml"])
