@@ -14,7 +14,7 @@ from ..planning.costs.training_setup import ALL_BUT_ATTENTION, TrainingSetup, ha
 from ..planning.model_sizes import recompute_of, recomputed_share
 from ..planning.planner.search import fitted
 from ..planning.planner.space import Candidate, Question, cut, expert_sizes
-from ..schedule import FAMILY_NAMES, Placement, Shape
+from ..schedule import FAMILY_NAMES, Shape
 from .model_flags import add_every_model_flag
 from .parsing import check_size, count, read_known, with_values
 
@@ -61,112 +61,6 @@ def model_sizes_in(words: Sequence[str]) -> list[str]:
     return [word.partition("=")[0] for word in words if word.startswith("--") and word not in others]
 
 
-def as_given(launch: argparse.Namespace, question: Question) -> Candidate | None:
-    """The configuration of the launch itself; None if it names no parallel sizes. Raises ValueError for wrong ones."""
-    tensor, pipeline = launch.tensor_model_parallel_size, launch.pipeline_model_parallel_size
-    if chosen := next((name for name in _CHOSEN if vars(launch)[name] is not None), None):
-        raise ValueError(f"--{chosen.replace('_', '-')} is chosen by the plan; drop it")
-    if "/" in (launch.hybrid_layer_pattern or ""):
-        raise ValueError("--hybrid-layer-pattern with / has prediction heads, which are not planned; drop them")
-    if tensor is None and pipeline is None:
-        return None
-    tensor, pipeline, context = tensor or 1, pipeline or 1, launch.context_parallel_size or 1
-    micro_batch = launch.micro_batch_size or 1
-    data, rest = divmod(question.num_devices, tensor * pipeline * context)
-    left = question.global_batch_size % (max(data, 1) * micro_batch)
-    if rest or left:
-        raise ValueError(
-            f"--tensor-model-parallel-size {tensor}, --pipeline-model-parallel-size {pipeline} and "
-            f"--micro-batch-size {micro_batch} do not divide --gpus {question.num_devices} and --global-batch-size "
-            f"{question.global_batch_size}; drop them to have them chosen"
-        )
-    expert = launch.expert_model_parallel_size or 1
-    cut_experts = 1 if question.model.experts is None else launch.expert_tensor_parallel_size or tensor
-    ranks, not_cut = divmod(tensor * context * data, cut_experts)
-    if not_cut or (expert > 1 and expert not in expert_sizes(question.model, ranks)):
-        raise ValueError(
-            f"--expert-model-parallel-size {expert} and --expert-tensor-parallel-size {cut_experts} do not divide the "
-            f"experts and the {tensor * context * data} ranks of a pipeline stage; drop them to have them chosen"
-        )
-    chunks = _chunks(launch, pipeline, question.model.num_layers)
-    placement = Placement(pipeline, chunks)
-    setup = question.setup(
-        (tensor, context, pipeline, data),
-        chunks,
-        micro_batch,
-        expert_parallel=expert * cut_experts,
-        family=launch.pipeline_schedule or "1f1b",
-        layers_per_stage=_layers(launch, placement, question.model.num_layers),
-        sequence_parallel=launch.sequence_parallel,
-        recompute=_recompute(launch),
-        distributed_optimizer=launch.use_distributed_optimizer,
-        overlaps_data_parallel=launch.overlap_grad_reduce,
-        keeps_logits=launch.keep_logits or not (launch.pipeline_schedule or launch.sequence_splits),
-        hides_experts=launch.overlap_moe_expert_parallel_comm,
-        hides_tensor_exchange=launch.tp_comm_overlap,
-    )
-    setup = replace(setup, recomputed_share=recomputed_share(vars(launch), setup.layers_per_stage))
-    strategy, segments = launch.sequence_split_strategy, launch.sequence_splits or 1
-    if strategy not in _PREDICTED:
-        raise ValueError(f"--sequence-split-strategy {strategy} is not predicted; take {', '.join(_PREDICTED)}")
-    if context > 1 and segments == 1 and len(kinds := set(launch.cp_comm_type)) == 1:
-        sizes = launch.hierarchical_context_parallel_sizes if kinds == {"a2a+p2p"} else []
-        if kinds == {"a2a+p2p"} and (len(sizes) != 2 or prod(sizes) != context):
-            raise ValueError(
-                "--cp-comm-type a2a+p2p needs --hierarchical-context-parallel-sizes A B, with A times B "
-                f"--context-parallel-size {context}"
-            )
-        setup = replace(setup, cp_comm_type=" ".join(map(str, (*kinds, *sizes))))
-    check_size(Shape(placement, setup.num_microbatches, segments), _MOST_ACTIONS)
-    if segments == 1:
-        return Candidate(_offloading(setup, launch, question))
-    lengths = cut(setup, strategy, segments)
-    if lengths is None:
-        raise ValueError(f"--sequence-splits {segments} are too many for --seq-length {question.sequence_length}")
-    return Candidate(_offloading(replace(setup, segments=lengths), launch, question), strategy)
-
-
-def _recompute(launch: argparse.Namespace) -> str:
-    """Raises ValueError for modules whose recomputation has no costs."""
-    modules = recompute_of(vars(launch), launch.recompute_keeps_attention)
-    if not has_costs(modules):
-        raise ValueError(f"--recompute-modules {modules} has no costs; drop it, or rehearse the launch (--dry-run)")
-    return modules
-
-
-def _offloading(setup: TrainingSetup, launch: argparse.Namespace, question: Question) -> TrainingSetup:
-    """The setup with the offload of the launch."""
-    if launch.fine_grained_activation_offloading:
-        return replace(setup, offloads=launch.activation_offload_fraction, offloads_modules=True)
-    share = launch.offload_activations
-    if share == AUTO:
-        return fitted(setup, question.room) or replace(setup, offloads=1.0)
-    return replace(setup, offloads=share)
-
-
-def _chunks(launch: argparse.Namespace, pipeline: int, num_layers: int) -> int:
-    layout, pattern = launch.pipeline_model_parallel_layout, hybrid_stages(vars(launch))
-    stages = pattern if layout is None else stages_of_layout(layout)
-    if layout is not None or len(stages) > 1:
-        return max(1, len(stages) // pipeline)
-    if launch.num_layers_per_virtual_pipeline_stage is not None:
-        return max(1, num_layers // pipeline // launch.num_layers_per_virtual_pipeline_stage)
-    return launch.num_virtual_stages_per_pipeline_rank or 1
-
-
-def _layers(launch: argparse.Namespace, placement: Placement, num_layers: int) -> tuple[int, ...]:
-    """Raises ValueError for stages that do not make the layers of the model."""
-    stages = placement.num_stages
-    chunks = {"virtual_pipeline_model_parallel_size": placement.num_chunks, "num_layers": num_layers}
-    layers = layers_per_stage(vars(launch) | chunks | {"pipeline_model_parallel_size": placement.num_ranks})
-    if len(layers) != stages or sum(layers) != num_layers or min(layers) < 0:
-        raise ValueError(
-            f"these flags put {list(layers)} layers on {stages} pipeline stages, which do not make {num_layers}; drop "
-            "them to have the layers spread"
-        )
-    return layers
-
-
 def _add_positions(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--position-embedding-type", default="learned_absolute")
     parser.add_argument("--max-position-embeddings", type=count)
@@ -193,6 +87,101 @@ def _add_decided(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hierarchical-context-parallel-sizes", type=count, nargs="+", default=[])
 
 
+def as_given(launch: argparse.Namespace, question: Question) -> Candidate | None:
+    """The configuration of the launch itself; None if it names no parallel sizes. Raises ValueError for wrong ones."""
+    if chosen := next((name for name in _CHOSEN if vars(launch)[name] is not None), None):
+        raise ValueError(f"--{chosen.replace('_', '-')} is chosen by the plan; drop it")
+    if "/" in (launch.hybrid_layer_pattern or ""):
+        raise ValueError("--hybrid-layer-pattern with / has prediction heads, which are not planned; drop them")
+    if launch.tensor_model_parallel_size is launch.pipeline_model_parallel_size is None:
+        return None
+    setup = _whole(launch, question)
+    strategy, segments, share = launch.sequence_split_strategy, launch.sequence_splits or 1, launch.offload_activations
+    if strategy not in _PREDICTED:
+        raise ValueError(f"--sequence-split-strategy {strategy} is not predicted; take {', '.join(_PREDICTED)}")
+    check_size(Shape(setup.placement, setup.num_microbatches, segments), _MOST_ACTIONS)
+    if segments == 1:
+        strategy = "even"
+    elif lengths := cut(setup, strategy, segments):
+        setup = replace(setup, segments=lengths, cp_comm_type=None)
+    else:
+        raise ValueError(f"--sequence-splits {segments} are too many for --seq-length {question.sequence_length}")
+    if launch.fine_grained_activation_offloading:
+        setup = replace(setup, offloads=launch.activation_offload_fraction, offloads_modules=True)
+    elif share == AUTO:
+        setup = fitted(setup, question.room) or replace(setup, offloads=1.0)
+    else:
+        setup = replace(setup, offloads=share)
+    return Candidate(setup, strategy)
+
+
+def _whole(launch: argparse.Namespace, question: Question) -> TrainingSetup:
+    """The launch on whole sequences, with nothing on the host. Raises ValueError for sizes that do not divide."""
+    tensor, pipeline = launch.tensor_model_parallel_size or 1, launch.pipeline_model_parallel_size or 1
+    context, micro_batch = launch.context_parallel_size or 1, launch.micro_batch_size or 1
+    data, rest = divmod(question.num_devices, tensor * pipeline * context)
+    if rest or question.global_batch_size % (max(data, 1) * micro_batch):
+        raise ValueError(
+            f"--tensor-model-parallel-size {tensor}, --pipeline-model-parallel-size {pipeline} and "
+            f"--micro-batch-size {micro_batch} do not divide --gpus {question.num_devices} and --global-batch-size "
+            f"{question.global_batch_size}; drop them to have them chosen"
+        )
+    expert = launch.expert_model_parallel_size or 1
+    cut_experts = 1 if question.model.experts is None else launch.expert_tensor_parallel_size or tensor
+    ranks, not_cut = divmod(tensor * context * data, cut_experts)
+    if not_cut or (expert > 1 and expert not in expert_sizes(question.model, ranks)):
+        raise ValueError(
+            f"--expert-model-parallel-size {expert} and --expert-tensor-parallel-size {cut_experts} do not divide the "
+            f"experts and the {tensor * context * data} ranks of a pipeline stage; drop them to have them chosen"
+        )
+    recompute = recompute_of(vars(launch), launch.recompute_keeps_attention)
+    if not has_costs(recompute):
+        raise ValueError(f"--recompute-modules {recompute} has no costs; drop it, or rehearse the launch (--dry-run)")
+    chunks, layers = _chunks_and_layers(launch, pipeline, question.model.num_layers)
+    kinds, sizes = {*launch.cp_comm_type}, launch.hierarchical_context_parallel_sizes
+    if context > 1 and kinds == {"a2a+p2p"} and (len(sizes) != 2 or prod(sizes) != context):
+        raise ValueError(
+            "--cp-comm-type a2a+p2p needs --hierarchical-context-parallel-sizes A B, with A times B "
+            f"--context-parallel-size {context}"
+        )
+    exchange = " ".join(map(str, (*kinds, *(sizes if kinds == {"a2a+p2p"} else []))))
+    return question.setup(
+        (tensor, context, pipeline, data),
+        chunks,
+        micro_batch,
+        expert_parallel=expert * cut_experts,
+        family=launch.pipeline_schedule or "1f1b",
+        layers_per_stage=layers,
+        sequence_parallel=launch.sequence_parallel,
+        cp_comm_type=exchange if context > 1 and len(kinds) == 1 else None,
+        recompute=recompute,
+        recomputed_share=recomputed_share(vars(launch), layers),
+        distributed_optimizer=launch.use_distributed_optimizer,
+        overlaps_data_parallel=launch.overlap_grad_reduce,
+        keeps_logits=launch.keep_logits or not (launch.pipeline_schedule or launch.sequence_splits),
+        hides_experts=launch.overlap_moe_expert_parallel_comm,
+        hides_tensor_exchange=launch.tp_comm_overlap,
+    )
+
+
+def _chunks_and_layers(launch: argparse.Namespace, ranks: int, num_layers: int) -> tuple[int, tuple[int, ...]]:
+    """Raises ValueError for stages that do not make the layers of the model."""
+    layout, chunks = launch.pipeline_model_parallel_layout, launch.num_virtual_stages_per_pipeline_rank or 1
+    stages = hybrid_stages(vars(launch)) if layout is None else stages_of_layout(layout)
+    if layout is not None or len(stages) > 1:
+        chunks = max(1, len(stages) // ranks)
+    elif launch.num_layers_per_virtual_pipeline_stage is not None:
+        chunks = max(1, num_layers // ranks // launch.num_layers_per_virtual_pipeline_stage)
+    sizes = {"pipeline_model_parallel_size": ranks, "virtual_pipeline_model_parallel_size": chunks}
+    layers = layers_per_stage(vars(launch) | sizes | {"num_layers": num_layers})
+    if len(layers) != ranks * chunks or sum(layers) != num_layers or min(layers) < 0:
+        raise ValueError(
+            f"these flags put {list(layers)} layers on {ranks * chunks} pipeline stages, which do not make "
+            f"{num_layers}; drop them to have the layers spread"
+        )
+    return chunks, layers
+
+
 def decided_flags(candidate: Candidate, by_megatron: bool = False) -> list[str]:
     """All that the planner decides: each item is a flag with its values. Those for Megatron's own schedules, with
     `by_megatron`, have no flag of this package."""
@@ -206,8 +195,7 @@ def decided_flags(candidate: Candidate, by_megatron: bool = False) -> list[str]:
         "--use-distributed-optimizer",
         *_exchanges(setup),
         *_memory(setup),
-        *_layout(setup),
-        *(_groups(setup) if by_megatron else _schedule(candidate)),
+        *_pipeline(candidate, by_megatron),
     ]
 
 
@@ -252,32 +240,26 @@ def _memory(setup: TrainingSetup) -> Iterator[str]:
             yield "--no-gradient-accumulation-fusion"
 
 
-def _layout(setup: TrainingSetup) -> Iterator[str]:
-    """How layers are spread over stages, unless each rank has one equal part."""
-    chunks, layers, pattern = setup.placement.num_chunks, list(setup.layers_per_stage), setup.model.pattern
+def _pipeline(candidate: Candidate, by_megatron: bool) -> Iterator[str]:
+    """How layers are spread over stages, unless each rank has one equal part, and the schedule."""
+    setup = candidate.setup
+    ranks, chunks, count = setup.pipeline_parallel, setup.placement.num_chunks, setup.num_microbatches
+    layers, pattern = setup.layers_per_stage, setup.model.pattern
     if pattern is not None:
         ends = [*accumulate(layers)]
         stages = (pattern[end - count : end] for end, count in zip(ends, layers, strict=True))
         yield f"--hybrid-layer-pattern {shlex.quote('|'.join(stages))}"
     elif len(set(layers)) > 1:
-        stages = ["t" * count for count in layers]
-        stages[-1] += "m" * setup.model.prediction_depth
-        yield f"--pipeline-model-parallel-layout {shlex.quote('E' + '|'.join(stages) + 'L')}"
+        stages = "|".join("t" * count for count in layers) + "m" * setup.model.prediction_depth
+        yield f"--pipeline-model-parallel-layout {shlex.quote(f'E{stages}L')}"
     elif chunks > 1:
         yield f"--num-virtual-stages-per-pipeline-rank {chunks}"
-
-
-def _groups(setup: TrainingSetup) -> Iterator[str]:
-    """How many micro-batches Megatron's interleaved schedule takes at a time, if groups as large as the pipeline would
-    leave a smaller one: Megatron refuses that."""
-    ranks, count = setup.pipeline_parallel, setup.num_microbatches
-    if setup.placement.num_chunks > 1 and count % ranks:
-        size = next(size for size in range(ranks + 1, count + 1) if not 0 < count % size < ranks)
-        yield f"--microbatch-group-size-per-virtual-pipeline-stage {size}"
-
-
-def _schedule(candidate: Candidate) -> Iterator[str]:
-    setup = candidate.setup
+    if by_megatron:
+        # Megatron refuses a last group of fewer micro-batches than there are ranks.
+        if chunks > 1 and count % ranks:
+            size = next(size for size in range(ranks + 1, count + 1) if not 0 < count % size < ranks)
+            yield f"--microbatch-group-size-per-virtual-pipeline-stage {size}"
+        return
     yield f"--pipeline-schedule {setup.family}"
     if candidate.unit_tokens is not None:
         yield f"--unit-tokens {candidate.unit_tokens}"
