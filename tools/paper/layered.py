@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 from math import log2
 
 from megatron.seq1f1b.commands.model_flags import preset
+from megatron.seq1f1b.commands.train_time import LAWS, Training, soonest
+from megatron.seq1f1b.planning.costs.blocks import parameters_of_model
 from megatron.seq1f1b.planning.costs.machine import Machine, read_machine
 from megatron.seq1f1b.planning.costs.training_setup import TrainingSetup
 from megatron.seq1f1b.planning.planner.space import Candidate, Question
-from megatron.seq1f1b.planning.planner.time_to_train import LAWS, Training, soonest
 from megatron.seq1f1b.planning.simulator.step import Prediction, predict
 
 MODEL, TOKENS, LENGTH = "gpt-1t", 450e9, 2048  # arXiv 2104.04473, section 5: 450 billion tokens for 1T
@@ -47,10 +48,12 @@ def networks() -> dict[str, Machine]:
 
 
 def cases(progress: Callable[[str], None] = lambda text: None) -> Iterator[Case]:
+    model, law = preset(MODEL), LAWS["noise-scale"]
+    largest = law.largest(parameters_of_model(model), TOKENS)
     for network, machine in networks().items():
         for method, is_its in METHODS.items():
             question = Question(
-                preset(MODEL),
+                model,
                 machine,
                 COUNTS[-1],
                 LENGTH,
@@ -68,7 +71,7 @@ def cases(progress: Callable[[str], None] = lambda text: None) -> Iterator[Case]
 
             for devices in COUNTS:
                 asked = replace(question, num_devices=devices, accepts=accept)
-                training = soonest(asked, TOKENS, LAWS["noise-scale"], shares=(1.0,))
+                training = soonest(asked, TOKENS, law, largest, shares=(1.0,))
                 progress(f"{network}, {method}, {devices}: {training and training.days}\n")
                 yield Case(network, method, devices, training)
 
@@ -107,7 +110,7 @@ def markdown(found: list[Case]) -> list[str]:
         if each.training is None:
             lines.append(f"{head} does not fit | | | | | | | |")
             continue
-        training, setup = each.training, each.training.candidate.setup
+        training, setup = each.training, each.training.plan.candidate.setup
         base = plain[each.network, each.devices]
         ratio = "-" if base is None else f"{training.days / base.days:.2f}"
         sizes = (setup.pipeline_parallel, setup.data_parallel, setup.placement.num_chunks, setup.num_microbatches)
@@ -115,8 +118,9 @@ def markdown(found: list[Case]) -> list[str]:
             setup.num_microbatches + (setup.pipeline_parallel - 1) / setup.placement.num_chunks
         )
         lines.append(
-            f"{head} {training.days:.3g} | {ratio} | {training.device_hours:.3g} | {', '.join(map(str, sizes))} | "
-            f"{100 * ideal:.0f} % | {training.memory_gib:.0f} | {state_gib(predict(setup, fastest)):.1f} | "
+            f"{head} {training.days:.3g} | {ratio} | {24 * training.days * setup.num_devices:.3g} | "
+            f"{', '.join(map(str, sizes))} | "
+            f"{100 * ideal:.0f} % | {training.plan.memory_gib:.0f} | {state_gib(predict(setup, fastest)):.1f} | "
             f"{slowest_network(setup, fastest):.0f} GB/s |"
         )
     return lines

@@ -63,15 +63,12 @@ def output_path(*endings: str) -> Callable[[str], Path]:
         path = Path(text)
         if not path.name.endswith(endings):
             raise argparse.ArgumentTypeError(f"{path}: expected a name that ends in {', '.join(endings)}")
-        if not path.parent.is_dir():
-            raise argparse.ArgumentTypeError(f"{path}: there is no folder {path.parent}")
         is_new = not path.exists()
         try:
             path.open("ab").close()
         except OSError as error:
-            raise argparse.ArgumentTypeError(
-                f"{path} cannot be written ({error.strerror}); give another name"
-            ) from None
+            problem = f"{path} cannot be written ({error.strerror}); give another name"
+            raise argparse.ArgumentTypeError(problem) from None
         if is_new:
             path.unlink()
         return path

@@ -36,8 +36,8 @@ from .parsing import Parser, count
 JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
 BATCH = 64  # documents: worth a message to a worker
 AHEAD = 4  # batches of each worker that are read while those before are written; bounds memory
-EOD, PAD = "<|endoftext|>", "<|padding|>"
-SMALLEST_VOCABULARY = 256 + 2  # every byte, and the two special tokens
+EOD, PAD, TOKENIZER = "<|endoftext|>", "<|padding|>", "tokenizer.json"
+MEND = "mend or remove it, or use --on-error skip"
 
 
 class Document(NamedTuple):
@@ -48,8 +48,8 @@ class Document(NamedTuple):
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(__doc__, epilog="All other flags go to Megatron's tokenizers: --tokenizer-type, --vocab-file, ...")
-    suffixes = " ".join(JSON_SUFFIXES)
-    paths = f"files, or folders that are searched to any depth; a document a line of {suffixes}, else a document a file"
+    paths = "files, or folders that are searched to any depth; a document a line of "
+    paths += f"{' '.join(JSON_SUFFIXES)}, else a document a file"
     parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help=paths)
     parser.add_argument("--glob", default="*", metavar="PATTERN", help="names of files to take from a folder: '*.py'")
     parser.add_argument("--json-key", "--json-keys", default="text", metavar="KEY", help="of the text; default: text")
@@ -62,10 +62,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     parser.add_argument("--workers", type=count, default=cores, metavar="N", help="processes (default: one a core)")
     train = "first train a byte-level BPE of this size on the input and save it in the folder --tokenizer-model"
-    size = value(int, lambda size: size >= SMALLEST_VOCABULARY, f"too small; bytes make {SMALLEST_VOCABULARY}")
+    size = value(int, lambda size: size >= 256 + 2, "too small; bytes make 258")
     parser.add_argument("--train-tokenizer", type=size, metavar="VOCAB_SIZE", help=train)
     args, of_tokenizer = parser.parse_known_args(argv)
-
     # Megatron's imports warn of optional packages and of a missing GPU, which are not used here.
     warnings.simplefilter("ignore")
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
@@ -80,29 +79,22 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
-    check(args)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that unfinished files are deleted
-    files = find_files(args.input, args.glob)
-    if args.train_tokenizer is not None:
-        train_tokenizer(args, files)
-    write_pair(args, files, Encoder(args))
-
-
-def check(args: argparse.Namespace) -> None:
-    """Raise ValueError for what cannot work, before any work is done."""
-    outputs = [Path(args.output_prefix + suffix) for suffix in (".bin", ".idx")]
-    if args.output_prefix.endswith("/"):
-        raise ValueError(f"--output-prefix {args.output_prefix} is a folder; add a name, as in data/corpus")
-    kind = args.tokenizer_type
+    prefix, kind, trains = args.output_prefix, args.tokenizer_type, args.train_tokenizer is not None
+    if prefix.endswith("/"):
+        raise ValueError(f"--output-prefix {prefix} is a folder; add a name, as in data/corpus")
     if kind == "HuggingFaceTokenizer" and not args.tokenizer_model:
         raise ValueError("name a tokenizer's folder with --tokenizer-model DIR; --train-tokenizer makes one")
-    if args.train_tokenizer is not None:
-        if kind != "HuggingFaceTokenizer":
-            raise ValueError(f"--train-tokenizer makes a HuggingFaceTokenizer; drop --tokenizer-type {kind}")
-        outputs.append(Path(args.tokenizer_model, "tokenizer.json"))
-    existing = [path for path in outputs if path.exists()]
+    if kind != "HuggingFaceTokenizer" and trains:
+        raise ValueError(f"--train-tokenizer makes a HuggingFaceTokenizer; drop --tokenizer-type {kind}")
+    made = [f"{prefix}.bin", f"{prefix}.idx", *([f"{args.tokenizer_model}/{TOKENIZER}"] if trains else [])]
+    existing = [path for path in map(Path, made) if path.exists()]
     if existing and not args.overwrite:
         raise ValueError(f"{existing[0]} exists; choose another name, or add --overwrite")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that unfinished files are deleted
+    files = find_files(args.input, args.glob)
+    if trains:
+        train_tokenizer(args, files)
+    write_pair(args, files, Encoder(args))
 
 
 def find_files(inputs: Iterable[str], glob: str) -> list[Path]:
@@ -134,16 +126,11 @@ def text_of(document: Document, key: str) -> str:
         text = document.content.decode("utf-8-sig")
         if document.is_json:
             text = json.loads(text)[key]
-        is_empty = not text.strip()
+        if text.strip():
+            return text
     except UNUSABLE as error:
         raise ValueError(reason(error)) from None
-    if is_empty:
-        raise ValueError("it is empty")
-    return text
-
-
-def stop_at(place: str, problem: object) -> ValueError:
-    return ValueError(f"{place}: {problem}; mend or remove it, or use --on-error skip")
+    raise ValueError("it is empty")
 
 
 def train_tokenizer(args: argparse.Namespace, files: Sequence[Path]) -> None:
@@ -156,15 +143,15 @@ def train_tokenizer(args: argparse.Namespace, files: Sequence[Path]) -> None:
                 yield text_of(document, args.json_key)
             except ValueError as bad:
                 if args.on_error == "stop":  # one that is skipped is reported when it is tokenized
-                    raise stop_at(document.place, bad) from None
+                    raise ValueError(f"{document.place}: {bad}; {MEND}") from None
 
-    tokenizer, shows_progress = ByteLevelBPETokenizer(), sys.stderr.isatty()
-    tokenizer.train_from_iterator(texts(), args.train_tokenizer, 0, shows_progress, [EOD, PAD])
+    tokenizer = ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(texts(), args.train_tokenizer, 0, sys.stderr.isatty(), [EOD, PAD])
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": EOD, "pad_token": PAD}
     config |= {"clean_up_tokenization_spaces": False, "model_max_length": 1 << 62}
     folder = Path(args.tokenizer_model)
     folder.mkdir(parents=True, exist_ok=True)
-    with written_whole(folder / "tokenizer.json") as path, written_whole(folder / "tokenizer_config.json") as beside:
+    with written_whole(folder / TOKENIZER) as path, written_whole(folder / "tokenizer_config.json") as beside:
         beside.write_text(json.dumps(config, indent=2))
         tokenizer.save(str(path))
     print(f"Tokenizer of {tokenizer.get_vocab_size()} tokens saved in {folder}.", flush=True)
@@ -186,20 +173,19 @@ class Encoder:
 
     def encode(self, batch: Sequence[Document]) -> list[np.ndarray | str]:
         """The ids of each document, or what is wrong with it."""
+        library = getattr(self.tokenizer, "_tokenizer", None)
         try:
-            return [self._checked(ids) for ids in self._ids([text_of(document, self._key) for document in batch])]
+            texts = [text_of(document, self._key) for document in batch]
+            if not hasattr(library, "include_special_tokens"):
+                return [self._checked(self.tokenizer.tokenize(text)) for text in texts]
+            # Hugging Face's take many texts in one call, which is faster.
+            special = library.include_special_tokens
+            found = library.tokenizer(texts, add_special_tokens=special, return_attention_mask=False)
+            return [self._checked(ids) for ids in found["input_ids"]]
         except Exception as error:  # whatever the libraries raise, for one of the documents
             if len(batch) == 1:
                 return [str(error)]
             return [self.encode([document])[0] for document in batch]
-
-    def _ids(self, texts: list[str]) -> Iterable[Sequence[int]]:
-        library = getattr(self.tokenizer, "_tokenizer", None)
-        if not hasattr(library, "include_special_tokens"):
-            return map(self.tokenizer.tokenize, texts)
-        # Hugging Face's take many texts in one call, which is faster.
-        special = library.include_special_tokens
-        return library.tokenizer(texts, add_special_tokens=special, return_attention_mask=False)["input_ids"]
 
     def _checked(self, ids: Sequence[int]) -> np.ndarray:
         if not ids:
@@ -210,7 +196,7 @@ class Encoder:
 
 
 def encoded(source: Iterable[Document], encoder: Encoder, num_workers: int) -> Iterator[tuple[str, np.ndarray | str]]:
-    """The place of each document, in order, and its ids or what is wrong with it, made in processes."""
+    """The place of each document, in order, and its ids or what is wrong with it, made by worker processes."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     # Forks share what is imported and the tokenizer with this process, in memory and in time.
     pool = ProcessPoolExecutor(num_workers, multiprocessing.get_context("fork"), _start_worker, (encoder,))
@@ -237,7 +223,6 @@ def _work(batch: Sequence[Document]) -> list[tuple[str, np.ndarray | str]]:
 
 
 def write_pair(args: argparse.Namespace, files: Sequence[Path], encoder: Encoder) -> None:
-    """Tokenize all documents into a pair."""
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     prefix, num_skipped = args.output_prefix, 0
@@ -252,7 +237,7 @@ def write_pair(args: argparse.Namespace, files: Sequence[Path], encoder: Encoder
             if not isinstance(ids, str):
                 builder.add_document(ids, [len(ids)])
             elif args.on_error == "stop":
-                raise stop_at(place, ids)
+                raise ValueError(f"{place}: {ids}; {MEND}")
             else:
                 num_skipped += 1
                 tqdm.write(f"skipped {place}: {ids}", file=sys.stderr)
@@ -262,4 +247,4 @@ def write_pair(args: argparse.Namespace, files: Sequence[Path], encoder: Encoder
         builder.finalize(str(index))
         Path(f"{prefix}.idx").unlink(missing_ok=True)  # beside another run's .bin it would be wrong
     print(f"{len(lengths):,} documents, {sum(lengths):,} tokens; {num_skipped:,} skipped.")
-    print(f"Train on it with --data-path {prefix}", flush=True)
+    print(f"Train on it with --data-path {prefix}")

@@ -30,7 +30,7 @@ def test_a_launch_is_planned_predicted_as_it_is_and_explained(tmp_path, capsys):
 
 
 def test_where_segments_gain_their_flags_are_what_is_printed(monkeypatch, capsys):
-    monkeypatch.setattr(plan.Gain, "is_of_segments", True)
+    monkeypatch.setattr(plan_text.Gain, "is_of_segments", True)
     assert commands.main(["plan", *SMALL.split(), "--best", "1"]) == 0
     printed = capsys.readouterr().out
     assert "--pipeline-schedule" in printed[printed.index("Flags of the best:") :] and "Runner-up" not in printed

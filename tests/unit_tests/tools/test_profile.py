@@ -84,5 +84,5 @@ def test_without_other_ranks_the_links_are_those_of_the_base():
 
 def test_an_output_is_refused_before_anything_is_measured(monkeypatch):
     monkeypatch.setattr(profile, "DeviceTimer", None)
-    with pytest.raises(ValueError, match="there is no folder /nope"):
+    with pytest.raises(ValueError, match="/nope/mine.toml cannot be written"):
         profile.main(["--output", "/nope/mine.toml"])

@@ -1,14 +1,10 @@
 """Laws of the critical batch size, and the configuration that trains soonest."""
 
-from dataclasses import replace
-
 import pytest
 
 from megatron.seq1f1b.commands.model_flags import gpt_of, model_of, read_model
-from megatron.seq1f1b.planning.planner.time_to_train import LAWS, loss, soonest
+from megatron.seq1f1b.commands.train_time import LAWS, loss, soonest
 from unit_tests.planning.planner.question import small
-
-MILLION = 1e6
 
 
 def test_the_law_by_tokens_meets_what_its_authors_measured():
@@ -36,29 +32,18 @@ def test_the_law_of_olmo_averages_over_the_run():
 
 def test_the_three_term_law_is_flat_around_its_optimum():
     law = LAWS["three-term"]
-    assert law.largest(1e9, 1e11) == pytest.approx(2 * 1.12 * MILLION, rel=0.02)
+    assert law.largest(1e9, 1e11) == pytest.approx(2 * 1.12 * 1e6, rel=0.02)
     assert [law.overhead(share) for share in (1, 0.5, 0.25)] == pytest.approx([1.05, 1.0, 1.05])
 
 
 def test_more_devices_train_sooner_and_take_more_hours():
-    question = replace(
-        small(),
-        num_devices=16,
-        sequence_length=2048,
-        chunks=(1,),
-        segments=(1,),
-        micro_batches=(1,),
-        families=("1f1b",),
-    )
-    law = LAWS["tokens"]._replace(largest=lambda parameters, tokens: 16 * 2048)
-    few, many = (soonest(replace(question, num_devices=count), 1e9, law, shares=(1.0,)) for count in (4, 16))
-    assert many.days < few.days and many.device_hours >= 0.99 * few.device_hours
+    one = {"chunks": (1,), "segments": (1,), "micro_batches": (1,), "families": ("1f1b",)}
+    asked = (small(num_devices=count, sequence_length=2048, **one) for count in (4, 16))
+    few, many = (soonest(each, 1e9, LAWS["tokens"], 16 * 2048, shares=(1.0,)) for each in asked)
+    assert many.days < few.days and 16 * many.days >= 0.99 * 4 * few.days
     assert few.steps * 16 * 2048 == pytest.approx(1.2e9)
-    assert few.memory_gib <= question.memory_gib
-
-
-def test_where_nothing_fits_there_is_none():
-    assert soonest(small(memory_gib=0.1), 1e9, LAWS["olmo"], shares=(1.0,)) is None
+    assert few.plan.memory_gib <= 16
+    assert soonest(small(memory_gib=0.1), 1e9, LAWS["olmo"], 16 * 2048, shares=(1.0,)) is None
 
 
 @pytest.mark.parametrize("billions", [1, 7, 70, 175, 1000])
