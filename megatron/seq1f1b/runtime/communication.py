@@ -1,9 +1,8 @@
 """Messages between pipeline ranks.
 
-A channel carries one payload (activations or gradients) from one rank to another. It is a queue without tags: the
-schedule fixes the order, the same at both ends, and when each receive is posted, so neither shapes nor tags are
-negotiated. `schedule/lowering.py` shows why this cannot hang. A rank may use messages in an order other than that of
-their arrival.
+A channel carries one payload (activations or gradients) from one rank to another, in the order of the schedule, which
+is the same at both ends, so nothing is negotiated; `schedule/lowering.py` shows why this cannot hang. A rank may use
+messages in another order.
 """
 
 import logging
@@ -48,11 +47,10 @@ class Message(NamedTuple):
 
 
 class Communicator:
-    """Non-blocking messages between the ranks of one pipeline group.
+    """Non-blocking messages between the ranks of one pipeline group; all ranks of the world create it together.
 
-    All ranks of the world must create it together, since it creates process groups for NCCL: messages that share an
-    NCCL group wait for each other. gloo separates messages by tags and uses the pipeline group itself. No wait is
-    longer than `timeout`.
+    Messages that share an NCCL group would wait for each other, so there are several; gloo separates messages by tags.
+    No wait is longer than `timeout`.
     """
 
     def __init__(
@@ -87,7 +85,7 @@ class Communicator:
         self._connect(channels)
 
     def post_receive(self, channel: Channel, shape: tuple[int, ...], action: Action | None = None) -> None:
-        """Post a buffer for the next message of a channel, which belongs to the RECV `action`."""
+        """Post a buffer for the next message of a channel, that of the RECV `action`."""
         device = "cpu" if self._is_staged else self._device
         buffer = torch.empty(shape, dtype=self._dtype, device=device, pin_memory=self._is_staged)
         work = dist.irecv(buffer, self._ranks[channel.source], **self._route(channel))
@@ -103,10 +101,7 @@ class Communicator:
         return message.tensor.to(self._device, non_blocking=True) if self._is_staged else message.tensor
 
     def send(self, channel: Channel, tensor: Tensor, action: Action | None = None) -> None:
-        """Send without waiting; the storage of `tensor` is held until the message has left.
-
-        Raises RuntimeError if an earlier message did not leave.
-        """
+        """Send without waiting. Raises RuntimeError if an earlier message did not leave."""
         tensor = tensor.detach()
         if self._is_staged:
             tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
@@ -148,10 +143,6 @@ class Communicator:
             mark = torch.cuda.Event()
             mark.record()
             self._waits.submit(partial(report_if_late, mark, describe, time.monotonic(), self._timeout))
-        self._settle()
-
-    def _settle(self) -> None:
-        """Let the host wait, too, if messages go in turn."""
         if self.goes_in_turn and self.is_on_device:
             torch.cuda.current_stream(self._device).synchronize()
 
@@ -186,34 +177,29 @@ def groups_per_communicator(
 ) -> dict[tuple, dist.ProcessGroup]:
     """A process group over the ranks of `group` for each communicator that the channels need.
 
-    Creating a group is a collective of the whole world, so every rank creates those of every pipeline. They keep
-    Megatron's NCCL options of `group` (--nccl-communicator-config-path, --high-priority-stream-groups).
+    Creating a group is a collective of the whole world, so every rank creates those of every pipeline.
     """
     own = dist.get_process_group_ranks(group)
     pipelines: list[list[int]] = [None] * dist.get_world_size()
     dist.all_gather_object(pipelines, own)
     groups = {}
     for payload, goes_up, parity in sorted({channel.communicator for channel in channels}):
-        what = "activations" if payload is Kind.F else "gradients"
+        what, source = "activations" if payload is Kind.F else "gradients", "odd" if parity else "even"
+        words = f"{what} from {source} to {'higher' if goes_up else 'lower'} pipeline ranks"
+        options = {"backend": dist.get_backend(group), "pg_options": _options(group), "group_desc": words}
         for ranks in sorted(set(map(tuple, pipelines))):
-            made = dist.new_group(
-                ranks,
-                timeout=timeout,
-                backend=dist.get_backend(group),
-                pg_options=_options(group),
-                group_desc=f"{what} from {'odd' if parity else 'even'} to {'higher' if goes_up else 'lower'} "
-                "pipeline ranks",
-            )
+            made = dist.new_group(ranks, timeout=timeout, **options)
             if list(ranks) == own:
                 groups[payload, goes_up, parity] = made
     return groups
 
 
 def _options(group: dist.ProcessGroup) -> Any:
-    """The options of a group for messages, from those of the pipeline group; None if its backend is not NCCL.
+    """The options of a group for messages, from Megatron's for the pipeline group (--nccl-communicator-config-path);
+    None if its backend is not NCCL.
 
-    A receive is posted a whole action ahead, and its kernel waits beside compute. So it runs at high priority, to end
-    as soon as the message is there, and on few multiprocessors.
+    A receive is posted a whole action ahead, and its kernel waits beside compute: at high priority, to end as soon as
+    the message is there, and on few multiprocessors.
     """
     if dist.get_backend(group) != "nccl":
         return None
@@ -228,11 +214,8 @@ def _options(group: dist.ProcessGroup) -> Any:
 
 
 class Waits:
-    """A thread that runs one wait after another.
-
-    It is a daemon: a program that fails must not wait at its end for messages that no rank receives. Python would wait
-    for the threads of its own executors.
-    """
+    """A thread that runs one wait after another. Unlike those of Python's executors it is a daemon: a program that
+    fails must not wait at its end for messages that no rank receives."""
 
     def __init__(self, name: str) -> None:
         self._waits: SimpleQueue[tuple[Future, Callable[[], Any]]] = SimpleQueue()
@@ -256,10 +239,7 @@ def _wait_for_each(waits: SimpleQueue) -> None:
 
 def report_if_late(mark: torch.cuda.Event, describe: Callable[[], str], since: float, timeout: timedelta) -> None:
     """Wait until the GPU passes the recorded `mark`; if that takes most of `timeout` from `since`, a time of
-    `time.monotonic`, log once which message is late.
-
-    With NCCL no host waits for a message, and NCCL's own report has only a number.
-    """
+    `time.monotonic`, log once which message is late; NCCL reports only its number."""
     patience = _PATIENCE * timeout.total_seconds()
     interval = patience / _LOOKS
     while not mark.query():

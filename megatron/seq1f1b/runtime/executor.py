@@ -31,7 +31,7 @@ from .communication import Communicator
 from .gradient_sync import GradientSync, add_up_tied_embeddings, gradient_syncs
 from .interpreter import Interpreter
 from .loss import LossLedger
-from .partitioned_state import PartitionedSync, is_partitioned
+from .partitioned_state import is_partitioned
 from .prediction import prediction_patches
 from .program import Program, Programs
 from .segmentation import Segmentation
@@ -44,11 +44,11 @@ class PipelineExecutor:
 
     `auto` plans for `costs(lengths)`, for equal costs if it is None. `around_forward(stage, length)` is entered around
     the user's forward step, for code that derives shapes or the entries to read from globals. No wait for a message is
-    longer than `timeout`. `reports_on_last_rank`: the last rank of the pipeline gets the reports, too, if another one
-    computes the loss. The loss is computed in pieces of `piece` logits (model/loss_pieces.py); None keeps all logits.
+    longer than `timeout`. With `reports_on_last_rank` the last rank gets the reports of another one, too. The loss is
+    computed in pieces of `piece` logits (model/loss_pieces.py); None keeps all logits.
 
-    No state of a step survives it. A step that fails closes the executor, since the other ranks stopped in the middle
-    of the step and their messages no longer match: every later call raises RuntimeError.
+    No state of a step survives it. After a step that failed every call raises RuntimeError: the other ranks stopped in
+    the middle of it, and their messages no longer match.
     """
 
     def __init__(
@@ -95,10 +95,8 @@ class PipelineExecutor:
         return rate.item()
 
     def __call__(self, **arguments: Any) -> list[Any]:
-        """Run one step; arguments and return value as in megatron/core/pipeline_parallel/schedules.py.
-
-        Returns one report per micro-batch on the rank that computes the loss, an empty list elsewhere.
-        """
+        """Run one step, called as in megatron/core/pipeline_parallel/schedules.py. Returns one report per micro-batch on
+        the rank that computes the loss, an empty list elsewhere."""
         if self._failure is not None:
             raise RuntimeError(
                 f"an earlier step of this pipeline failed ({self._failure}), and its ranks have been out of step since "
@@ -132,8 +130,8 @@ class PipelineExecutor:
             timers("forward-backward", log_level=1).start(barrier=step.config.barrier_with_L1_time)
         try:
             segmentation.cut_step(step, partial(context.masks.require_causal, may_be_inverted=True))
-            in_turn, shares = communicator.goes_in_turn, is_partitioned(step.chunks)
-            program = self._programs.program(step.shape, lengths, step.rank, step.forward_only, in_turn, shares)
+            how = step.rank, step.forward_only, communicator.goes_in_turn, is_partitioned(step.chunks)
+            program = self._programs.program(step.shape, lengths, *how)
             context.splits_backwards = program.splits_backwards
             reports = self._run(step, program, communicator)
             self._ran_before.add(kernels)
@@ -154,12 +152,12 @@ class PipelineExecutor:
         config = step.config
         losses = LossLedger(config.calculate_per_token_loss, step.groups.cp)
         if is_partitioned(step.chunks):
-            syncs: list[GradientSync] = [PartitionedSync(chunk, step.chunks) for chunk in step.chunks]
+            syncs: list[GradientSync] = [chunk.partitioned_state.begin(chunk, step.chunks) for chunk in step.chunks]
         else:
             syncs = gradient_syncs(config, step.chunks, ends_last=len(step.chunks) == 1 and step.rank == 0)
         with ExitStack() as around:
             for sync in syncs:
-                around.callback(sync.close)
+                around.callback(sync.close)  # also after a failure
             if program.splits_backwards:
                 around.enter_context(defer_weight_gradients(self._weight_gradients, step.chunks))
             if step.shape.num_segments > 1 or step.groups.cp.size() > 1 or self.segmentation.packing is not None:
@@ -202,8 +200,7 @@ class PipelineExecutor:
         return self._on_last_rank(reports, step) if self._reports_on_last_rank else reports
 
     def _on_last_rank(self, reports: list[Any], step: Step) -> list[Any]:
-        """The reports, sent to the last rank, where Megatron's training loop reads them. Other ranks do not take
-        part."""
+        """The reports, sent to the last rank, where Megatron's training loop reads them."""
         source, last = step.placement.rank_of(step.placement.num_stages - 1), step.placement.num_ranks - 1
         if source == last or step.rank not in (source, last):
             return reports

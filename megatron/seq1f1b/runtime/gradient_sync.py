@@ -1,9 +1,8 @@
 """Reduces the gradients of model chunks over data-parallel ranks, and adds up those of tied embeddings.
 
 Megatron's DistributedDataParallel reduces a bucket when its last parameter is ready, but only outside of `no_sync`,
-which we leave for the last backward of each chunk. If backwards are split, the last input-gradient half completes
-biases and norms, the last weight-gradient half the rest: every parameter must become ready as often in each step as in
-the first.
+which we leave for the last backward of each chunk. If backwards are split, we leave it for the last of both halves:
+every parameter must become ready as often in each step as in the first.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +32,7 @@ class GradientSync:
         self._no_sync.enter_context(self._make_no_sync())
 
     def before_forward(self) -> None:
-        """Nothing to do: all weights and gradients stay. PartitionedSync waits for them here, and releases them."""
+        """Nothing to do: all weights and gradients stay. PartitionedChunk waits for them here."""
 
     before_backward = release = before_forward
 
@@ -58,26 +57,21 @@ class GradientSync:
             self._start_gather(self._chunk.parameters())
 
     def close(self) -> None:
-        """Leave `no_sync`, at the end of a step or after it failed."""
+        """Leave `no_sync`, at the end of a step, also a failed one."""
         self._no_sync.close()
 
 
 def gradient_syncs(config: Any, chunks: Sequence[torch.nn.Module], ends_last: bool = False) -> list[GradientSync]:
-    """One GradientSync for each chunk of a rank. Megatron passes a bare hook for one chunk, a list for several.
-
-    `ends_last` is true on the rank that finishes its backwards last, if it has one chunk; its DDP hooks may reduce even
-    with `grad_sync_func`.
-    """
+    """One GradientSync for each chunk of a rank. Megatron passes a bare hook for one chunk, a list for several. On the
+    one-chunk rank that `ends_last`, DDP's hooks may reduce even with `grad_sync_func`."""
     hooks = config.no_sync_func, None if ends_last else config.grad_sync_func, config.param_sync_func
     of_chunks = (hook if isinstance(hook, list) else [hook] * len(chunks) for hook in hooks)
     return [GradientSync(chunk, *each) for chunk, *each in zip(chunks, *of_chunks, strict=True)]
 
 
 def tied_embeddings(chunks: Sequence[torch.nn.Module]) -> list[torch.Tensor]:
-    """The embedding's weights in the first and in the last chunk of this rank, if it has both, as in a V.
-
-    In the last chunk they are in an output layer tied to the embedding, or are multi-token prediction's copy.
-    """
+    """The embedding's weights in the first and in the last chunk of this rank, if it has both, as in a V: in the last
+    in an output layer tied to the embedding, or as multi-token prediction's copy."""
     first, last = unwrap_model(chunks[0]), unwrap_model(chunks[-1])
     if first is last or not (getattr(first, "pre_process", False) and getattr(last, "post_process", False)):
         return []

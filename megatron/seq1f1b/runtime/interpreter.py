@@ -1,8 +1,5 @@
-"""Runs the lowered schedule of one rank: one loop, one small handler per kind of action.
-
-Families, phases and neighbours appear in the program only. Megatron's own `forward_step` and `backward_step` run the
-model.
-"""
+"""Runs the lowered schedule of one rank: one loop, one small handler per kind of action. Megatron's own `forward_step`
+and `backward_step` run the model."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -65,7 +62,7 @@ class Interpreter:
         self._outgoing: dict[tuple, Tensor] = {}
 
     def run(self) -> None:
-        """Run the actions in order. An error names the action and those around it."""
+        """Run the actions in order; an error names the action and those around it."""
         actions = self.program.actions
         # Each action is a range in the PyTorch profiler, and in Nsight with Megatron's --profile.
         is_profiled, handlers = torch.autograd._profiler_enabled(), self.HANDLERS
@@ -138,17 +135,14 @@ class Interpreter:
             with self.weight_gradients.collecting(action[1:]) if splits else _NOTHING, reducing:
                 gradient = backward_step(arrived, output, gradient, self.step.config)
             if splits and kind is Kind.B:
-                self._compute_weight_gradients(action)
+                with self._reducing(Kind.W, action):
+                    self.weight_gradients.compute(action[1:])
         if stage > 0:
             self._outgoing[Kind.SEND_B, *action[1:]] = gradient
 
     def _weight_gradient(self, action: Action) -> None:
         segment = self.step.segments[action.microbatch][action.segment]
-        with self.context.running(segment, True), self.recorder.span(action):
-            self._compute_weight_gradients(action)
-
-    def _compute_weight_gradients(self, action: Action) -> None:
-        with self._reducing(Kind.W, action):
+        with self.context.running(segment, True), self.recorder.span(action), self._reducing(Kind.W, action):
             self.weight_gradients.compute(action[1:])
 
     def _reducing(self, half: Kind, action: Action) -> AbstractContextManager:
@@ -157,7 +151,7 @@ class Interpreter:
         return self.syncs[self._chunk_of[action.stage]].last_backward() if is_last else _NOTHING
 
     def _input_of(self, action: Action, is_forward: bool) -> Tensor | None:
-        """The activations or output gradient that an action starts from; waits for the message if there is one."""
+        """The activations or output gradient that an action starts from."""
         _, stage, *unit = action
         if is_forward and stage == 0:
             return None
@@ -187,8 +181,7 @@ class Interpreter:
         if is_forward and not self.step.forward_only:
             deallocate_output_tensor(output, self.step.config.deallocate_pipeline_outputs)
 
-    # A new kind of action adds its handler. The table is on the class, since bound methods would form a cycle that
-    # keeps a step until a garbage collection.
+    # On the class, since bound methods would form a cycle that keeps a step until a garbage collection.
     HANDLERS: ClassVar[dict[Kind, Callable[["Interpreter", Action], None]]] = {
         Kind.F: _forward,
         Kind.B: _backward,

@@ -10,7 +10,7 @@ parameters, and the views that autograd and Megatron hold, stay the same objects
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import chain
 from typing import Any
 
@@ -41,7 +41,7 @@ class Share:
         self.gradients_in_bucket = bucket.grad_data[self._start : self._end]
         self.weights, self.gradients = self.weights_in_bucket.clone(), self.gradients_in_bucket.clone()
         # Whole gradients of some parameters, and the views that these replace.
-        self._lent: dict[Parameter, tuple[Tensor, Tensor]] = {}
+        self.lent: dict[Parameter, tuple[Tensor, Tensor]] = {}
 
     def lend_gradients(self) -> None:
         """Give a whole gradient, the share and zeros, to parameters with gradients that are also summed over other
@@ -50,20 +50,16 @@ class Share:
             whole = self.gradients.new_zeros(parameter.shape)
             inside, mine = self._overlap(parameter)
             whole.view(-1)[inside] = self.gradients[mine]
-            self._lent[parameter] = whole, parameter.main_grad
+            self.lent[parameter] = whole, parameter.main_grad
             parameter.main_grad = whole
 
     def take_back_gradients(self) -> None:
         """Keep the share of the summed gradients."""
-        for parameter, (whole, view) in self._lent.items():
+        for parameter, (whole, view) in self.lent.items():
             inside, mine = self._overlap(parameter)
             self.gradients[mine] = whole.view(-1)[inside]
             parameter.main_grad = view
-        self._lent.clear()
-
-    def scale_gradients(self, factor: Any) -> None:
-        for gradients in (self.gradients, *(whole for whole, _ in self._lent.values())):
-            gradients *= factor
+        self.lent.clear()
 
     def _overlap(self, parameter: Parameter) -> tuple[slice, slice]:
         """The elements of the parameter in the share: their places in the parameter, and in the share."""
@@ -73,10 +69,13 @@ class Share:
         return slice(start - first, end - first), slice(start - self._start, end - self._start)
 
 
-class PartitionedChunk:
-    """The weights and gradients of a model chunk in Megatron's DistributedDataParallel: whole, or shares of them."""
+class PartitionedChunk(GradientSync):
+    """The weights and gradients of a model chunk in Megatron's DistributedDataParallel: whole, or shares of them. In a
+    step it gathers, reduces and releases them."""
 
     def __init__(self, ddp: Any) -> None:
+        self._no_sync = ExitStack()
+        self._states: list[PartitionedChunk] = []  # of all chunks of this rank
         self._overlaps_reduction = ddp.ddp_config.overlap_grad_reduce
         self._groups: list[Any] = []
         self._groups_alone: list[Any] = []  # of parameters that no other rank has
@@ -95,8 +94,17 @@ class PartitionedChunk:
         self._weights = [buffer.param_data for buffer in buffers]
         self._gradients = [buffer.grad_data for buffer in buffers]
         self._is_lent = True  # all weights are whole and writable
-        self._is_gathering = self._is_reducing = False
+        self._is_reducing = False
         _empty(self._gradients)
+
+    def begin(self, chunk: Any, chunks: Sequence[Any]) -> "PartitionedChunk":
+        """Begin a step of `chunk`, one of a rank's `chunks`, perhaps not the first for this step of the optimizer."""
+        self._no_sync.enter_context(chunk.no_sync())  # in which Megatron's hooks never reduce
+        self._states = [each.partitioned_state for each in chunks]
+        self.finish_reduction()
+        self.take_back_gradients()
+        self.release()
+        return self
 
     def gather(self) -> None:
         """Start to gather the weights; with --overlap-param-gather that runs beside compute."""
@@ -107,18 +115,16 @@ class PartitionedChunk:
             share.weights_in_bucket.copy_(share.weights)
         for group in self._groups:
             group.start_param_sync()
-        self._is_gathering = True
 
-    def wait_for_weights(self) -> None:
-        if self._is_gathering:
-            for group in self._groups:
-                if group.param_gather_handle is not None:
-                    group.finish_param_sync(skip_next_bucket_dispatch=True)
-            self._is_gathering = False
+    def before_forward(self) -> None:
+        """Wait for the weights."""
+        for group in self._groups:
+            if group.param_gather_handle is not None:
+                group.finish_param_sync(skip_next_bucket_dispatch=True)
 
     def release(self) -> None:
         """Keep the share of the weights."""
-        self.wait_for_weights()
+        self.before_forward()
         if self._is_lent:
             for share in self.shares:
                 share.weights.copy_(share.weights_in_bucket)
@@ -128,21 +134,25 @@ class PartitionedChunk:
     def lend(self) -> None:
         """Gather the weights for code that writes to them between steps."""
         self.gather()
-        self.wait_for_weights()
+        self.before_forward()
         self._is_lent = True
 
-    @property
-    def has_gradients(self) -> bool:
-        """Whether the memory of the gradients is allocated."""
-        return not any(map(_is_empty, self._gradients))
+    def before_backward(self) -> None:
+        self.before_forward()
+        if any(map(_is_empty, self._gradients)):
+            have_gradients = [not any(map(_is_empty, each._gradients)) for each in self._states]
+            if sum(have_gradients) > 1:  # one may still be waiting for its REDUCE
+                self._finish_reductions()
+            _fill(self._gradients)
+            for gradients in self._gradients:
+                gradients.zero_()
 
-    def begin_gradients(self) -> None:
-        _fill(self._gradients)
-        for gradients in self._gradients:
-            gradients.zero_()
+    def last_backward(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def reduce(self) -> None:
         """Start to reduce the gradients; with --overlap-grad-reduce that runs beside compute."""
+        self._finish_reductions()
         self._is_reducing = True
         if not self._overlaps_reduction:
             self.finish_reduction()
@@ -150,6 +160,21 @@ class PartitionedChunk:
         for group in self._groups:
             group.grad_reduce_finished = False  # after an earlier call Megatron would not wait again
             group.start_grad_sync()
+
+    def finish_reduction(self) -> None:
+        """Add the reduced gradients to the share, which may hold those of earlier calls."""
+        if not self._is_reducing:
+            return
+        for group in self._groups:
+            group.finish_grad_sync()
+        for share in self.shares:
+            share.gradients += share.gradients_in_bucket
+        _empty(self._gradients)
+        self._is_reducing = False
+
+    def _finish_reductions(self) -> None:
+        for state in self._states:
+            state.finish_reduction()
 
     def lend_gradients(self) -> None:
         """End the reductions of a step of the optimizer, and lend whole gradients until it takes them."""
@@ -163,17 +188,6 @@ class PartitionedChunk:
         """Undo `lend_gradients`, also if no optimizer has stepped or none of its parameters is on this rank."""
         for share in self.shares:
             share.take_back_gradients()
-
-    def finish_reduction(self) -> None:
-        """Add the reduced gradients to the share, which may hold those of earlier calls."""
-        if not self._is_reducing:
-            return
-        for group in self._groups:
-            group.finish_grad_sync()
-        for share in self.shares:
-            share.gradients += share.gradients_in_bucket
-        _empty(self._gradients)
-        self._is_reducing = False
 
 
 def _is_empty(tensor: Tensor) -> bool:
@@ -191,46 +205,6 @@ def _fill(buffers: Iterable[Tensor]) -> None:
         buffer.untyped_storage().resize_(buffer.nbytes)
 
 
-class PartitionedSync(GradientSync):
-    """Gathers, reduces and releases the state of one of the `chunks` of a rank at the actions of a step."""
-
-    def __init__(self, chunk: Any, chunks: Sequence[Any]) -> None:
-        super().__init__(chunk, chunk.no_sync)  # with `no_sync`, Megatron's hooks never reduce
-        self._state: PartitionedChunk = chunk.partitioned_state
-        self._states: list[PartitionedChunk] = [each.partitioned_state for each in chunks]
-        # Finish an earlier call for the same step of the optimizer.
-        self._state.finish_reduction()
-        self._state.take_back_gradients()
-        self._state.release()
-
-    def before_forward(self) -> None:
-        self._state.wait_for_weights()
-
-    def before_backward(self) -> None:
-        self._state.wait_for_weights()
-        if not self._state.has_gradients:
-            if sum(each.has_gradients for each in self._states) > 1:  # one may still be waiting for its REDUCE
-                self._finish_reductions()
-            self._state.begin_gradients()
-
-    def last_backward(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def reduce(self) -> None:
-        self._finish_reductions()
-        self._state.reduce()
-
-    def gather(self) -> None:
-        self._state.gather()
-
-    def release(self) -> None:
-        self._state.release()
-
-    def _finish_reductions(self) -> None:
-        for state in self._states:
-            state.finish_reduction()
-
-
 def is_partitioned(chunks: Sequence[torch.nn.Module]) -> bool:
     """Whether Megatron built these model chunks under `patches`."""
     return hasattr(chunks[0], "partitioned_state")
@@ -238,12 +212,24 @@ def is_partitioned(chunks: Sequence[torch.nn.Module]) -> bool:
 
 def patches() -> PatchTable:
     """Patches with which Megatron builds and steps chunks with a partitioned state."""
+
+    def gather(upstream: Callable, ddp: Any, group: Any, force_sync: bool) -> None:
+        if not _is_empty(group.buckets[0].param_data):
+            upstream(ddp, group, force_sync)
+
+    def reset(upstream: Callable, buffer: Any) -> None:
+        if not _is_empty(buffer.grad_data):
+            upstream(buffer)
+
+    def lend(_: Callable, ddp: Any, *args: Any, **options: Any) -> None:
+        ddp.partitioned_state.lend_gradients()
+
     return (
         wrapping(f"{_DDP}.__init__", _partitioned, "keeps all weights and gradients"),
-        wrapping(f"{_DDP}._start_bucket_group_param_sync", _unless_freed, "gathers after the optimizer's step"),
-        wrapping(f"{_DDP}.finish_grad_sync", _lend_gradients, "takes gradients to be whole"),
+        wrapping(f"{_DDP}._start_bucket_group_param_sync", gather, "gathers after the optimizer's step"),
+        wrapping(f"{_DDP}.finish_grad_sync", lend, "takes gradients to be whole"),
         wrapping(f"{_DDP}.zero_grad_buffer", _cleared, "leaves the shares of gradients"),
-        wrapping(f"{_BUFFER}.reset", _unless_empty, "writes zeros to gradients that are not there"),
+        wrapping(f"{_BUFFER}.reset", reset, "writes zeros to gradients that are not there"),
         wrapping(f"{_BUFFER}.scale_gradients", _scaled, "scales gradients that are not there"),
         wrapping(f"{_OPTIMIZER}._copy_model_grads_to_main_grads", _take_gradients, "reads whole gradients"),
         wrapping(f"{_OPTIMIZER}._copy_main_params_to_model_params", _keep_weights, "writes to whole weights"),
@@ -286,15 +272,6 @@ def _partitioned(init: Callable, ddp: Any, *args: Any, **options: Any) -> None:
     ddp.partitioned_state = unwrap_model(ddp).partitioned_state = PartitionedChunk(ddp)
 
 
-def _lend_gradients(_: Callable, ddp: Any, *args: Any, **options: Any) -> None:
-    ddp.partitioned_state.lend_gradients()
-
-
-def _unless_freed(start: Callable, ddp: Any, group: Any, force_sync: bool) -> None:
-    if not _is_empty(group.buckets[0].param_data):
-        start(ddp, group, force_sync)
-
-
 def _cleared(zero: Callable, ddp: Any) -> None:
     ddp.partitioned_state.finish_reduction()
     ddp.partitioned_state.take_back_gradients()  # of a step that is repeated
@@ -303,17 +280,13 @@ def _cleared(zero: Callable, ddp: Any) -> None:
         share.gradients.zero_()
 
 
-def _unless_empty(reset: Callable, buffer: Any) -> None:
-    if not _is_empty(buffer.grad_data):
-        reset(buffer)
-
-
 def _scaled(scale: Callable, buffer: Any, factor: Any) -> None:
     if not _is_empty(buffer.grad_data):
         scale(buffer, factor)
         return
     for bucket in buffer.buckets:
-        bucket.share.scale_gradients(factor)
+        for gradients in (bucket.share.gradients, *(whole for whole, _ in bucket.share.lent.values())):
+            gradients *= factor
 
 
 def _take_gradients(upstream: Callable, optimizer: Any) -> None:

@@ -30,12 +30,11 @@ _KEPT = 16  # programs: of training and evaluation, of first and later steps, of
 
 
 class Program:
-    """The lowered actions of one rank, and properties of them, computed once instead of in every step.
+    """The lowered actions of one rank.
 
-    `splits_backwards`: some backward is split in halves. `moved`: the units, as (stage, micro-batch, segment), that go
-    to the memory of the host and back. `ends`: for each chunk, the last action that computes input gradients, as (I,
-    action), and the last that computes weight gradients, as (W, action). With `is_partitioned` the parameters of chunks
-    are gathered and released.
+    `moved` are the units, as (stage, micro-batch, segment), that go to the memory of the host and back; `ends`, for each
+    chunk, the last action that computes input gradients, as (I, action), and the last that computes weight gradients,
+    as (W, action). With `is_partitioned` the parameters of chunks are gathered and released.
     """
 
     def __init__(self, actions: Sequence[Action], is_partitioned: bool = False) -> None:
@@ -49,9 +48,8 @@ class Program:
 
 
 class Programs:
-    """The programs of this rank by the shape of a step.
+    """The programs of this rank by the shape of a step, planned for `costs(lengths)` of segments of these lengths.
 
-    Schedules are planned for `costs(lengths)` of segments of these lengths, for equal costs if `costs` is None.
     `one_queue`: streams may share a hardware queue, so messages are issued in an order that cannot hang then.
     `offloaded`: the share of a rank's activations that moves to host memory, see `units_to_move`. `program` is
     `_program` with a cache.
@@ -75,10 +73,8 @@ class Programs:
         in_turn: bool = False,
         is_partitioned: bool = False,
     ) -> Program:
-        """The program of a step with segments of `lengths` tokens; for messages in turn, see `lower`.
-
-        Raises ValueError if a given schedule has another shape.
-        """
+        """The program of a step with segments of `lengths` tokens; raises ValueError if a given schedule has another
+        shape."""
         was_enabled = gc.isenabled()
         gc.disable()  # while many actions are made, collections would take most of the time
         try:

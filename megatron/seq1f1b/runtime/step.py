@@ -22,10 +22,9 @@ from .data import SegmentIterator
 class Step:
     """The arguments of one call, see megatron/core/pipeline_parallel/schedules.py, on one rank of a pipeline.
 
-    `chunks` are the model chunks of this rank, `iterators` their data, `pipeline` the process group of the pipeline, in
-    which `style` is that of a Placement. `seq_length` is 0 if Megatron leaves it out because no message is sent.
-    `Segmentation.cut_step` sets `segments[m][s]`, segment s of micro-batch m, and `batches`, the data of the chunks by
-    segments. Raises ValueError for a call that our schedules cannot follow.
+    `chunks` are the model chunks of this rank, `iterators` their data. `seq_length` is 0 if Megatron leaves it out
+    because no message is sent. `Segmentation.cut_step` sets `segments[m][s]`, segment s of micro-batch m, and
+    `batches`, the data of the chunks by segments. Raises ValueError for a call that our schedules cannot follow.
     """
 
     forward_step_func: Callable
@@ -91,19 +90,17 @@ class Step:
 
 
 def refuse_waits(config: Any, pipeline: dist.ProcessGroup) -> None:
-    """Raise ValueError for settings that make the host wait for the whole GPU within a step.
-
-    With NCCL a receive that was posted ahead occupies the GPU until its message arrives, which may depend on later
-    actions of this rank.
-    """
+    """Raise ValueError for settings that make the host wait for the whole GPU within a step: with NCCL a receive posted
+    ahead occupies the GPU until its message arrives, which may depend on later actions of this rank."""
     if pipeline.size() == 1 or dist.get_backend(pipeline) != "nccl":
         return
-    waits = {
-        "--timing-log-level 2": getattr(config.timers, "_log_level", 0) > 1,
-        "CUDA_LAUNCH_BLOCKING": os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"),
-    }
-    for name in (name for name, is_given in waits.items() if is_given):
-        raise ValueError(
-            f"{name} makes the host wait for a GPU that waits for messages, so the first step would not end; drop it, "
-            "and take --pipeline-trace for the times of actions"
-        )
+    if getattr(config.timers, "_log_level", 0) > 1:
+        name = "--timing-log-level 2"
+    elif os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):
+        name = "CUDA_LAUNCH_BLOCKING"
+    else:
+        return
+    raise ValueError(
+        f"{name} makes the host wait for a GPU that waits for messages, so the first step would not end; drop it, and "
+        "take --pipeline-trace for the times of actions"
+    )

@@ -19,16 +19,10 @@ from ..schedule import COMPUTE_KINDS, Action, Kind, Placement, Shape, Span, Time
 
 _log = logging.getLogger(__name__)
 
-# The method of a group of buckets that starts a collective, the attribute with its handle, the kind of action.
-_COLLECTIVES = (
-    ("start_grad_sync", "grad_reduce_handle", Kind.REDUCE),
-    ("start_param_sync", "param_gather_handle", Kind.GATHER),
-)
-
 
 class Reading(NamedTuple):
-    """One rank in one step: seconds in actions, seconds from its start to the end of its last action, and its peak
-    memory in bytes above that at its start: activations, caches, messages, workspace."""
+    """One rank in one step: seconds in actions, seconds until the end of the last one, and the peak of its memory in
+    bytes above that at the start."""
 
     busy: float
     duration: float
@@ -36,11 +30,10 @@ class Reading(NamedTuple):
 
 
 class Recorder:
-    """One rank in one step, which runs inside `with`. An action takes two marks; nothing waits for the device.
+    """One rank in one step, which runs inside `with`; nothing in it waits for the device.
 
-    A `traced` step begins when the device is idle, at `origin` of this machine's clock. Memory is that of PyTorch's
-    allocator on a GPU, of the resident set of the process on a CPU (cpu/stand_ins.py). On a GPU only a traced step
-    resets the peak, which Megatron's reports share; otherwise the peak is that of the whole run.
+    A `traced` step begins when the device is idle, at `origin` of this machine's clock. On a GPU only a traced step
+    resets the peak of memory, which Megatron's reports share; otherwise the peak is that of the whole run.
     """
 
     def __init__(self, device: torch.device, traced: bool = False) -> None:
@@ -68,39 +61,16 @@ class Recorder:
         return _Timed(self.now, self._marks, action)
 
     def collective(self, action: Action, start: Any, handle: Any) -> None:
-        """Record a REDUCE or GATHER that has the `handle` and began at the mark `start`, if it runs beside compute.
+        """Record a REDUCE or GATHER with this `handle` that began at the mark `start`, if it runs beside compute.
 
-        Its end is taken in the thread of gloo, or on the stream that waits for NCCL. gloo's reduce-scatter has no
-        callback; its end is that of the first wait for it.
+        Its end is taken in the thread of gloo, or on the stream that waits for NCCL.
         """
         for part in getattr(handle, "works", ()):
             try:
                 end = part.get_future().then(lambda _: self.now())
-            except RuntimeError:
+            except RuntimeError:  # gloo's reduce-scatter has no callback
                 end = self._when_waited_for(handle)
             self._collectives.append((action, start, end))
-
-    def reading(self) -> Reading:
-        """The step in numbers; a GPU must have finished it."""
-        marks = [(start, end) for action, start, end in self._marks if action.kind in COMPUTE_KINDS]
-        busy = sum(_seconds(start, end) for start, end in marks)
-        return Reading(busy, _seconds(self._start, marks[-1][-1]) if marks else 0.0, self._peak)
-
-    def spans(self) -> list[Span]:
-        """All recorded actions by start, in seconds of this machine's monotonic clock; collectives must be over.
-
-        The collectives of all buckets of a chunk are one span.
-        """
-        marks = self._marks + [(action, start, end.wait()) for action, start, end in self._collectives]
-        spans: dict[Action, Span] = {}
-        for action, start, end in marks:
-            start, end = self._time(start), self._time(end)
-            same = spans.get(action, Span(action, start, end))
-            spans[action] = Span(action, min(start, same.start), max(end, same.end))
-        return sorted(spans.values(), key=lambda span: span.start)
-
-    def _time(self, mark: Any) -> float:
-        return self.origin + _seconds(self._start, mark)
 
     def _when_waited_for(self, handle: Any) -> torch.futures.Future:
         end, wait = torch.futures.Future(), handle.wait
@@ -111,6 +81,23 @@ class Recorder:
 
         handle.wait = waited
         return end
+
+    def reading(self) -> Reading:
+        """The step in numbers; a GPU must have finished it."""
+        marks = [(start, end) for action, start, end in self._marks if action.kind in COMPUTE_KINDS]
+        busy = sum(_seconds(start, end) for start, end in marks)
+        return Reading(busy, _seconds(self._start, marks[-1][-1]) if marks else 0.0, self._peak)
+
+    def spans(self) -> list[Span]:
+        """All recorded actions by start, in seconds of this machine's monotonic clock, once collectives are over. The
+        buckets of a chunk share one span."""
+        marks = self._marks + [(action, start, end.wait()) for action, start, end in self._collectives]
+        spans: dict[Action, Span] = {}
+        for action, *ends in marks:
+            start, end = (self.origin + _seconds(self._start, mark) for mark in ends)
+            same = spans.get(action, Span(action, start, end))
+            spans[action] = Span(action, min(start, same.start), max(end, same.end))
+        return sorted(spans.values(), key=lambda span: span.start)
 
 
 def _event() -> torch.cuda.Event:
@@ -167,17 +154,15 @@ class Tracer:
         group: dist.ProcessGroup,
         lengths: Sequence[int] | None = None,
     ) -> Iterator[Recorder]:
-        """Record one training step of the pipeline `group`, with collectives and a file if its iteration is chosen.
-
-        `chunks` are the model chunks of this rank, `lengths` the tokens of each segment if all micro-batches have the
-        same.
-        """
+        """Record one training step of the model `chunks` of this rank in the pipeline `group`; a chosen iteration with
+        collectives and a file, which has the `lengths` of segments that all micro-batches share."""
         device = torch.device(torch.cuda.current_device())
         iteration = self._iteration_now()
         if self._is_first_step and iteration > max(self._iterations, default=iteration) and group.rank() == 0:
             chosen = " ".join(map(str, sorted(self._iterations)))  # perhaps from before its checkpoint
-            message = "this run starts with iteration %d: none of --pipeline-trace-iterations %s is traced"
-            _log.warning(message, iteration, chosen)
+            _log.warning(
+                "this run starts with iteration %d: none of --pipeline-trace-iterations %s is traced", iteration, chosen
+            )
         self._is_first_step = False
         if iteration not in self._iterations:
             with Recorder(device) as recorder:
@@ -216,11 +201,8 @@ def run_traced(function: Callable, tracer: Tracer, *, model: Any, num_microbatch
 
 
 def from_barrier(shape: Shape, measured: Sequence[Measured], meta: dict[str, Any]) -> Timeline:
-    """One timeline of all ranks, counted from the barrier before the step.
-
-    Clocks of different machines share the barrier only. Ranks leave it when the last one has arrived, or later if they
-    are not scheduled at once, so the earliest departure by a clock is the origin of all ranks with that clock.
-    """
+    """One timeline of all ranks, counted from the barrier before the step: all that clocks of different machines share.
+    A rank may leave it late, so the earliest departure by a clock is the origin of all ranks with that clock."""
     left: dict[str, float] = {}
     for machine, origin, _, _ in measured:
         left[machine] = min(origin, left.get(machine, origin))
@@ -241,12 +223,13 @@ def collectives_timed(chunks: Iterable[torch.nn.Module], stages: Sequence[int], 
         recorder.collective(Action(kind, stage), begin, getattr(group, handle))
 
     owner = "megatron.core.distributed.param_and_grad_buffer._ParamAndGradBucketGroup"
-    reason = "starts a collective that a trace would not show"
+    handles = {Kind.REDUCE: ("start_grad_sync", "grad_reduce_handle")}
+    handles |= {Kind.GATHER: ("start_param_sync", "param_gather_handle")}
     with ExitStack() as undo:
         for chunk, stage in zip(chunks, stages, strict=True):
             groups = (*getattr(chunk, "bucket_groups", ()), *getattr(chunk, "expert_parallel_bucket_groups", ()))
-            for name, handle, kind in _COLLECTIVES:
-                row = wrapping(f"{owner}.{name}", partial(start, stage, kind, handle), reason)
+            for kind, (name, handle) in handles.items():
+                row = wrapping(f"{owner}.{name}", partial(start, stage, kind, handle), "starts a collective unseen")
                 undo.enter_context(patched_on(groups, [row]))
         return undo.pop_all()
 
@@ -255,8 +238,7 @@ def actions_timed(recorder: Recorder, placement: Placement, rank: int) -> ExitSt
     """Inside, forwards and backwards of Megatron's own schedules are recorded as F and B of whole sequences."""
     running: dict[int, Action] = {}
 
-    def identity(output: Any) -> int:
-        """Megatron passes outputs bare or as lists of one."""
+    def identity(output: Any) -> int:  # Megatron passes outputs bare or as lists of one
         return id(output[0] if isinstance(output, list) else output)
 
     def forward(upstream: Callable, *args: Any, current_microbatch: int, **options: Any) -> Any:
