@@ -12,9 +12,8 @@ from ..model import Segment
 class SegmentIterator:
     """Replaces the data iterator of one model chunk during one step; `next()` returns the running segment.
 
-    Batches are read once and in order, whatever the order of the schedule, since a micro-batch number must mean the
-    same batch on every stage, and kept until their last segment. `check(mask, where)` is called for every attention
-    mask, booleans [..., s, s].
+    Batches are read once and in order, as a micro-batch number must mean the same batch on every stage, and kept until
+    their last segment. `check(mask, where)` is called for every attention mask, booleans [..., s, s].
     """
 
     def __init__(self, batches: Iterator[Any], check: Callable[[torch.Tensor, str], None] | None = None) -> None:
@@ -46,7 +45,7 @@ class SegmentIterator:
         return tree_map_with_path(lambda path, leaf: cut(leaf, segment, keystr(path)), batch)
 
     def read_ahead(self, num_microbatches: int) -> list[Any]:
-        """The whole batches of a step that is about to begin; `next()` returns their segments later."""
+        """The whole batches of a step that is about to begin."""
         self._read_to(num_microbatches)
         return [self._kept[microbatch] for microbatch in range(num_microbatches)]
 
@@ -61,10 +60,8 @@ class SegmentIterator:
 
 
 def _require_sequences(batch: Any, segment: Segment) -> None:
-    """Raise ValueError for a batch with nothing to cut if it has integers [x, y] that look like tokens.
-
-    Activations may have another layout, in a program that cuts them itself.
-    """
+    """Raise ValueError for a batch with nothing to cut if it has integers [x, y] that look like tokens. Activations may
+    have another layout, in a program that cuts them itself."""
     length = segment.sequence_length
     leaves = [(keystr(path), leaf) for path, leaf in tree_flatten_with_path(batch)[0] if isinstance(leaf, torch.Tensor)]
     integers = [(name, leaf) for name, leaf in leaves if leaf.dim() == 2 and leaf.dtype in (torch.int32, torch.int64)]
@@ -79,9 +76,8 @@ def _require_sequences(batch: Any, segment: Segment) -> None:
 def cut(leaf: Any, segment: Segment, name: str = "") -> Any:
     """The part of a batch entry that belongs to `segment`.
 
-    Every dimension as long as a sequence is narrowed to the segment, except for the first, which counts the sequences
-    of the micro-batch. Positions where documents start (`cu_seqlens`) become positions in the segment, so its tokens
-    are a packed batch, too. Anything else stays as it is.
+    Every dimension as long as a sequence is narrowed, except for the first, which counts sequences. Positions where
+    documents start (`cu_seqlens`) become positions in the segment. Anything else stays as it is.
     """
     if not isinstance(leaf, torch.Tensor):
         return leaf

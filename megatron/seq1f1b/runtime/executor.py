@@ -80,7 +80,7 @@ class PipelineExecutor:
         self._failure: str | None = None
 
     def keep_attention(self) -> None:
-        """Run the attention of a recomputed layer once; the repeated forward takes its results."""
+        """Run the attention of a recomputed layer once."""
         self._context.kept_attention = {}
 
     def offload(self, share: float) -> None:
@@ -95,8 +95,8 @@ class PipelineExecutor:
         return rate.item()
 
     def __call__(self, **arguments: Any) -> list[Any]:
-        """Run one step, called as in megatron/core/pipeline_parallel/schedules.py. Returns one report per micro-batch on
-        the rank that computes the loss, an empty list elsewhere."""
+        """Run one step, called as in megatron/core/pipeline_parallel/schedules.py. Returns one report per micro-batch
+        on the rank that computes the loss, else an empty list."""
         if self._failure is not None:
             raise RuntimeError(
                 f"an earlier step of this pipeline failed ({self._failure}), and its ranks have been out of step since "
@@ -185,7 +185,7 @@ class PipelineExecutor:
             ).run()
             for sync in syncs:
                 sync.close()
-            losses.checks.make_up()
+            losses.make_up_checks()
             self._context.masks.settle()
             if config.finalize_model_grads_func is not None and not step.forward_only:
                 num_tokens = losses.total_num_tokens(step.device) if config.calculate_per_token_loss else None

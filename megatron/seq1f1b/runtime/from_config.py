@@ -26,8 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 def training_executor(config: PipelineConfig, args: Namespace, end_of_document: Callable[[], int]) -> PipelineExecutor:
-    """The executor for Megatron's training loop, with its `args`; `end_of_document()` is the token that ends a
-    document."""
+    """The executor for Megatron's training loop and `args`; `end_of_document()` is the token that ends a document."""
     return _executor(
         config,
         lambda: args.curr_iteration + 1,
@@ -55,9 +54,8 @@ def attention_kernel(config: PipelineConfig) -> str:
 class ProgramExecutor:
     """The executor of a program without Megatron's arguments; called like Megatron's `forward_backward_func`.
 
-    The first step calls `configure(run)`, which returns the configuration and raises ValueError for what is not
-    supported. The first step of every other model checks that model, too, and runs it with the first configuration.
-    `keep_documents_apart` is for batches with `cu_seqlens` or a boolean `attention_mask`.
+    The first step of every model calls `configure(run)`, which raises ValueError for what is unsupported; the first
+    configuration is kept. `keep_documents_apart` is for batches with `cu_seqlens` or a boolean `attention_mask`.
     """
 
     def __init__(self, configure: Callable[[MegatronRun], PipelineConfig], keep_documents_apart: bool = False) -> None:
@@ -83,11 +81,11 @@ class ProgramExecutor:
 def traced(function: Callable, config: PipelineConfig, args: Namespace) -> Callable:
     """Megatron's own `function`, with timed forwards and backwards if they are to be traced."""
     tracer = _tracer(config, lambda: args.curr_iteration + 1)
-    return function if tracer is None else partial(run_traced, function, tracer)
+    return function if tracer is None else watched(function, tracer)
 
 
 def watched(function: Callable, tracer: Any) -> Callable:
-    """The result of `get_forward_backward_func`, which reports every action of every step to `tracer` alone."""
+    """A `forward_backward_func`, ours or Megatron's, that reports every action of every step to `tracer` alone."""
     if isinstance(function, PipelineExecutor):
         function.tracer = tracer
         return function
@@ -100,7 +98,6 @@ def _executor(
     end_of_document: Callable[[], int] | None = None,
     **options: Any,
 ) -> PipelineExecutor:
-    """Called just before the first step, since it logs which schedule runs."""
     segments = f"segments: {config.num_segments}"
     units = segments if config.flags.unit_tokens is None else f"units of at most {config.flags.unit_tokens} tokens"
     warn_on_rank_0(_log, f"steps are run by megatron.seq1f1b: {config.schedule.name}, {units}")
@@ -112,8 +109,7 @@ def _executor(
         **options,
     )
     executor.tracer = _tracer(config, iteration_now)
-    if config.offloads:
-        executor.offload(config.offloads)
+    executor.offload(config.offloads)
     if config.flags.recompute_keeps_attention:
         executor.keep_attention()
     return executor

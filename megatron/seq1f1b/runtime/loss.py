@@ -1,8 +1,7 @@
 """The loss of a micro-batch from the losses of its segments.
 
-Megatron divides the loss sum of a micro-batch by its number of unmasked tokens. A segment has a count of its own, and
-a mean of segment means is wrong as soon as segments or masks are uneven. But all segments of a micro-batch have gone
-forward when its first backward starts, so the division waits until then.
+Megatron divides the loss sum of a micro-batch by its number of unmasked tokens; a mean of segment means would be wrong.
+All segments of a micro-batch have gone forward when its first backward starts, so the division waits until then.
 """
 
 import logging
@@ -27,22 +26,21 @@ _OF_SEGMENTS = "with --sequence-splits its report has to be a dictionary of the 
 
 
 class LossLedger:
-    """Token counts and reports of one step, by micro-batch.
-
-    Each rank of `context_parallel` has a share of the tokens of every segment. Megatron averages their means; here the
-    loss is divided by the tokens of the whole micro-batch.
-    """
+    """Token counts, reports and checks of one step, by micro-batch; each rank of `context_parallel` has a share of the
+    tokens of every segment."""
 
     def __init__(self, per_token_loss: bool, context_parallel: dist.ProcessGroup | None = None) -> None:
         self._per_token_loss = per_token_loss
         self._context_parallel = context_parallel
         self._num_shares = 1 if context_parallel is None else context_parallel.size()
         self._of_micro_batches: dict[int, Tensor] = {}
-        self.checks = LossChecks()
+        # Checks by micro-batch and message: the result of each segment, the function that rejects it, and the call of
+        # `validate_result`.
+        self._checks: dict[tuple[int, str], tuple[list[Tensor], Callable, Callable]] = {}
         self._num_tokens: dict[int, list[Tensor]] = defaultdict(list)
         self._reports: dict[int, list[Any]] = defaultdict(list)
-        # The loss of each part of a micro-batch, as its function returned it, and the entries of reports that share its
-        # memory, since Megatron divides it in place.
+        # The loss of each part as its function returned it, and the entries of reports that share its memory: Megatron
+        # divides it in place.
         self._losses: dict[int, list[Tensor]] = defaultdict(list)
         self._of_the_loss: set[Any] = set()
         self._are_outputs = False
@@ -63,7 +61,7 @@ class LossLedger:
 
     def _loss(self, loss_func: Callable, segment: Segment, output: Any, **kwargs: Any) -> Any:
         microbatch = segment.microbatch
-        with self.checks.put_off(microbatch):
+        with self._checks_put_off(microbatch):
             result = loss_func(output, **kwargs)
         if kwargs.get("non_loss_data"):
             self._are_outputs = True
@@ -84,6 +82,32 @@ class LossLedger:
                 "to return (loss sum, number of tokens, report)"
             )
         return result
+
+    @contextmanager
+    def _checks_put_off(self, microbatch: int) -> Iterator[None]:
+        """Inside, `validate_result` of Megatron's rerun state machine keeps tensors for `make_up_checks`."""
+        machine = get_rerun_state_machine()
+
+        def validate_result(result: Any, rejection_func: Callable, message: str, **options: Any) -> None:
+            check = partial(type(machine).validate_result, machine, message=message, **options)
+            if isinstance(result, Tensor):
+                made = self._checks.setdefault((microbatch, message), ([], rejection_func, check))
+                made[0].append(result.detach().clone())  # Megatron divides the loss in place
+            else:
+                check(result, rejection_func)
+
+        machine.validate_result = validate_result
+        try:
+            yield
+        finally:
+            del machine.validate_result
+
+    def make_up_checks(self) -> None:
+        """Run Megatron's checks of losses (NaN, infinity, jumps) once for each micro-batch, on the sum over its
+        segments, whose losses vary more; a check waits for the GPU, so all come at the end of a step."""
+        for (microbatch, message), (results, rejects, check) in self._checks.items():
+            place = f"{message} in micro-batch {microbatch}"
+            check(sum(results), partial(_is_rejected, place, results, rejects))
 
     def ready_for_backward(self, loss: Tensor, segment: Segment) -> Tensor:
         """The loss of a segment, divided by the tokens of its whole micro-batch unless the step sums per token."""
@@ -129,10 +153,8 @@ class LossLedger:
         return merged
 
     def _number(self, name: Any, values: Tensor, microbatch: int) -> Tensor:
-        """A number of a micro-batch from those of its parts: a sum if it is the loss, else a mean over tokens.
-
-        The choice is made on the device, so the host does not wait.
-        """
+        """A number of a micro-batch from those of its parts: a sum if it is the loss, else a mean over tokens. The
+        choice is made on the device, so the host does not wait."""
         weights = torch.stack(self._num_tokens[microbatch]).to(values)
         if name in self._of_the_loss:
             return values.sum() if self._per_token_loss else values.sum() / weights.sum().clamp(min=1)
@@ -154,44 +176,6 @@ def _joined(*outputs: Any) -> Any:
     """Outputs [b, n, ...] joined along the tokens; anything else as a list."""
     are_cut = all(isinstance(output, Tensor) and output.dim() > 1 for output in outputs)
     return torch.cat(outputs, dim=1) if are_cut else list(outputs)
-
-
-class LossChecks:
-    """Megatron's checks of the loss in one step (NaN, infinity, jumps), once for each micro-batch, at the end.
-
-    A check reads a number on the host, which waits for the GPU. It is meant for the loss of a whole micro-batch; the
-    losses of segments vary more.
-    """
-
-    def __init__(self) -> None:
-        # By micro-batch and message: the result of each segment, the function that rejects it, and the call of
-        # `validate_result`.
-        self._put_off: dict[tuple[int, str], tuple[list[Tensor], Callable, Callable]] = {}
-
-    @contextmanager
-    def put_off(self, microbatch: int) -> Iterator[None]:
-        """Inside, calls of `validate_result` of Megatron's rerun state machine for tensors are put off."""
-        machine = get_rerun_state_machine()
-
-        def validate_result(result: Any, rejection_func: Callable, message: str, **options: Any) -> None:
-            check = partial(type(machine).validate_result, machine, message=message, **options)
-            if isinstance(result, Tensor):
-                made = self._put_off.setdefault((microbatch, message), ([], rejection_func, check))
-                made[0].append(result.detach().clone())  # Megatron divides the loss in place
-            else:
-                check(result, rejection_func)
-
-        machine.validate_result = validate_result
-        try:
-            yield
-        finally:
-            del machine.validate_result
-
-    def make_up(self) -> None:
-        """Run each check on the sum over the segments of a micro-batch, and log rejected ones."""
-        for (microbatch, message), (results, rejects, check) in self._put_off.items():
-            place = f"{message} in micro-batch {microbatch}"
-            check(sum(results), partial(_is_rejected, place, results, rejects))
 
 
 def _is_rejected(place: str, results: list[Tensor], rejects: Callable, total: Tensor) -> Any:

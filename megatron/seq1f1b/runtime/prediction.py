@@ -1,6 +1,5 @@
-"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437): the stage of its layers, and the tokens that follow those of
-this rank, which these layers read and predict.
-"""
+"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437): the stage of its layers, and the tokens after those of this
+rank, which these layers read and predict."""
 
 from collections.abc import Sequence
 from math import prod
@@ -54,12 +53,11 @@ def prediction_patches(step: Step, context: SegmentContext) -> PatchTable:
 
 
 def look_ahead(batches: SegmentIterator | None, segment: Segment, step: Step) -> LookAhead:
-    """The LookAhead of a segment. Call it on all tensor-parallel ranks of a stage; the first has the `batches` and
-    broadcasts.
+    """The LookAhead of a segment, called on all tensor-parallel ranks of a stage; the first has the `batches`, dicts
+    with tokens, position_ids and labels, and broadcasts.
 
-    A context-parallel rank has two runs of tokens, see model/head_exchange.py. As in Megatron, predictions stay within
-    documents in batches of its packed format, which have `cu_seqlens`; with an attention mask alone they cross
-    documents. A batch has to be a dict with tokens, position_ids and labels.
+    As in Megatron, predictions stay within documents in batches of its packed format, which have `cu_seqlens`; with an
+    attention mask alone they cross documents.
     """
     depth, tensor, runs = step.config.mtp_num_layers, step.groups.tp, _runs(segment, step.groups.cp)
     number = torch.zeros(step.micro_batch_size, segment.sequence_length, dtype=torch.long)  # of each token's document
@@ -82,7 +80,7 @@ def look_ahead(batches: SegmentIterator | None, segment: Segment, step: Step) ->
 
 
 def _runs(segment: Segment, context: dist.ProcessGroup) -> list[tuple[int, int]]:
-    """Start and end of the runs of tokens of this rank in the sequence."""
+    """Start and end of the runs of tokens of this rank in the sequence, see model/head_exchange.py."""
     if context.size() == 1:
         return [(segment.start, segment.end)]
     part = segment.length // (2 * context.size())
@@ -92,7 +90,7 @@ def _runs(segment: Segment, context: dist.ProcessGroup) -> list[tuple[int, int]]
 
 def _packed(batch: Any, number: Tensor, ends: Sequence[int], depth: int) -> Tensor:
     """The message of `look_ahead`, in numbers that fp64 holds exactly: entries that follow the `ends` of runs, sums of
-    the shifted loss mask, and whether both stay within the documents of each `number` [b, s]."""
+    the shifted loss mask, and whether both stay within documents of one `number` [b, s]."""
     entries = dict(batch)
     if entries.get("loss_mask") is None:
         entries["loss_mask"] = torch.ones_like(entries["labels"])

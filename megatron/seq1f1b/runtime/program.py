@@ -32,8 +32,8 @@ _KEPT = 16  # programs: of training and evaluation, of first and later steps, of
 class Program:
     """The lowered actions of one rank.
 
-    `moved` are the units, as (stage, micro-batch, segment), that go to the memory of the host and back; `ends`, for each
-    chunk, the last action that computes input gradients, as (I, action), and the last that computes weight gradients,
+    `moved` are the units, as (stage, micro-batch, segment), that go to the memory of the host and back; `ends`, for
+    each chunk, the last action that computes input gradients, as (I, action), and the last that computes weight ones,
     as (W, action). With `is_partitioned` the parameters of chunks are gathered and released.
     """
 

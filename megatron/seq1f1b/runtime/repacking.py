@@ -46,9 +46,14 @@ class Repacking(Segmentation):
         for batches in step.iterators:
             if batches:  # the data of all model chunks are the same
                 read = [_by_tokens(next(batches)) for _ in range(step.num_microbatches)]
-        form = _Form(read[0]) if read else None
         sequences = [each for batch in read for each in self._sequences(batch, step)]
-        lengths = _of_all_replicas(step, list(map(_length, sequences)))
+
+        def of_all_replicas() -> list[list[int]]:
+            found: list[Any] = [None] * step.groups.dp.size()
+            dist.all_gather_object(found, list(map(_length, sequences)), group=step.groups.dp)
+            return found
+
+        lengths = on_all_ranks(step, of_all_replicas)
         firsts = list(accumulate(map(len, lengths), initial=0))
         flat = [length for each in lengths for length in each]
         # Replicas exchange tokens, or weights and gradients of chunks, within a step: after equally many actions.
@@ -60,9 +65,10 @@ class Repacking(Segmentation):
             self.apart = len(packs), [flat[number] for pack in packs for number in pack.sequences]
         owners = {number: owner for owner, share in enumerate(shares) for pack in share for number in pack.sequences}
         step.batches = [None] * len(step.iterators)
-        if form is not None:
-            own = _exchanged(step, form, dict(enumerate(sequences, firsts[replica])), owners, flat, firsts)
-            whole = [form.joined([own[number] for number in pack.sequences], sum(pack.lengths)) for pack in packs]
+        if read:
+            sample = read[0] if isinstance(read[0], dict) else read[0][0]
+            own = _exchanged(step, sample, dict(enumerate(sequences, firsts[replica])), owners, flat, firsts)
+            whole = [_joined(sample, [own[number] for number in pack.sequences], sum(pack.lengths)) for pack in packs]
             step.batches = [iterator and SegmentIterator(map(dict, whole)) for iterator in step.iterators]
         step.num_microbatches, step.micro_batch_size = len(packs), 1
         step.segments = [_segments(number, pack, flat) for number, pack in enumerate(packs)]
@@ -71,8 +77,7 @@ class Repacking(Segmentation):
         """For an evaluation, one report with this replica's share of the sums over all: for --sft Megatron averages the
         means of micro-batches, which depend on the sequences that share a unit."""
 
-        def is_sum(value: Any) -> bool:
-            """Whether a value is a sum of losses and its number of tokens."""
+        def is_sum(value: Any) -> bool:  # of losses, and its number of tokens
             return isinstance(value, Tensor) and value.numel() == 2
 
         are_sums = all(isinstance(report, dict) and all(map(is_sum, report.values())) for report in of_microbatches)
@@ -88,8 +93,15 @@ class Repacking(Segmentation):
         """The sequences of a batch up to their last token with a loss; those without a loss are left out."""
         found = batch
         if isinstance(batch, dict):
-            starts = document_starts(batch, (step.micro_batch_size, step.seq_length), self.packing.end_of_document)
             rows = {name: leaf for name, leaf in batch.items() if name not in _BOUNDS}
+            for name, leaf in rows.items():
+                if leaf.shape != rows["tokens"].shape:
+                    raise ValueError(
+                        f"{name} {list(leaf.shape)} in a batch does not go with --unit-tokens, which separates "
+                        f"sequences of {list(rows['tokens'].shape)} tokens; drop that entry, an attention_mask by "
+                        "--no-create-attention-mask-in-dataloader"
+                    )
+            starts = document_starts(batch, (step.micro_batch_size, step.seq_length), self.packing.end_of_document)
             found = [
                 {name: leaf[row, start:end] for name, leaf in rows.items()}
                 for row, of_row in enumerate(starts)
@@ -98,43 +110,23 @@ class Repacking(Segmentation):
         return [each for each in map(_trimmed, found) if _length(each)]
 
 
-class _Form:
-    """The entries of a step's batches: those by token, each with its type, and others that follow from lengths."""
-
-    def __init__(self, batch: Any) -> None:
-        one = batch if isinstance(batch, dict) else batch[0]
-        self.device = next(iter(one.values())).device
-        self._are_pinned = any(leaf.is_pinned() for leaf in one.values())
-        self.dtypes = {name: leaf.dtype for name, leaf in one.items() if name not in _BOUNDS}
-        self._bounds = {name: leaf.dtype for name, leaf in one.items() if name in _BOUNDS}
-        for name in self.dtypes if one is batch else ():
-            if one[name].shape != one["tokens"].shape:
-                raise ValueError(
-                    f"{name} {list(one[name].shape)} in a batch does not go with --unit-tokens, which separates "
-                    f"sequences of {list(one['tokens'].shape)} tokens; drop that entry, an attention_mask by "
-                    "--no-create-attention-mask-in-dataloader"
-                )
-
-    def joined(self, sequences: Sequence[_Sequence], length: int) -> dict[str, Tensor]:
-        """Sequences one after the other in one row of `length` tokens, padded with zeros without a loss.
-
-        Positions count from the start of each sequence.
-        """
-        lengths = list(map(_length, sequences))
-        lengths += [length - sum(lengths)] if length > sum(lengths) else []
-        batch = {}
-        for name, dtype in self.dtypes.items():
-            filler = torch.zeros(length, dtype=dtype, device=self.device)
-            batch[name] = torch.cat([*(each[name] for each in sequences), filler])[None, :length]
-        if "position_ids" in batch:
-            positions = torch.cat([torch.arange(each) for each in lengths])
-            batch["position_ids"] = positions[None].to(batch["position_ids"])
-        for name, dtype in self._bounds.items():
+def _joined(sample: _Sequence, sequences: Sequence[_Sequence], length: int) -> dict[str, Tensor]:
+    """Sequences one after the other in one row of `length` tokens, padded with zeros without a loss, with the entries
+    of `sample`, a batch or sequence. Positions count from the start of each sequence."""
+    lengths = list(map(_length, sequences))
+    lengths += [length - sum(lengths)] if length > sum(lengths) else []
+    batch = {}
+    for name, leaf in sample.items():
+        if name in _BOUNDS:
             values = [max(lengths)] if name == "max_seqlen" else [[0, *accumulate(lengths)]]
-            batch[name] = torch.tensor(values, dtype=dtype)
-        if self._are_pinned:  # else the host would wait for the copy to the GPU
-            return {name: leaf.pin_memory() for name, leaf in batch.items()}
-        return batch
+            batch[name] = torch.tensor(values, dtype=leaf.dtype)
+        elif name == "position_ids":
+            batch[name] = torch.cat([torch.arange(each) for each in lengths])[None].to(leaf)
+        else:
+            batch[name] = torch.cat([*(each[name] for each in sequences), leaf.new_zeros(length)])[None, :length]
+    if any(leaf.is_pinned() for leaf in sample.values()):  # else the host would wait for the copy to the GPU
+        return {name: leaf.pin_memory() for name, leaf in batch.items()}
+    return batch
 
 
 def _by_tokens(batch: Any) -> Any:
@@ -161,29 +153,15 @@ def _segments(number: int, pack: Any, lengths: Sequence[int]) -> list[Segment]:
     return segments_of(number, pack.lengths, (tuple(start for start in starts if start < sum(pack.lengths)),))
 
 
-def _of_all_replicas(step: Step, lengths: list[int]) -> list[list[int]]:
-    """The lengths of the sequences that each replica has read, on all ranks."""
-
-    def gathered() -> list[Any]:
-        found: list[Any] = [None] * step.groups.dp.size()
-        dist.all_gather_object(found, lengths, group=step.groups.dp)
-        return found
-
-    return on_all_ranks(step, gathered)
-
-
 def _exchanged(
     step: Step,
-    form: _Form,
+    sample: _Sequence,
     read: Mapping[int, _Sequence],
     owners: Mapping[int, int],
     lengths: Sequence[int],
     firsts: Sequence[int],
 ) -> Mapping[int, _Sequence]:
-    """The sequences that this replica owns, by number, from those that each replica has `read`.
-
-    Replica r has read the sequences from `firsts[r]` on.
-    """
+    """The sequences that this replica owns, by number, from those `read`, by replica r from `firsts[r]` on."""
     group = step.groups.dp
     if group.size() == 1:
         return read
@@ -195,11 +173,13 @@ def _exchanged(
     received = [sum(lengths[number] for number in numbers) for numbers in incoming]
     device = torch.device("cpu") if dist.get_backend(group) == "gloo" else step.device
     parts: dict[int, dict[str, Tensor]] = {number: {} for numbers in incoming for number in numbers}
-    for name, dtype in form.dtypes.items():
+    for name, leaf in sample.items():
+        if name in _BOUNDS:
+            continue
         own = [read[number][name] for numbers in outgoing for number in numbers]
-        given = torch.cat([*own, torch.empty(0, dtype=dtype, device=form.device)]).to(device)
-        taken = torch.empty(sum(received), dtype=dtype, device=device)
+        given = torch.cat([*own, leaf.new_empty(0)]).to(device)
+        taken = torch.empty(sum(received), dtype=leaf.dtype, device=device)
         dist.all_to_all_single(taken, given, received, sent, group=group)
         for number, part in zip(parts, taken.split([lengths[number] for number in parts]), strict=True):
-            parts[number][name] = part.to(form.device)
+            parts[number][name] = part.to(leaf.device)
     return parts

@@ -1,7 +1,4 @@
-"""The segments of the sequences of a step, and the starts of the documents in them.
-
-The rank that reads the data finds the starts of documents and sends them to all ranks of a model.
-"""
+"""The segments of the sequences of a step, and the starts of the documents in them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,11 +20,8 @@ _MARKS = ("cu_seqlens_padded", "cu_seqlens", "attention_mask", "tokens")
 
 @dataclass(frozen=True)
 class Packing:
-    """How documents are packed into sequences.
-
-    `end_of_document` is the id of the token that ends one; None if batches mark documents in another way. If segments
-    follow the documents of a micro-batch, `cut(sequence_length, documents)` gives their lengths.
-    """
+    """How documents are packed into sequences: the token `end_of_document` ends one, unless batches mark them in
+    another way; `cut(sequence_length, documents)` gives the lengths of segments that follow documents."""
 
     end_of_document: int | None
     cut: Callable[[int, Documents], Sequence[int]] | None = None
@@ -62,8 +56,8 @@ class Segmentation:
         return self._cut(sequence_length)
 
     def cut_step(self, step: Step, check: Callable[[Tensor, str], None]) -> None:
-        """Set the segments and the batches of a step. `check(mask, where)` is called for the attention masks of batches
-        if segments attend to everything before them."""
+        """Set the segments and the batches of a step. If segments attend to everything before them, `check(mask,
+        where)` is called for the masks of batches."""
         checks = self.num_segments > 1 and self.packing is None
         step.batches = [
             iterator and SegmentIterator(iterator, check if checks else None) for iterator in step.iterators
@@ -80,7 +74,7 @@ class Segmentation:
         ]
 
     def reports(self, of_microbatches: list[Any], step: Step) -> list[Any]:
-        """The return value of a step, from the reports of its micro-batches."""
+        """The return value of a step."""
         return of_microbatches
 
     def description(self, sequence_length: int) -> str:
@@ -102,10 +96,9 @@ def segments_of(microbatch: int, lengths: Sequence[int], documents: Documents | 
 def document_starts(batch: Any, shape: tuple[int, int], end_of_document: int | None) -> Tensor:
     """Which tokens of a batch of `shape` = (b, s) are the first of a document: booleans [b, s].
 
-    They are read from the first of these entries that the batch has: `cu_seqlens` (b rows of ascending positions, 0 and
-    s among them); a boolean `attention_mask` [b, 1, s, s], which hides the last token of a document from the next
-    token; `tokens`, in which `end_of_document` ends a document, as in Megatron's GPTDataset. Raises ValueError if the
-    batch has none of them, or one of another shape.
+    The first of these entries counts: `cu_seqlens` (b rows of ascending positions, 0 and s among them); a boolean
+    `attention_mask` [b, 1, s, s], True where hidden; `tokens`, in which `end_of_document` ends a document, as in
+    Megatron's GPTDataset. Raises ValueError if the batch has none of them, or one of another shape.
     """
     given = {name: entry for name, entry in batch.items() if entry is not None} if isinstance(batch, dict) else {}
     name = next((name for name in _MARKS if name in given), None)
@@ -144,20 +137,17 @@ def document_starts(batch: Any, shape: tuple[int, int], end_of_document: int | N
 def documents_of_step(step: Step, end_of_document: int | None) -> list[Documents]:
     """The documents of every micro-batch of a step, on all ranks of a model; the first stage reads its data ahead."""
 
-    def documents_of(batch: Any) -> Documents:
-        starts = document_starts(batch, (step.micro_batch_size, step.seq_length), end_of_document)
-        return tuple(tuple(row.nonzero().view(-1).tolist()) for row in starts)
-
     def found() -> list[Documents]:
-        batches = step.batches[step.placement.chunk_of(0)]
-        return list(map(documents_of, batches.read_ahead(step.num_microbatches)))
+        batches = step.batches[step.placement.chunk_of(0)].read_ahead(step.num_microbatches)
+        shape = step.micro_batch_size, step.seq_length
+        starts = [document_starts(batch, shape, end_of_document) for batch in batches]
+        return [tuple(tuple(row.nonzero().view(-1).tolist()) for row in rows) for rows in starts]
 
     return on_all_ranks(step, found)
 
 
 def on_all_ranks(step: Step, make: Callable[[], Any]) -> Any:
-    """Return on all ranks of a model the result of `make()` on the rank that reads the data: the first tensor-parallel
-    rank of the first stage."""
+    """The result of `make()` on the rank that reads the data, the first tensor-parallel rank of the first stage."""
     pipeline, tensor, first = step.pipeline, step.groups.tp, step.placement.rank_of(0)
     made = [make() if step.rank == first and tensor.rank() == 0 else None]
     if tensor.rank() == 0:

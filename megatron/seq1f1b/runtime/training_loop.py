@@ -49,38 +49,26 @@ class TrainingLoop:
     def patches(self) -> tuple[Patch, ...]:
         """Each row names the fault of one of Megatron's functions."""
         training, core = "megatron.training.training", "megatron.core"
-        table = (
-            (f"{training}.build_train_valid_test_data_loaders", self.loaders, "evaluates on data that are not there"),
-            (f"{training}.training_log", self.training_log, "averages the first two losses into the second line"),
-            (f"{training}.print_rank_last", self.print_rank_last, "shows neither tokens per second nor idle ranks"),
-            (f"{training}.consume_seqlen_stats_in_iteration", self.count_documents, "counts documents per segment"),
-            (
-                f"{core}.transformer.moe.moe_logging.MoEMetricsTracker.report",
-                self.report_experts,
-                "divides by the micro-batches of the flags, but units make others",
-            ),
-            (f"{training}.report_theoretical_memory", self.report_theoretical_memory, "counts whole micro-batches"),
-            (f"{training}.save_checkpoint_and_time", self.save, "names no folder if it fails, and needs one"),
-            (f"{training}.load_checkpoint", self.load, "exits with code 0 if it cannot load"),
-            (
-                f"{core}.utils.StragglerDetector.__exit__",
-                lambda upstream, detector, *_: upstream(detector, None, None, None),
-                "also logs every exception in a step, with its traceback, on every rank",
-            ),
-            (
-                f"{core}.dist_checkpointing.strategies.filesystem_async.get_write_results_queue",
-                _queue_that_ends_with_its_rank,
-                "starts a process that outlives a killed rank and keeps the connections of its peers open",
-            ),
+        data = f"{core}.datasets.blended_megatron_dataset_builder.BlendedMegatronDatasetBuilder.build_generic_dataset"
+        experts = f"{core}.transformer.moe.moe_logging.MoEMetricsTracker.report"
+        queue = f"{core}.dist_checkpointing.strategies.filesystem_async.get_write_results_queue"
+
+        def exit_silently(upstream: Callable, detector: Any, *_: Any) -> None:
+            upstream(detector, None, None, None)
+
+        return (
+            wrapping(f"{training}.build_train_valid_test_data_loaders", self.loaders, "evaluates without data"),
+            wrapping(f"{training}.training_log", self.training_log, "averages two losses into the second line"),
+            wrapping(f"{training}.print_rank_last", self.print_rank_last, "shows neither tokens/s nor idle ranks"),
+            wrapping(f"{training}.consume_seqlen_stats_in_iteration", self.count_documents, "counts by segment"),
+            wrapping(experts, self.report_experts, "divides by the micro-batches of the flags, but units make others"),
+            wrapping(f"{training}.report_theoretical_memory", self.report_memory, "counts whole micro-batches"),
+            wrapping(f"{training}.save_checkpoint_and_time", self.save, "names no folder if it fails, and needs one"),
+            wrapping(f"{training}.load_checkpoint", self.load, "exits with code 0 if it cannot load"),
+            wrapping(f"{core}.utils.StragglerDetector.__exit__", exit_silently, "logs exceptions on every rank, too"),
+            wrapping(queue, _queue_that_ends_with_its_rank, "starts a process that outlives a killed rank"),
+            Patch(data, lambda old: staticmethod(partial(_built, old)), "adds up epochs of no tokens for ever", True),
         )
-        builder = f"{core}.datasets.blended_megatron_dataset_builder.BlendedMegatronDatasetBuilder"
-        unbound = Patch(
-            f"{builder}.build_generic_dataset",
-            lambda upstream: staticmethod(partial(_built, upstream)),
-            "adds up epochs of no tokens for ever",
-            wraps=True,
-        )
-        return (*(wrapping(*row) for row in table), unbound)
 
     def loaders(self, upstream: Callable, provider: Callable) -> tuple:
         """Turn evaluations off if no data set is left for them."""
@@ -94,8 +82,8 @@ class TrainingLoop:
 
     def training_log(self, upstream: Callable, *args: Any, is_first_iteration: bool = False, **more: Any) -> Any:
         """Megatron prints the first iteration but keeps its loss for the next line, even if an interval ends there."""
-        iteration = args[3]
-        is_extra = is_first_iteration and iteration % self._args().log_interval != 0
+        parsed = self._args()
+        is_extra = is_first_iteration and (parsed.curr_iteration + 1) % parsed.log_interval != 0
         return upstream(*args, is_first_iteration=is_extra, **more)
 
     def print_rank_last(self, upstream: Callable[[str], None], message: str) -> None:
@@ -134,7 +122,7 @@ class TrainingLoop:
         if apart is not None:
             replicas = parallel_state.get_data_parallel_group()
             number, lengths = apart
-            counts = number, sum(lengths), sum(length**2 for length in lengths)
+            counts = [number, sum(lengths), sum(length**2 for length in lengths)]
             sums = torch.tensor(counts, dtype=torch.float64, device=torch.cuda.current_device())
             dist.all_reduce(sums, group=replicas)
             microbatches, tokens, squares = sums.tolist()
@@ -146,8 +134,8 @@ class TrainingLoop:
         """Average over the micro-batches that ran if documents are kept apart."""
         return upstream(tracker, 1 / self._microbatches if self._microbatches else loss_scale, *rest, **more)
 
-    def report_theoretical_memory(self, upstream: Callable, args: Namespace, *rest: Any, **more: Any) -> None:
-        """Report for Megatron's own schedules only; the block at the start estimates ours."""
+    def report_memory(self, upstream: Callable, args: Namespace, *rest: Any, **more: Any) -> None:
+        """Megatron's own schedules only: the block at the start estimates ours."""
         if getattr(args, "pipeline_schedule", None) is None and not getattr(args, "pipeline_schedule_file", None):
             upstream(args, *rest, **more)
 
@@ -177,12 +165,10 @@ class TrainingLoop:
             raise RuntimeError(f"Megatron cannot load {folder}; what it printed last is the reason") from error
 
 
-def _built(
-    upstream: Callable, kind: Any, is_built_on_rank: Callable[[], bool], synchronizes: bool, *arguments: Any
-) -> Any:
+def _built(upstream: Callable, kind: Any, is_built: Callable[[], bool], synchronizes: bool, *arguments: Any) -> Any:
     """A data set; None for a part of --split that has too few documents."""
-    if not is_built_on_rank() or not _is_left_out(kind, arguments):
-        return upstream(kind, is_built_on_rank, synchronizes, *arguments)
+    if not is_built() or not _is_left_out(kind, arguments):
+        return upstream(kind, is_built, synchronizes, *arguments)
     if synchronizes and dist.is_initialized():
         dist.barrier()  # ranks that build nothing wait there
     return None
@@ -209,7 +195,7 @@ def _is_left_out(kind: Any, arguments: tuple) -> bool:
 
 
 def _of_all_stages(reading: Reading) -> list[Reading]:
-    """The readings of this pipeline, by one small collective. Megatron has already waited for the device."""
+    """The readings of this pipeline. Megatron has already waited for the device."""
     if dist.get_backend() == "fake":
         return []
     group = parallel_state.get_pipeline_model_parallel_group()

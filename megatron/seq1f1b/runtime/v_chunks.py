@@ -1,8 +1,7 @@
 """Model chunks of `--pipeline-placement v`, built by Megatron's code for looped chunks.
 
 Megatron derives the contents of a chunk (its layers, the embedding, the loss) from its rank and its number on that
-rank. A chunk that runs back is built as if on the rank that holds its depth in the looped placement. Checkpoints name
-layers by their depth, so those of V-shaped and of looped chunks are interchangeable.
+rank. A chunk that runs back is built as if on the rank that holds its depth in the looped placement.
 """
 
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from ..schedule import Placement
 from .gradient_sync import tied_embeddings
 
 _RANK = "megatron.core.parallel_state.get_pipeline_model_parallel_rank"
-# Megatron's own function, which is replaced while a chunk is built.
+# Megatron's own, which is replaced while a chunk is built.
 _pipeline_rank = parallel_state.get_pipeline_model_parallel_rank
 
 
@@ -30,10 +29,8 @@ def depth_of(stage: int, num_ranks: int) -> Any:
 
 
 def at_stage(placement: Placement, stage: int, groups: Any) -> Any:
-    """Megatron's process groups to build the chunk of `stage`.
-
-    Megatron takes the groups of a step from the first chunk, which never runs back.
-    """
+    """Megatron's process groups to build the chunk of `stage`; those of a step are the first chunk's, which never runs
+    back."""
     if placement.rank_of(stage) == stage % placement.num_ranks:
         return groups
     found = copy(groups)
@@ -44,21 +41,16 @@ def at_stage(placement: Placement, stage: int, groups: Any) -> Any:
 def building(placement: Placement, stage: int) -> PatchTable:
     """Patches of what Megatron looks up, besides process groups, while it builds the chunk of `stage`."""
     reason = "a chunk that runs back is as deep as a looped one of another rank"
+    hybrid = "megatron.core.models.hybrid.hybrid_layer_allocation.select_pipeline_segment"
     return (
         Patch(_RANK, depth_of(stage, placement.num_ranks).rank, reason),
-        wrapping(
-            "megatron.core.models.hybrid.hybrid_layer_allocation.select_pipeline_segment",
-            partial(_part_of_stage, stage),
-            reason,
-        ),
+        wrapping(hybrid, partial(_part_of_stage, stage), reason),
     )
 
 
 def in_forward_step(stage: int) -> ExitStack:
-    """A context for a user's forward step, in which the rank is that of the looped chunk of `stage`.
-
-    Scripts use the rank, not the chunk, to choose the entries of a batch that a stage reads.
-    """
+    """A context for a user's forward step, which chooses the entries of a batch by the rank, here that of the looped
+    chunk of `stage`."""
     depth = depth_of(stage, parallel_state.get_pipeline_model_parallel_world_size())
     return patched((Patch(_RANK, depth.rank, "a script reads for a looped chunk"),))
 
@@ -73,20 +65,15 @@ def _part_of_stage(
 def patches() -> PatchTable:
     """Patches with which Megatron's training loop builds, feeds and saves V-shaped chunks."""
     built, state = "builds looped chunks", "megatron.core.parallel_state"
+    layout = "megatron.core.transformer.pipeline_parallel_layer_layout.PipelineParallelLayerLayout"
     return (
         wrapping("megatron.training.models.dist_utils.build_virtual_pipeline_stages", _v_shaped, built),
         wrapping("megatron.training.training.get_model", _v_shaped, built),
         wrapping(f"{state}.is_pipeline_last_stage", _is_last_stage, "seeks the loss on the last rank"),
         wrapping(
-            f"{state}.initialize_model_parallel",
-            _with_embedding_ranks,
-            "seeks the output layer, whose weights may be the embedding's, on the last rank, as scripts do",
+            f"{state}.initialize_model_parallel", _with_embedding_ranks, "seeks the output layer on the last rank"
         ),
-        wrapping(
-            "megatron.core.transformer.pipeline_parallel_layer_layout.PipelineParallelLayerLayout.get_layer_offset",
-            _layer_offset,
-            "counts the layers before a looped chunk",
-        ),
+        wrapping(f"{layout}.get_layer_offset", _layer_offset, "counts the layers before a looped chunk"),
     )
 
 

@@ -59,7 +59,7 @@ def test_the_first_iteration_is_printed_within_an_interval(log_interval, iterati
     def upstream(*_, is_first_iteration):
         seen.append(is_first_iteration)
 
-    loop(log_interval=log_interval).training_log(upstream, {}, {}, 0.1, iteration, is_first_iteration=True)
+    loop(log_interval=log_interval, curr_iteration=iteration - 1).training_log(upstream, is_first_iteration=True)
     assert seen == [prints_besides]
 
 
