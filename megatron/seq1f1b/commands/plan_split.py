@@ -18,8 +18,7 @@ from statistics import fmean
 
 from ..arguments.megatron_run import run_of_settings
 from ..arguments.sequence_partition import SequencePartition
-from ..partition import STRATEGIES, segment_times
-from ..planning.costs.training_setup import even_layers
+from ..partition import STRATEGIES, even, segment_times
 from ..planning.run_costs import RunCosts
 from ..report.splits import Cut, plot_splits
 from ..report.text import aligned
@@ -71,7 +70,7 @@ def run_costs(args: argparse.Namespace) -> RunCosts:
         "virtual_pipeline_model_parallel_size": args.num_virtual_stages,
     }
     run = run_of_settings(settings, args.num_microbatches)
-    return RunCosts(args, replace(run, layers_per_stage=even_layers(args.num_layers, stages)))
+    return RunCosts(args, replace(run, layers_per_stage=even(args.num_layers, stages)))
 
 
 def partitions(args: argparse.Namespace, costs: RunCosts) -> Iterator[tuple[str, SequencePartition]]:

@@ -1,24 +1,23 @@
-"""What the layers of a model are made of: products, attention and recurrences, whole, before ranks share them.
+"""What the layers of a model are made of: products, attention and recurrences.
 
-FLOPs, parameters, times and bytes all follow from this one description. Only what grows with the model is counted:
-norms, activations and the softmax are part of the achieved throughput.
+FLOPs, parameters, times and bytes all follow from this one description.
 """
 
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .model_shape import DeltaNet, Experts, LatentAttention, Mamba, ModelShape
 
 BYTES = 2  # of an element, in 16 bit
-# Tokens that the kernels of recurrent layers compute at once; that of gated delta nets solves a triangular system.
+# Tokens that the kernels of recurrent layers compute at once.
 _DELTA_NET_CHUNK, _MAMBA_CHUNK = 64, 128
 
 
 class Product(NamedTuple):
-    """The weight of a matrix product. Tensor-parallel ranks share its outputs or its inputs; "": each has all of it."""
+    """The weight of a matrix product. Tensor-parallel ranks share its outputs, its inputs or (with "") nothing."""
 
     outputs: float
     inputs: float
@@ -45,57 +44,45 @@ class Attention(NamedTuple):
 
 @dataclass(frozen=True)
 class Block:
-    """A norm and what follows it until the residual stream; `symbol` is its name in hybrid models.
-
-    `vectors` counts the parameters beside products: norms, biases, convolutions. `expert` has the products of one of
-    `experts` routed experts, of which a token goes through `active`; no rank has a part of an expert. All else is for
-    one token, but `state`, the bytes that a recurrence passes to the next segment:
-
-    - `kept`: the bytes inside the block that the backward needs; `attended` is the part of attention's output and
-      log-sum-exp, `activated` the part that activation functions of experts return
-    - `moved`: the numbers that kernels read and write between products
-    - `exchanged`: the numbers that context-parallel ranks exchange around a recurrence
-    - `scan`: the FLOPs of a recurrence
-    """
+    """A norm and what follows it until the residual stream, for one token."""
 
     products: tuple[Product, ...]
-    vectors: float
-    kept: float
-    moved: float
+    vectors: float  # parameters beside products: norms, biases, convolutions
+    kept: float  # bytes inside the block that the backward needs
+    moved: float  # numbers that kernels read and write between products
     attention: Attention | None = None
-    attended: float = 0
-    activated: float = 0
-    exchanged: float = 0
-    scan: float = 0
-    state: float = 0
-    expert: tuple[Product, ...] = ()
-    experts: int = 0
-    active: int = 0
-    symbol: str = ""
+    attended: float = 0  # the part of `kept` that is attention's output and log-sum-exp
+    activated: float = 0  # the part of `kept` that activation functions of experts return
+    exchanged: float = 0  # numbers that context-parallel ranks exchange around a recurrence
+    scan: float = 0  # FLOPs of a recurrence
+    state: float = 0  # bytes that a recurrence passes to the next segment, whatever its length
+    expert: tuple[Product, ...] = ()  # the products of one routed expert, which no ranks share
+    experts: int = 0  # routed experts
+    active: int = 0  # routed experts of a token
+    symbol: str = ""  # the name of such a block in hybrid models
 
     def on_rank(self, ranks: int) -> "Block":
-        """What one of so many tensor-parallel ranks has of it; each has at least one head of keys and values."""
-        attention, shared = self.attention, ("vectors", "kept", "moved", "attended", "activated", "exchanged", "scan")
-        if attention is not None:
-            kv_heads = max(1, attention.kv_heads / ranks)
-            attention = attention._replace(heads=attention.heads / ranks, kv_heads=kv_heads)
+        """The part of one of so many tensor-parallel ranks; each has at least one head of keys and values."""
+        divided = ("vectors", "kept", "moved", "attended", "activated", "exchanged", "scan", "state")
+        parts: dict[str, Any] = {name: getattr(self, name) / ranks for name in divided}
+        if self.attention is not None:
+            heads, kv_heads = self.attention.heads / ranks, max(1, self.attention.kv_heads / ranks)
+            parts["attention"] = self.attention._replace(heads=heads, kv_heads=kv_heads)
         products = (
             each._replace(**{each.shared: getattr(each, each.shared) / ranks}) if each.shared else each
             for each in self.products
         )
-        parts = {name: getattr(self, name) / ranks for name in (*shared, "state")}
-        return replace(self, products=tuple(products), attention=attention, **parts)
+        return replace(self, products=tuple(products), **parts)
 
 
 @lru_cache(maxsize=1024)
 def blocks_of(model: ModelShape, layer: int, tensor_parallel: int = 1) -> tuple[Block, ...]:
-    """The blocks of layer number `layer`, on one tensor-parallel rank. Raises ValueError where one is not known."""
+    """The blocks of layer number `layer`, on one tensor-parallel rank. Raises ValueError for an unknown one."""
     blocks = (replace(_block(model, symbol), symbol=symbol) for symbol in model.blocks(layer))
     return tuple(block if tensor_parallel == 1 else block.on_rank(tensor_parallel) for block in blocks)
 
 
 def _block(model: ModelShape, symbol: str) -> Block:
-    hidden = model.hidden_size
     match symbol:
         case "*":
             return _attention(model)
@@ -106,9 +93,9 @@ def _block(model: ModelShape, symbol: str) -> Block:
         case "E" if model.experts is not None:
             return _experts(model, model.experts)
         case "G" if model.delta_net is not None:
-            return _delta_net(hidden, model.delta_net)
+            return _delta_net(model.hidden_size, model.delta_net)
         case "M" if model.mamba is not None:
-            return _mamba(hidden, model.mamba)
+            return _mamba(model.hidden_size, model.mamba)
     raise ValueError(
         f"--hybrid-layer-pattern has a layer {symbol} whose cost is not known; use --sequence-split-strategy even"
     )
@@ -134,11 +121,9 @@ def _latent_attention(model: ModelShape, latent: LatentAttention) -> Block:
     hidden, heads = model.hidden_size, model.num_heads
     score, rotary = latent.head_dim + latent.rotary_head_dim, latent.rotary_head_dim
     queries, values = heads * score, heads * latent.value_head_dim
-    query = (
-        (Product(latent.query_rank, hidden, ""), Product(queries, latent.query_rank))
-        if latent.query_rank
-        else (Product(queries, hidden),)
-    )
+    query = [Product(queries, latent.query_rank or hidden)]
+    if latent.query_rank:
+        query.insert(0, Product(latent.query_rank, hidden, ""))
     up = Product(heads * (latent.head_dim + latent.value_head_dim), latent.kv_rank)
     ranks = latent.query_rank + latent.kv_rank + rotary
     return Block(
@@ -152,7 +137,6 @@ def _latent_attention(model: ModelShape, latent: LatentAttention) -> Block:
 
 
 def _feed_forward(model: ModelShape, width: int) -> Block:
-    """A feed-forward block of this width."""
     into = width * (2 if model.is_gated else 1)  # the columns that go into the activation function
     products = (Product(into, model.hidden_size), Product(model.hidden_size, width, "inputs")) if width else ()
     return Block(products, vectors=7 * model.hidden_size, kept=BYTES * (into + width), moved=into + width)
@@ -162,7 +146,7 @@ def _experts(model: ModelShape, experts: Experts) -> Block:
     shared, routed = (_feed_forward(model, size) for size in (experts.shared_ffn_hidden_size, experts.ffn_hidden_size))
     return replace(
         shared,
-        # What experts get, and compute from it. They weigh what they return, so nobody keeps that.
+        # What experts receive, and compute from it. What they return is weighted, and not kept.
         kept=shared.kept + experts.active * (BYTES * model.hidden_size + routed.kept),
         activated=BYTES * experts.active * experts.ffn_hidden_size,
         expert=routed.products,
@@ -212,7 +196,7 @@ def _mamba(hidden: int, mamba: Mamba) -> Block:
 
 
 def layer_kinds(model: ModelShape, layers: Iterable[int]) -> tuple[tuple[int, int], ...]:
-    """The kinds of these layers, each as the number of its first layer in the model and how many there are."""
+    """The kinds of these layers: the number of the first layer of each kind in the model, and the count here."""
     first = _first_of_kind(model)
     return tuple(sorted(Counter(first[layer] for layer in layers).items()))
 
@@ -227,7 +211,7 @@ def _first_of_kind(model: ModelShape) -> tuple[int, ...]:
 
 @lru_cache(maxsize=1024)
 def layer_parameters(model: ModelShape, layer: int, tensor_parallel: int = 1) -> tuple[float, float]:
-    """Parameters of a layer on one tensor-parallel rank, without its routed experts; and of all routed experts."""
+    """Parameters of a layer on one tensor-parallel rank, without routed experts, and those of all routed experts."""
     dense = routed = 0.0
     for block in blocks_of(model, layer, tensor_parallel):
         router = model.hidden_size * block.experts
@@ -239,6 +223,5 @@ def layer_parameters(model: ModelShape, layer: int, tensor_parallel: int = 1) ->
 def parameters_of_model(model: ModelShape) -> float:
     """All weights, embedding and projection to the vocabulary apart from each other."""
     kinds = layer_kinds(model, range(model.num_layers))
-    return sum(count * sum(layer_parameters(model, layer)) for layer, count in kinds) + 2 * (
-        model.vocab_size * model.hidden_size
-    )
+    of_layers = sum(count * sum(layer_parameters(model, layer)) for layer, count in kinds)
+    return of_layers + 2 * (model.vocab_size * model.hidden_size)

@@ -1,12 +1,15 @@
-"""Floating-point operations of the parts of a model; a multiply-add counts as two."""
+"""Floating-point operations of the parts of a model; a multiply-add counts as two.
+
+Only what grows with the model is counted: norms, activations and the softmax are part of the achieved throughput.
+"""
 
 from .blocks import blocks_of, layer_kinds
 from .model_shape import ModelShape
 
 
 def layer_flops(model: ModelShape, layer: int) -> tuple[float, float]:
-    """Of the forward of a layer: FLOPs of a token in matrix products and recurrences, and in attention those of a query
-    and a key that it sees. Raises ValueError for a layer whose cost is not known."""
+    """FLOPs of the forward of a layer: of a token in products and recurrences, and of a query and a key that it sees in
+    attention. Raises ValueError for an unknown layer."""
     per_token = per_pair = 0.0
     for block in blocks_of(model, layer):
         routed = block.active * sum(product.size for product in block.expert)
@@ -18,19 +21,15 @@ def layer_flops(model: ModelShape, layer: int) -> tuple[float, float]:
 
 
 def head_flops(model: ModelShape) -> int:
-    """FLOPs of one token in the projections to the vocabulary; a prediction head also joins hidden states and
-    embeddings by a projection (DeepSeek-V3, arXiv 2412.19437, section 2.2)."""
+    """FLOPs of a token in the projections to the vocabulary, and in those by which prediction heads join hidden states
+    and embeddings (arXiv 2412.19437, section 2.2)."""
     depth = model.prediction_depth
     return 2 * (1 + depth) * model.hidden_size * model.vocab_size + 4 * depth * model.hidden_size**2
 
 
 def authors_flops(model: ModelShape) -> tuple[int, int]:
-    """FLOPs of the whole model, per token and per pair of a query and a key that it sees, as the authors of Seq1F1B
-    count (arXiv 2406.03488, section 3.4), for `uniform_comp`.
-
-    With hidden size h, FFN size f, n heads of size d, padded vocabulary V and L layers: 4·h·V + L·(8·h·n·d + 4·h·f) per
-    token, L·(4·d + 3)·n per pair; experts, gates and shared KV heads do not appear.
-    """
+    """FLOPs of the whole model, per token and per pair of a query and a key, as the authors of Seq1F1B count them for
+    `uniform_comp` (arXiv 2406.03488, section 3.4), without experts, gates and shared KV heads."""
     projections = 8 * model.hidden_size * model.num_heads * model.head_dim
     feed_forward = 4 * model.hidden_size * model.ffn_hidden_size
     per_token = model.num_layers * (projections + feed_forward) + 4 * model.hidden_size * model.vocab_size
@@ -38,8 +37,7 @@ def authors_flops(model: ModelShape) -> tuple[int, int]:
 
 
 def model_flops(model: ModelShape, sequence_length: int, batch: int) -> float:
-    """FLOPs of `batch` sequences, forward and backward: what the layers compute, attention causal, nothing
-    recomputed."""
+    """FLOPs of `batch` sequences, forward and backward, without what is computed again."""
     layers = [*range(model.num_layers), *[model.num_layers - 1] * model.prediction_depth]
     total = float(head_flops(model) * sequence_length)
     for layer, count in layer_kinds(model, layers):
@@ -49,9 +47,8 @@ def model_flops(model: ModelShape, sequence_length: int, batch: int) -> float:
 
 
 def pairs(start: int, end: int, window: int | None) -> float:
-    """Keys that the tokens [start, end) see: their own, and of those before it at most `window`."""
+    """The number of keys that all tokens [start, end) see: each its own, and at most `window` before it."""
     if window is None or window >= end:
         return (end - start) * (start + end + 1) / 2
-    # Up to token number `window` the window reaches back to the start of the sequence.
-    growing = max(0, window - start)
+    growing = max(0, window - start)  # tokens that still see the start of the sequence
     return growing * (2 * start + growing + 1) / 2 + (end - start - growing) * (window + 1)

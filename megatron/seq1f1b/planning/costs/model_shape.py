@@ -6,11 +6,8 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of experts in place of the feed-forward block of a layer.
-
-    Every token goes through `active` of `total` experts of `ffn_hidden_size`, and through the shared experts, which
-    together have `shared_ffn_hidden_size` (0: none).
-    """
+    """A mixture of experts in place of a feed-forward block: every token goes through `active` of `total` experts of
+    `ffn_hidden_size`, and through shared experts, which together have `shared_ffn_hidden_size` (0: none)."""
 
     total: int
     active: int
@@ -20,13 +17,9 @@ class Experts:
 
 @dataclass(frozen=True)
 class LatentAttention:
-    """Multi-latent attention: queries, keys and values expanded from low-rank projections.
+    """Multi-latent attention. Scores take heads of `head_dim` + `rotary_head_dim`, values of `value_head_dim`."""
 
-    `query_rank` is 0 where queries are projected directly. Scores take heads of `head_dim` + `rotary_head_dim`, values
-    of `value_head_dim`.
-    """
-
-    query_rank: int
+    query_rank: int  # 0: queries are projected directly
     kv_rank: int
     head_dim: int
     rotary_head_dim: int
@@ -36,7 +29,7 @@ class LatentAttention:
 @dataclass(frozen=True)
 class DeltaNet:
     """A gated delta net: queries and keys in `key_heads` of `key_head_dim`, values and states in `value_heads` of
-    `value_head_dim`; a convolution over `convolution` tokens before them."""
+    `value_head_dim`, after a convolution over `convolution` tokens."""
 
     key_heads: int
     value_heads: int
@@ -50,8 +43,8 @@ class DeltaNet:
 
 @dataclass(frozen=True)
 class Mamba:
-    """A Mamba-2 layer: `heads` of `head_dim`, each with a state of `state_dim` columns; input and output projections of
-    the states are shared by the heads of one of `groups`; a convolution over `convolution` tokens before them."""
+    """A Mamba-2 layer: `heads` of `head_dim` with a state of `state_dim` columns, after a convolution over `convolution`
+    tokens. The heads of one of `groups` share the input and output projections of their states."""
 
     heads: int
     head_dim: int
@@ -60,7 +53,7 @@ class Mamba:
     convolution: int = 4
 
     def shared_by(self, tensor: int, context: int) -> bool:
-        """Context-parallel ranks share a group, or have several."""
+        """Context-parallel ranks share a group or have several."""
         groups, rest = divmod(self.groups, tensor)
         return not rest and self.heads % (tensor * context) == 0 and 0 in (groups % context, context % groups)
 
@@ -80,16 +73,16 @@ class ModelShape:
     latent: LatentAttention | None = None
     experts: Experts | None = None
     expert_layers: tuple[int, ...] = ()  # those with `experts`
-    window: int | None = None  # so many keys before its own a query sees at most, in `window_layers`
+    window: int | None = None  # in `window_layers`, the keys before its own that a query sees at most
     window_layers: tuple[int, ...] = ()
-    # A symbol a layer of a hybrid model, as Megatron names them: * attention, + latent attention, - feed-forward,
-    # E experts, G gated delta net, M Mamba-2.
+    # Of a hybrid model, Megatron's symbol of each layer: * attention, + latent attention, - feed-forward, E experts,
+    # G gated delta net, M Mamba-2.
     pattern: str | None = None
     delta_net: DeltaNet | None = None
     mamba: Mamba | None = None
-    prediction_depth: int = 0  # more layers, each with a projection to the vocabulary, that predict later tokens
-    has_biases: bool = False  # so do products; costs leave biases out
-    learned_positions: int = 0  # these have an embedding each; 0: positions are rotary
+    prediction_depth: int = 0  # more layers that predict later tokens, each with a projection to the vocabulary
+    has_biases: bool = False  # of products; costs leave them out
+    learned_positions: int = 0  # with an embedding each; 0: positions are rotary
     has_qk_norms: bool = False  # each head of queries and of keys has a norm
 
     def __hash__(self) -> int:
@@ -100,7 +93,7 @@ class ModelShape:
         return hash(tuple(vars(self)[each.name] for each in fields(self)))
 
     def blocks(self, layer: int) -> str:
-        """What layer number `layer`, counted from 0, is made of, as Megatron names the layers of hybrid models."""
+        """The blocks of layer number `layer`, by the symbols of `pattern`."""
         if self.pattern is not None:
             return self.pattern[layer]
         attention = "*" if self.latent is None else "+"
@@ -108,19 +101,18 @@ class ModelShape:
 
     @property
     def may_hide_experts(self) -> bool:
-        """Whether Megatron can exchange tokens of experts beside the compute of another micro-batch: not in hybrid
-        models, nor with several prediction heads."""
+        """Whether Megatron can exchange tokens of experts beside the compute of another micro-batch."""
         return self.pattern is None and self.prediction_depth <= 1
 
     def shares_recurrent_heads(self, tensor: int, context: int) -> bool:
-        """Whether so many tensor- and context-parallel ranks can have equal parts of the heads of recurrent layers."""
+        """Whether so many tensor- and context-parallel ranks can have equal parts of recurrent layers."""
         return all(kind is None or kind.shared_by(tensor, context) for kind in (self.delta_net, self.mamba))
 
     def window_of(self, layer: int) -> int | None:
-        """How many keys before its own a query of this layer sees at most; None where it sees all."""
+        """The keys before its own that a query of this layer sees at most; None: all."""
         return self.window if layer in self.window_layers else None
 
     def keys_given(self, layer: int, start: int, end: int) -> int:
-        """How many keys attention of the tokens [start, end) is given in this layer: theirs, and those before them."""
+        """The number of keys that attention of the tokens [start, end) receives in this layer, with their own."""
         window = self.window_of(layer)
         return end if window is None else min(end, end - start + window)

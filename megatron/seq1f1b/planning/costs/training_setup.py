@@ -1,16 +1,17 @@
-"""What a training step computes, and on how many ranks: with a machine, all that its time and memory follow from."""
+"""What a training step computes, and on how many ranks. Its time and memory follow from this and a machine."""
 
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from typing import ClassVar, NamedTuple
 
+from ...partition import even
 from ...schedule import Placement, ScheduleChoice, Shape
 from .blocks import BYTES, Block, blocks_of, layer_kinds, layer_parameters
 from .model_shape import ModelShape
 from .operations import Group
 
-# What the backward computes again: nothing, Megatron's modules, whole layers, or layers without their attention kernel.
+# What the backward computes again, besides nothing: whole layers, layers without attention, Megatron's modules.
 FULL, ALL_BUT_ATTENTION = "full", "all but attention"
 MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act")
 
@@ -22,32 +23,30 @@ def has_costs(recompute: str) -> bool:
 
 
 class Stage(NamedTuple):
-    """What decides the costs of a pipeline stage: how many layers it has of each kind, which goes by the number of its
-    first layer in the model, and whether it holds the embedding, or the projection to the vocabulary and the loss."""
+    """A pipeline stage; stages of equal costs are equal."""
 
-    layers: tuple[tuple[int, int], ...]
-    is_first: bool
-    is_last: bool
+    layers: tuple[tuple[int, int], ...]  # each kind, as the number of its first layer in the model, with its count
+    is_first: bool  # has the embedding
+    is_last: bool  # has the projection to the vocabulary and the loss
 
 
 @lru_cache(maxsize=4096)
 def stages_of(model: ModelShape, layers_per_stage: tuple[int, ...]) -> tuple[Stage, ...]:
-    """The stages of a model. The layers of prediction heads are on the last one, and as the last one of the model."""
-    found, last = [], len(layers_per_stage) - 1
-    for stage, (start, end) in enumerate(pairwise(accumulate(layers_per_stage, initial=0))):
-        more = [model.num_layers - 1] * model.prediction_depth if stage == last else []
-        found.append(Stage(layer_kinds(model, [*range(start, end), *more]), stage == 0, stage == last))
-    return tuple(found)
+    """The stages of a model. Prediction heads are on the last one, with layers like the last of the model."""
+    stages = [[*range(start, end)] for start, end in pairwise(accumulate(layers_per_stage, initial=0))]
+    stages[-1] += [model.num_layers - 1] * model.prediction_depth
+    last = len(stages) - 1
+    return tuple(Stage(layer_kinds(model, layers), n == 0, n == last) for n, layers in enumerate(stages))
 
 
 @dataclass(frozen=True)
 class TrainingSetup:
     """What runs, and on which ranks. `segments` are lengths in tokens, first to last; `layers_per_stage` has one entry
-    per stage in the order of depth. Ranks are numbered as Megatron does: tensor parallel fastest, then context, data,
+    per stage in the order of depth. Ranks are numbered as in Megatron: tensor parallel fastest, then context, data,
     pipeline. Raises ValueError for sizes that do not fit.
 
-    A subclass stands for another program: functions of a set-up that are marked `singledispatch` can have another form
-    for it, as for the programs of the papers in tools/paper.
+    A subclass may stand for another program, as in tools/paper: functions with `singledispatch` can have another form
+    for it.
     """
 
     model: ModelShape
@@ -66,30 +65,21 @@ class TrainingSetup:
     recompute: str = "none"  # or FULL, ALL_BUT_ATTENTION, words of MODULES
     distributed_optimizer: bool = False
     tied_embeddings: bool = False
-    # Gradients of a model chunk are summed, and its parameters gathered, beside the compute of others
-    # (--overlap-grad-reduce, --overlap-param-gather).
-    overlaps_data_parallel: bool = False
-    # Replicas keep shares of weights and gradients (--partition-state); needs `distributed_optimizer`, too.
-    partitions_state: bool = False
-    keeps_logits: bool = False  # many logits are not taken in pieces
+    overlaps_data_parallel: bool = False  # --overlap-grad-reduce, --overlap-param-gather
+    partitions_state: bool = False  # replicas keep shares of weights and gradients; needs `distributed_optimizer`
+    keeps_logits: bool = False  # the loss is never taken in pieces
     cp_comm_type: str | None = None  # how context-parallel ranks exchange whole sequences; None: the fastest way
-    # Tokens travel to experts beside the compute of another micro-batch (--overlap-moe-expert-parallel-comm, in
-    # Megatron's own schedules).
-    hides_experts: bool = False
-    # Tensor-parallel collectives run beside the matrix products of their layer (--tp-comm-overlap, for segments of one
-    # length; needs `sequence_parallel`).
-    hides_tensor_exchange: bool = False
-    recomputed_share: float = 1.0  # of whole layers, the part of each stage (--recompute-method block)
-    # The share of a rank's activations that waits in the memory of its host (--offload-activations); with
-    # `offloads_modules` the share of what Megatron's modules can move of every unit, beside the compute of its own
-    # layers (--fine-grained-activation-offloading).
+    hides_experts: bool = False  # --overlap-moe-expert-parallel-comm, in Megatron's own schedules
+    hides_tensor_exchange: bool = False  # --tp-comm-overlap, for segments of one length; needs `sequence_parallel`
+    recomputed_share: float = 1.0  # the part of the layers of a stage, with FULL (--recompute-method block)
+    # The share of a rank's activations that moves to its host (--offload-activations); with `offloads_modules` the
+    # share of what Megatron's modules can move of every unit (--fine-grained-activation-offloading).
     offloads: float = 0.0
     offloads_modules: bool = False
-    # How many pairs of a query and a key each segment computes at most, where documents are kept apart.
-    seen: tuple[float, ...] = ()
+    seen: tuple[float, ...] = ()  # pairs of a query and a key of each segment at most, where documents are kept apart
     longest: int = 0  # tokens of the longest micro-batch of a step, where micro-batches differ in length
-    # A set-up for each kind of micro-batch, where they differ (--unit-tokens). Costs then have a column for every
-    # segment of every kind, one kind after the other, and `segments` are the lengths of these columns.
+    # A set-up for each kind of micro-batch, where they differ (--unit-tokens). `segments` are then those of all kinds,
+    # one kind after the other, and costs have as many columns.
     parts: tuple["TrainingSetup", ...] = ()
     gradient_bytes: ClassVar[int] = 4  # of a gradient that is summed
 
@@ -97,7 +87,7 @@ class TrainingSetup:
         if not self.segments:
             object.__setattr__(self, "segments", (self.sequence_length,))
         if not self.layers_per_stage:
-            object.__setattr__(self, "layers_per_stage", even_layers(self.model.num_layers, self.placement.num_stages))
+            object.__setattr__(self, "layers_per_stage", even(self.model.num_layers, self.placement.num_stages))
         if sum(self.segments) != self.sequence_length:
             raise ValueError(f"segments of {sum(self.segments)} tokens do not make {self.sequence_length}")
         layers, stages = self.layers_per_stage, self.placement.num_stages
@@ -127,25 +117,12 @@ class TrainingSetup:
 
     @property
     def pipeline_stride(self) -> int:
-        """How far apart the numbers of neighbours in the pipeline are."""
+        """The distance between the numbers of two neighbours in the pipeline."""
         return self.tensor_parallel * self.context_parallel * self.data_parallel
 
     @property
     def num_devices(self) -> int:
         return self.tensor_parallel * self.context_parallel * self.data_parallel * self.pipeline_parallel
-
-    def repeats(self, symbol: str) -> bool:
-        """Whether the backward computes all inside a block of this symbol again, though not all of its layer."""
-        return {"-": "mlp", "E": "moe"}.get(symbol) in self.recompute.split()
-
-    @property
-    def recomputes_layers(self) -> bool:
-        return self.recompute in (FULL, ALL_BUT_ATTENTION)
-
-    @property
-    def token_shares(self) -> int:
-        """How many tensor-parallel ranks share the tokens outside of products, as sequence parallelism lets them."""
-        return self.tensor_parallel if self.sequence_parallel else 1
 
     @property
     def global_batch_size(self) -> int:
@@ -155,6 +132,19 @@ class TrainingSetup:
     def splits_backward(self) -> bool:
         """Whether its schedule computes weight gradients apart."""
         return _splits_backward(self.family)
+
+    @property
+    def recomputes_layers(self) -> bool:
+        return self.recompute in (FULL, ALL_BUT_ATTENTION)
+
+    def repeats(self, symbol: str) -> bool:
+        """Whether the backward computes a whole block of this symbol again, but not its whole layer."""
+        return {"-": "mlp", "E": "moe"}.get(symbol) in self.recompute.split()
+
+    @property
+    def token_shares(self) -> int:
+        """The number of ranks that share the tokens outside of products, by sequence parallelism."""
+        return self.tensor_parallel if self.sequence_parallel else 1
 
     @property
     def tensor_group(self) -> Group:
@@ -177,12 +167,12 @@ class TrainingSetup:
 
     @cached_property
     def spans(self) -> list[tuple[int, int]]:
-        """Where each segment starts and ends."""
+        """The start and the end of each segment."""
         return list(pairwise(accumulate(self.segments, initial=0)))
 
     @cached_property
     def alone(self) -> "TrainingSetup":
-        """The set-up with a fixed value for all that does not matter to a single layer, so that caches serve."""
+        """The set-up with a fixed value of all that does not matter to a single layer, as a key of caches."""
         return replace(
             self,
             num_microbatches=1,
@@ -195,19 +185,19 @@ class TrainingSetup:
         )
 
     def rows(self, tokens: int) -> float:
-        """Rows in the products of a rank, for `tokens` tokens of every sequence."""
+        """The rows of the products of a rank, for `tokens` tokens of every sequence."""
         return self.micro_batch_size * tokens / self.context_parallel
 
     def whole_input(self, tokens: int) -> float:
-        """Bytes of the residual stream, which every tensor-parallel rank has around a product."""
+        """Bytes of the residual stream around products, where tensor-parallel ranks do not share it."""
         return BYTES * self.rows(tokens) * self.model.hidden_size
 
     def residual(self, tokens: int) -> float:
-        """Bytes of the residual stream that a rank has elsewhere."""
+        """Bytes of the residual stream on a rank elsewhere."""
         return self.whole_input(tokens) / self.token_shares
 
     def blocks(self, layer: int) -> tuple[Block, ...]:
-        """The blocks of layer number `layer` on one rank. Raises ValueError where one is not known."""
+        """The blocks of layer number `layer` on one rank. Raises ValueError for an unknown one."""
         return blocks_of(self.model, layer, self.tensor_parallel)
 
     @property
@@ -215,7 +205,7 @@ class TrainingSetup:
         return stages_of(self.model, self.layers_per_stage)
 
     def layer_parameters(self, layer: int = 0) -> tuple[float, float]:
-        """Parameters of a layer on one rank: all but those of routed experts, and those of routed experts."""
+        """Parameters of a layer on one rank, without those of routed experts, and those of routed experts."""
         dense, routed = layer_parameters(self.model, layer, self.tensor_parallel)
         return dense, routed / self.expert_parallel
 
@@ -225,32 +215,26 @@ class TrainingSetup:
 
     @cached_property
     def parameters(self) -> list[tuple[float, float]]:
-        """Parameters of each stage on one rank: all but those of routed experts, and those of routed experts."""
+        """Parameters of each stage on one rank, without those of routed experts, and those of routed experts.
+
+        The first stage holds the embedding, the last the projection to the vocabulary, and for prediction heads
+        projections that join their inputs and another embedding.
+        """
         sizes = {stage: self._stage_parameters(stage) for stage in set(self.stages)}
         return [sizes[stage] for stage in self.stages]
 
     def _stage_parameters(self, stage: Stage) -> tuple[float, float]:
-        """The first stage holds the embedding, the last the projection to the vocabulary, and for prediction heads the
-        projections that join their inputs and another embedding."""
         model, of_layers = self.model, [(many, *self.layer_parameters(layer)) for layer, many in stage.layers]
         count = sum(many * dense for many, dense, _ in of_layers)
-        embeddings = stage.is_first + stage.is_last
+        embeddings = stage.is_first + stage.is_last - (self.tied_embeddings and stage.is_first and stage.is_last)
         if stage.is_first:
             count += model.learned_positions * model.hidden_size
         if stage.is_last and model.prediction_depth:
             count += model.prediction_depth * 2 * model.hidden_size**2 / self.tensor_parallel
             embeddings += not (self.tied_embeddings or stage.is_first)
-        if self.tied_embeddings and stage.is_first and stage.is_last:
-            embeddings -= 1
         return count + embeddings * self.embedding_parameters, sum(many * routed for many, _, routed in of_layers)
 
 
 @lru_cache
 def _splits_backward(family: str) -> bool:
     return ScheduleChoice(family).splits_backwards
-
-
-def even_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Layers of each stage, as even as they can be; the first stages take one more."""
-    base, more = divmod(num_layers, num_stages)
-    return tuple(base + (stage < more) for stage in range(num_stages))

@@ -7,7 +7,7 @@ from itertools import product
 from math import ceil
 from typing import Any, NamedTuple
 
-from ...partition import SegmentTime, Task, cut_sequence, segment_multiple
+from ...partition import SegmentTime, Task, cut_sequence, even, segment_multiple
 from ...schedule import FAMILY_NAMES, Placement
 from ..costs.flops import authors_flops
 from ..costs.layer_times import fastest_cp_comm_type
@@ -15,7 +15,7 @@ from ..costs.machine import GIB, OUTSIDE_GIB, Machine
 from ..costs.model_shape import ModelShape
 from ..costs.stage_costs import A100, bottleneck_time, setup_costs
 from ..costs.stage_times import balanced_layers
-from ..costs.training_setup import ALL_BUT_ATTENTION, FULL, TrainingSetup, even_layers
+from ..costs.training_setup import ALL_BUT_ATTENTION, FULL, TrainingSetup
 
 # GPipe takes as long as 1F1B, in more memory.
 _FAMILIES = tuple(name for name in FAMILY_NAMES if name != "gpipe")
@@ -176,7 +176,7 @@ def spread(question: Question, sizes: TrainingSetup) -> Iterator[TrainingSetup]:
         has_group = chunks == 1 or not question.by_megatron or sizes.num_microbatches >= ranks
         if has_group and ranks * chunks <= question.model.num_layers:
             hides = sizes.hides_experts and min(ranks, 2) <= chunks
-            layers = even_layers(question.model.num_layers, ranks * chunks)
+            layers = even(question.model.num_layers, ranks * chunks)
             placement = Placement(ranks, chunks)
             setup = replace(sizes, placement=placement, layers_per_stage=layers, hides_experts=hides)
             layers = balanced_layers(setup, question.machine)
