@@ -53,7 +53,7 @@ def model_shape(settings: Mapping[str, Any]) -> ModelShape:
 
 
 def _chosen(settings: Mapping[str, Any], flags: Any, usual: Callable[[int], bool]) -> tuple[int, ...]:
-    """The layers that a list of 0 and 1 chooses, or `usual` where there is none."""
+    """The layers of a list of 0 and 1, or those of `usual` where there is none."""
     chooses = flags.__getitem__ if isinstance(flags, list) else usual
     return tuple(layer for layer in range(settings["num_layers"]) if chooses(layer))
 
@@ -80,7 +80,7 @@ def _hybrid(pattern: str, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def recompute_of(settings: Mapping[str, Any], keeps_attention: bool) -> str:
-    """What the backward computes again, in the words of TrainingSetup, or by other names of Megatron's modules."""
+    """The `recompute` of a TrainingSetup, or other names of Megatron's modules, which have no costs."""
     granularity = settings.get("recompute_granularity")
     if granularity == "selective":
         return " ".join(sorted(settings.get("recompute_modules") or ["core_attn"]))
@@ -95,8 +95,8 @@ def recomputed_share(settings: Mapping[str, Any], layers_per_stage: Sequence[int
 
 
 def ranks_of_experts(settings: Mapping[str, Any]) -> int:
-    """How many ranks share the experts; those that cut an expert, as Megatron's tensor-parallel ranks do by default,
-    count as if each had a part of the experts."""
+    """The number of ranks that share the experts. Ranks that cut an expert, by default the tensor-parallel ones, count
+    as if each had some of the experts."""
     if not settings.get("num_experts"):
         return 1
     tensor = settings.get("expert_tensor_parallel_size") or settings.get("tensor_model_parallel_size") or 1

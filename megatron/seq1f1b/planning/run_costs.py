@@ -1,4 +1,4 @@
-"""The costs of one run for the core (`Predictions`): by the formulas of this room, or measured."""
+"""The costs of one run for the core (`Predictions`), by formulas or measured."""
 
 import argparse
 from bisect import bisect_left
@@ -21,30 +21,27 @@ from .costs.step_memory import moved_bytes, rank_memory
 from .costs.traced_costs import read_traced_costs
 from .costs.training_setup import TrainingSetup, has_costs
 from .model_sizes import model_shape, ranks_of_experts, recompute_of, recomputed_share
-from .simulator.estimate import extended
+from .simulator.step import extended
 
-# Numbers of segments to try; one between two of these makes a step at most a few percent shorter.
+# Numbers of segments to try; others make a step at most a few percent shorter.
 _CANDIDATES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-# Below this length, in tokens, the kernels of a GPU slow down, which only the formulas of a machine account for.
-_SAFE_LENGTH = 1024
-# The rest of a device is for what no formula counts: the context, communicators, workspaces, fragments.
-_USABLE = 0.9
+_SAFE_LENGTH = 1024  # tokens; kernels of a GPU are slower in shorter segments
+_USABLE = 0.9  # of a device; context, communicators, workspaces and fragments take the rest
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """A training step before it starts: seconds of the pipeline's compute, bytes of the activations at their peak on
-    the rank that holds most, and of all the memory of the fullest."""
+    """A training step before it starts, without its optimizer."""
 
     seconds: float
     bubble: float
-    activations: float
-    total_bytes: float
+    activations: float  # bytes at the peak, on the rank with the most
+    total_bytes: float  # of all memory, on the fullest rank
 
 
 @dataclass(frozen=True)
 class RunCosts:
-    """The costs of the segments of `run`, on the device and by the trace of our parsed `flags`."""
+    """The costs of the segments of `run`, on the device of our parsed `flags` or by their trace."""
 
     flags: argparse.Namespace
     run: MegatronRun
@@ -63,14 +60,13 @@ class RunCosts:
 
     @property
     def machine(self) -> Machine:
-        """The machine of this package that is most like the run's."""
+        """The machine of this package nearest to that of the run."""
         if is_on_cpu(self.flags):
             return read_machine("cpu")
         return read_machine("a100-80gb" if "A100" in gpu_name(self.flags) else "h100-80gb")
 
-    @property
-    def _room(self) -> float:
-        return _USABLE * device_memory(self.flags)
+    def _fits(self, forecast: Forecast) -> bool:
+        return forecast.total_bytes <= _USABLE * device_memory(self.flags)
 
     @cached_property
     def model(self) -> ModelShape | None:
@@ -88,12 +84,12 @@ class RunCosts:
 
     @cached_property
     def stages(self) -> tuple[StageCost, ...]:
-        """What a segment of a micro-batch costs on every stage. Raises ValueError where that is not known."""
+        """The cost of a segment of a micro-batch on every stage. Raises ValueError where it is unknown."""
         return self.measured[0] if self.is_measured else setup_costs(self._whole, self._device)
 
     @cached_property
     def measured(self) -> tuple[tuple[StageCost, ...], list[float]]:
-        """The measured cost of a segment on every stage, and its relative errors."""
+        """The cost of a segment on every stage by the trace, and its relative errors."""
         return read_traced_costs(self.flags.sequence_split_profile, len(self.run.layers_per_stage))
 
     def time(self, of_any_length: bool = False) -> SegmentTime:
@@ -108,13 +104,11 @@ class RunCosts:
         return action_costs(self.stages, self.run.layers_per_stage, lengths)
 
     def best_num_segments(self, schedule: ScheduleChoice, cut: Callable[[int], tuple[int, ...]]) -> int:
-        """The number of the shortest step that fits; where nothing fits, the one that needs least memory. The search
-        ends where the overhead of actions makes steps longer. Raises ValueError if the sequence cannot be cut at all.
-        """
+        """The number of the shortest step that fits; where nothing fits, that of the least memory. The search ends
+        where the overhead of actions makes steps longer. Raises ValueError if the sequence cannot be cut at all."""
         found: dict[int, Forecast] = {}
         fitting: dict[int, Forecast] = {}
-        # Segments are long enough on average; one always is.
-        least = max(1 if self.is_measured else _SAFE_LENGTH, self.full_speed_rows)
+        least = max(1 if self.is_measured else _SAFE_LENGTH, self.full_speed_rows)  # tokens on average
         most = max(1, self.run.sequence_length // least)
         for count in (count for count in _CANDIDATES if count <= most):
             try:
@@ -124,7 +118,7 @@ class RunCosts:
                     raise
                 break
             found[count] = self.forecast(schedule, lengths)
-            fitting = {number: each for number, each in found.items() if each.total_bytes <= self._room}
+            fitting = {number: each for number, each in found.items() if self._fits(each)}
             seconds = [inf, *(each.seconds for each in found.values())]
             if fitting and seconds[-1] > seconds[-2] > min(seconds):
                 break
@@ -134,40 +128,35 @@ class RunCosts:
 
     def least_offload(self, schedule: ScheduleChoice, lengths: Sequence[int]) -> float:
         def fits(sixteenths: int) -> bool:
-            return self.forecast(schedule, lengths, sixteenths / 16).total_bytes <= self._room
+            return self._fits(self.forecast(schedule, lengths, sixteenths / 16))
 
         return min(bisect_left(range(17), True, key=fits), 16) / 16
 
     def forecast(self, schedule: ScheduleChoice, lengths: Sequence[int], share: float | None = None) -> Forecast:
-        """Predict a step with segments of `lengths` tokens. `auto` counts as 1f1b; it is never slower. Copies to the
-        memory of the host, of a `share` of the activations, take no time; by default it is that of the flags.
-
-        The times are those of the kernels and the host of the machine, unless they are measured. Raises ValueError if
-        the times of segments are not known.
-        """
+        """Predict a step with segments of `lengths` tokens on `machine`, or by the trace; `auto` counts as 1f1b, and is
+        never slower. A `share` of the activations moves to the host in no time; None: that of the flags. Raises
+        ValueError if the times of segments are unknown."""
         if share is None:
             share = 0.0 if self.flags.offload_activations == AUTO else self.flags.offload_activations
         setup = self._training_setup(schedule, lengths)
         costs = self._action_costs(setup)
-        ranks = range(setup.pipeline_parallel)
 
         def simulated(num_microbatches: int) -> list[float]:
             shape = replace(setup, num_microbatches=num_microbatches).shape
             actions = schedule.given or build("1f1b" if schedule.is_planned else schedule.name, shape)
             timeline = simulate(actions.without_moves(), costs)
-            with_moves = moved(actions, share)
-            memory = [rank_memory(setup, with_moves.ranks[rank], rank) for rank in ranks]
+            memory = [rank_memory(setup, order, rank) for rank, order in enumerate(moved(actions, share).ranks)]
             held = max(each.activations + each.keys_values + each.states + each.logits for each in memory)
             total = max(each.total for each in memory)
-            return [timeline.makespan, fmean(map(timeline.busy, ranks)), self._scale * held, self._scale * total]
+            busy = fmean(map(timeline.busy, range(setup.pipeline_parallel)))
+            return [timeline.makespan, busy, self._scale * held, self._scale * total]
 
-        is_given = schedule.given is not None
-        found = simulated(setup.num_microbatches) if is_given else extended(setup.shape, simulated)
+        found = extended(setup.shape, simulated) if schedule.given is None else simulated(setup.num_microbatches)
         seconds, busy, activations, total = found
         return Forecast(seconds, 1 - busy / seconds if seconds else 0.0, activations, total)
 
     def host_rate(self, schedule: ScheduleChoice, lengths: Sequence[int], share: float) -> float:
-        """The bytes/s at which every unit can leave for the memory of the host while its forward runs."""
+        """The bytes/s at which every unit can move to the host while its forward runs."""
         setup = replace(self._training_setup(schedule, lengths), offloads=share)
         rows = zip(moved_bytes(setup), self._action_costs(setup).f, strict=True)
         return self._scale * max(size / seconds for row in rows for size, seconds in zip(*row, strict=True))

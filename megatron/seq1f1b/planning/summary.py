@@ -1,6 +1,6 @@
-"""What a launch prints at its start: what runs, what is predicted of it, and what its user may not expect."""
+"""What a launch prints at its start: what runs, its prediction, and advice."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from math import ceil
@@ -8,6 +8,7 @@ from math import ceil
 from ..arguments import PipelineConfig
 from ..arguments.supported import Use, first_unsupported
 from ..partition import segment_times
+from ..schedule import ScheduleChoice
 from .costs.machine import in_words
 from .costs.stage_costs import analytic_costs
 from .run_costs import RunCosts
@@ -16,7 +17,7 @@ _FEW = 8  # segments at most, to print all their lengths
 
 
 def summary(config: PipelineConfig, costs: RunCosts, attention: str) -> str:
-    """The block, several lines, for a configuration with one of our schedules; `attention` names its kernel."""
+    """The block of a configuration with one of our schedules; `attention` is the name of its kernel."""
     run, schedule = config.run, config.schedule
     assert schedule is not None
     chunks = f", {run.num_chunks} model chunks each ({schedule.placement})" if run.num_chunks > 1 else ""
@@ -30,7 +31,9 @@ def summary(config: PipelineConfig, costs: RunCosts, attention: str) -> str:
         rows.append(("host memory", f"{100 * config.offloads:.0f} % of the activations that a rank would hold"))
     if costs.has_loss_in_pieces:
         rows.append(("logits", "in pieces, again in the backward; a program that reads them gets them whole"))
-    rows += _predictions(config, costs)
+    if _is_predicted(config):
+        with suppress(ValueError):  # of layers without costs
+            rows += _predictions(costs, schedule, config.lengths)
     if run.settings.get("fp8"):
         rows.append(("not predicted", "the gains of --fp8-format: predictions are for 16 bits"))
     return _block("sequence-level pipeline parallelism", rows)
@@ -53,7 +56,7 @@ def _block(title: str, rows: list[tuple[str, str]]) -> str:
 
 def _segments(config: PipelineConfig) -> str:
     if config.flags.unit_tokens is not None:
-        return f"units of at most {config.flags.unit_tokens} tokens, of sequences as the data have them"
+        return f"units of at most {config.flags.unit_tokens} tokens, with sequences of the data's own lengths"
     if config.num_segments == 1:
         return f"1, sequences of {config.run.sequence_length} tokens stay whole"
     lengths = list(map(str, config.lengths))
@@ -69,25 +72,19 @@ def _is_predicted(config: PipelineConfig) -> bool:
     return config.run.has_sizes and config.flags.unit_tokens is None
 
 
-def _predictions(config: PipelineConfig, costs: RunCosts) -> list[tuple[str, str]]:
-    schedule = config.schedule
-    if schedule is None or not _is_predicted(config):
-        return []
-    try:
-        ours, own = costs.forecast(schedule, config.lengths), costs.forecast_of_megatron()
-    except ValueError:
-        return []
-    of, bound = "Megatron's 1F1B", "at most " if schedule.is_planned else ""
+def _predictions(costs: RunCosts, schedule: ScheduleChoice, lengths: Sequence[int]) -> list[tuple[str, str]]:
+    ours, own = costs.forecast(schedule, lengths), costs.forecast_of_megatron()
+    other, bound = "with Megatron's 1F1B", "at most " if schedule.is_planned else ""
     held, would_hold = in_words(ours.activations), in_words(own.activations)
     return [
-        ("predicted bubble", f"{bound}{100 * ours.bubble:.1f} %, of {of} {100 * own.bubble:.1f} %"),
-        ("predicted step", f"{bound}{ours.seconds / own.seconds:.2f} of the time of {of}"),
-        ("predicted activations", f"{held} on the fullest rank, of {of} {would_hold}"),
+        ("predicted bubble", f"{bound}{100 * ours.bubble:.1f} %; {100 * own.bubble:.1f} % {other}"),
+        ("predicted step", f"{bound}{ours.seconds / own.seconds:.2f} of the time {other}"),
+        ("predicted activations", f"{held} on the fullest rank; {would_hold} {other}"),
     ]
 
 
 def advice(config: PipelineConfig, costs: RunCosts) -> Iterator[str]:
-    """What `config`, made with these `costs`, does unexpectedly, in sentences without their full stop."""
+    """Sentences, without their full stop, about what users of `config` may not expect."""
     schedule = config.schedule
     if schedule is None:
         return
@@ -99,11 +96,9 @@ def advice(config: PipelineConfig, costs: RunCosts) -> Iterator[str]:
 
 
 def _of_waiting_gpus(config: PipelineConfig, costs: RunCosts) -> Iterator[str]:
-    """The host takes equally long to launch the layer of any segment. The length that is enough follows from the
-    shortest segment, nearly in proportion."""
+    """The host takes equally long to launch a layer of any segment; times are nearly in proportion to lengths."""
     run, lengths, host, model = config.run, config.lengths, costs.machine.host.layer_forward, costs.model
     assert model is not None
-    # Tensor- and context-parallel ranks share a segment.
     devices = run.tensor_parallel_size * (run.settings.get("context_parallel_size") or 1) / run.micro_batch_size
     device = replace(costs.machine.device, kernel_latency=0)
     (layers,) = analytic_costs(model, (model.num_layers,), device, num_devices=devices)

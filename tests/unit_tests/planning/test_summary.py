@@ -21,7 +21,7 @@ def test_the_block_tells_what_runs_beside_megatrons_own(capsys, monkeypatch, ran
         assert rows["pipeline"].strip() == "8 ranks, 8 micro-batches"
         assert rows["segments"].strip() == f"4, balanced: {' '.join(map(str, config.lengths))} tokens"
 
-        ours, own = (float(words.split(" %")[0].split()[-1]) for words in rows["predicted bubble"].split("1F1B"))
+        ours, own = (float(words.split(" %")[0]) for words in rows["predicted bubble"].split(";"))
         # With equal stages (P - 1) / (m k + P - 1) and (P - 1) / (m + P - 1); the head makes the last one longer.
         assert 100 * 7 / 39 < ours < 100 * 7 / 15 < own < 100
         assert "GiB" in rows["predicted activations"] and "flash attention for CPUs" in rows["attention"]

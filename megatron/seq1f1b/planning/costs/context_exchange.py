@@ -1,15 +1,15 @@
-"""How long context parallelism exchanges around a layer, beside what attention hides. Seconds.
+"""The time that context parallelism exchanges around a layer, without what attention hides. Seconds.
 
-Whole sequences are exchanged as Transformer Engine does it (pytorch/attention/dot_product_attention/
-context_parallel.py), by the values of --cp-comm-type:
+Whole sequences are exchanged as in Transformer Engine (attention/dot_product_attention/context_parallel.py), by the
+values of --cp-comm-type:
 
 - `a2a`: tokens for heads before attention, heads for tokens after it; nothing hides it.
-- `all_gather`: keys and values are gathered, in the backward once more, and their gradients reduced; nothing hides it.
-- `p2p`: keys and values travel around a ring, and in the backward their gradients with them, one hop beside each step
-  of attention. Each step adds what it computed to what is there.
+- `all_gather`: keys and values are gathered in both directions, and their gradients reduced; nothing hides it.
+- `p2p`: keys and values, in the backward with their gradients, travel around a ring, one hop beside each step of
+  attention. Each step adds its results to those before.
 - `a2a+p2p a r`: heads among a neighbours, a ring of r of their groups.
 
-Segments share the heads of all earlier keys, so that these never travel again (model/head_exchange).
+Ranks share the heads of segments, so that earlier keys never travel again (model/head_exchange).
 """
 
 from functools import lru_cache
@@ -24,8 +24,8 @@ from .training_setup import TrainingSetup
 def context_exchange(
     setup: TrainingSetup, machine: Machine, block: Block, length: int, attention: tuple[float, float]
 ) -> tuple[float, float]:
-    """Forward and backward, around a block whose attention takes the seconds in `attention`, for segments of `length`
-    tokens. Whole sequences go by `cp_comm_type`, or the fastest way if there is none."""
+    """Forward and backward for segments of `length` tokens, around a block whose attention takes the seconds in
+    `attention`. Whole sequences take the fastest way if `cp_comm_type` gives none."""
     if setup.context_parallel == 1 or not (block.exchanged or block.attention):
         return 0.0, 0.0
     if block.attention and len(setup.segments) == 1:
@@ -38,7 +38,7 @@ def context_exchange(
 
 @lru_cache(maxsize=4096)
 def comm_types(setup: TrainingSetup, machine: Machine) -> tuple[str, ...]:
-    """The ways for whole sequences that Transformer Engine has; around a window no ring."""
+    """The ways of Transformer Engine for whole sequences; windows allow no ring."""
     size, model = setup.context_parallel, setup.model
     kv_heads = model.num_heads if model.latent else model.num_kv_heads or model.num_heads
     shared = gcd(model.num_heads // setup.tensor_parallel, max(1, kv_heads // setup.tensor_parallel))
@@ -50,10 +50,8 @@ def comm_types(setup: TrainingSetup, machine: Machine) -> tuple[str, ...]:
 
 
 def _of_segments(setup: TrainingSetup, attention: Attention) -> float:
-    """Numbers of a token that context-parallel ranks exchange around attention, with the part that a rank keeps.
-
-    Ranks share the heads. Where several ranks have the same heads, each has a part of the queries.
-    """
+    """Numbers of a token that context-parallel ranks exchange around attention, with the part that a rank keeps. Ranks
+    share the heads, and the queries of a head if there are more ranks than heads."""
     size, heads, kv_heads = setup.context_parallel, max(1, int(attention.heads)), int(attention.kv_heads)
     row = gcd(size, heads)
     queries = 2 * heads * (row - 1)
@@ -65,7 +63,7 @@ def _of_segments(setup: TrainingSetup, attention: Attention) -> float:
 def _whole(
     setup: TrainingSetup, machine: Machine, attention: Attention, way: str, seconds: tuple[float, float]
 ) -> tuple[float, float]:
-    """`seconds` are those of attention itself, forward and backward."""
+    """`seconds` are those of attention, forward and backward."""
     kind, *sizes = way.split()
     size = setup.context_parallel
     shared, steps = map(int, sizes) if sizes else (size, 1) if kind == "a2a" else (1, size)
@@ -80,18 +78,15 @@ def _whole(
     exchanged = all_to_all_time(machine, heads, queries + keys_values + output)
     if steps == 1:
         return exchanged, exchanged
-    # All ring neighbours send at once, across nodes one rank of each ring that has ranks there.
+    # All ring neighbours send at once, to another node one rank of each ring.
     ring = Group(steps, shared * setup.tensor_parallel)
     here = ring.in_node(machine)
     there = ring.stride if here == steps else machine.devices_per_node
-    hop, both = (
-        message_time(machine, 0, there, num_bytes, machine.devices_per_node // here)
-        for num_bytes in (keys_values, 2 * keys_values)
-    )
+    senders = machine.devices_per_node // here
+    hop, both = (message_time(machine, 0, there, size, senders) for size in (keys_values, 2 * keys_values))
     forward, back = (each / steps for each in seconds)
-    summed, of_gradients = (
-        moving_time(machine.device, 3 * steps * size, 2 * steps) for size in (output, queries + keys_values)
-    )
-    # The first hop of the backward has no gradients yet; the last has nothing else, and nothing beside it.
+    added = output, queries + keys_values
+    summed, of_gradients = (moving_time(machine.device, 3 * steps * size, 2 * steps) for size in added)
+    # The first hop of the backward has no gradients; the last has only these, and runs beside nothing.
     hops = max(0.0, hop - back) + (steps - 2) * max(0.0, both - back) + hop
     return exchanged + (steps - 1) * max(0.0, hop - forward) + summed, exchanged + hops + of_gradients

@@ -1,11 +1,8 @@
-"""What one layer holds in memory: what its forward keeps for its backward, and what an action holds. Bytes.
+"""The memory of one layer: what its forward keeps for its backward, and what an action holds. Bytes.
 
-Activations follow arXiv 2205.05198, section 4 (34 bytes per token and hidden unit of a layer, and five per score where
-scores are stored), in 16 bit; a recurrent layer keeps what the kernels of flash-linear-attention and mamba-ssm save.
-
-The backward of a layer holds the gradients of what one of its blocks kept, and the gradient of the residual stream.
-Around products every tensor-parallel rank holds the whole input and its gradient (section 4.2.2), elsewhere a part of
-them. The loss holds logits in several precisions.
+Activations follow arXiv 2205.05198, section 4 (34 bytes per token and hidden unit of a layer) in 16 bit; a recurrent
+layer keeps what the kernels of flash-linear-attention and mamba-ssm save. Around products every tensor-parallel rank
+holds the whole input and its gradient (section 4.2.2), elsewhere a part of them.
 """
 
 from collections.abc import Iterable
@@ -18,13 +15,11 @@ from .training_setup import ALL_BUT_ATTENTION, FULL, Stage, TrainingSetup
 
 @singledispatch
 def layer_activation(setup: TrainingSetup, layer: int, start: int, end: int) -> float:
-    """What the forward of one layer keeps for the backward of the segment [start, end), without what passes between
-    segments."""
+    """What a layer keeps of the segment [start, end) for its backward, without what passes between segments."""
     residual = setup.residual(end - start)
     if setup.recompute == FULL:
-        share, kept = setup.recomputed_share, 0.0
-        if share < 1:
-            kept = layer_activation(replace(setup, recompute="none"), layer, start, end)
+        share = setup.recomputed_share
+        kept = layer_activation(replace(setup, recompute="none"), layer, start, end) if share < 1 else 0.0
         return share * residual + (1 - share) * kept
     if setup.recompute == ALL_BUT_ATTENTION:
         return residual + setup.rows(end - start) * sum(block.attended for block in setup.blocks(layer))
@@ -32,22 +27,19 @@ def layer_activation(setup: TrainingSetup, layer: int, start: int, end: int) -> 
 
 
 def _kept_of_block(setup: TrainingSetup, block: Block, length: int) -> float:
-    """Its input, the normalised input of its first product, and what happens inside."""
+    """The input of a block, the normalised input of its first product, and what is inside."""
     again = setup.recompute.split()
     inside = 0.0 if setup.repeats(block.symbol) else block.kept - (block.activated if "moe_act" in again else 0)
     if block.attention is not None and setup.context_parallel > 1 and len(setup.segments) > 1:
-        # Attention keeps its output by heads, the projection behind it by tokens.
+        # Attention keeps its output by heads, and the projection behind it by tokens.
         inside += BYTES * block.attention.heads * block.attention.value_dim
     return (1 if "layernorm" in again else 2) * setup.residual(length) + setup.rows(length) * inside
 
 
 def layer_kept_for_weights(setup: TrainingSetup, layer: int, start: int, end: int) -> float:
-    """What the input gradients of a segment leave for its weight gradients: inputs of products and gradients of their
-    outputs (arXiv 2401.10241, table 1: 32 bytes per token and hidden unit).
-
-    With sequence parallelism every rank has the gradient of a block's output for all tokens. The tokens of routed
-    experts are kept once for each of their experts.
-    """
+    """What is left for the weight gradients of a segment: inputs of products and gradients of their outputs, 32 bytes
+    per token and hidden unit (arXiv 2401.10241, table 1). With sequence parallelism every rank has the gradient of a
+    block's output for all tokens; the tokens of routed experts are kept once for each expert."""
     hidden, kept = setup.model.hidden_size, 0.0
     for block in blocks_of(setup.model, layer):
         if block.products:
@@ -63,10 +55,10 @@ def layer_kept_for_weights(setup: TrainingSetup, layer: int, start: int, end: in
 
 @singledispatch
 def layer_keys_values(setup: TrainingSetup, layer: int, start: int, end: int) -> float:
-    """Keys and values that the forward of the segment [start, end) leaves for its backward.
+    """Keys and values that the segment [start, end) leaves for its backward.
 
-    The buffer of a whole micro-batch counts with its first segment, which goes backward last. Within a window every
-    segment has keys and values of its own; where they are computed again, only a window of them stays.
+    The buffer of a whole micro-batch counts with its first segment, which goes backward last. With a window every
+    segment has keys and values of its own; only a window of them stays where layers are computed again.
     """
     if len(setup.segments) == 1:
         tokens = (end - start) * (1 - setup.recomputed_share if setup.recomputes_layers else 1)
@@ -79,15 +71,15 @@ def layer_keys_values(setup: TrainingSetup, layer: int, start: int, end: int) ->
 
 @singledispatch
 def layer_keys_values_gradients(setup: TrainingSetup, layer: int) -> float:
-    """Gradients that later segments leave for the keys and values of earlier ones, in a buffer from the first backward
-    of a micro-batch to its last."""
+    """The gradients of the keys and values of earlier segments, in a buffer from the first backward of a micro-batch
+    to its last."""
     return 4 * keys_values_of(setup, layer, _seen_later(setup, layer, setup.sequence_length - setup.segments[-1]))
 
 
 def layer_moved(setup: TrainingSetup, layer: int, start: int, end: int) -> tuple[float, float]:
-    """What Megatron's modules move of one layer to the host (--offload-modules), activations, and keys and values: all
-    that attention and experts keep, the input of other feed-forward blocks and of experts that are computed again; no
-    activations of layers that are."""
+    """Activations, and keys and values, of one layer that Megatron's modules move to the host (--offload-modules): all
+    of attention and experts, but only the input of other blocks and of experts that are computed again; no activations
+    of layers that are."""
     if not setup.offloads_modules:
         return 0.0, 0.0
     activations = 0.0
@@ -99,34 +91,36 @@ def layer_moved(setup: TrainingSetup, layer: int, start: int, end: int) -> tuple
     return setup.offloads * activations, setup.offloads * layer_keys_values(setup, layer, start, end)
 
 
+def stage_moved(setup: TrainingSetup, stage: Stage, start: int, end: int) -> float:
+    return sum(count * sum(layer_moved(setup, layer, start, end)) for layer, count in stage.layers)
+
+
 def layer_state(setup: TrainingSetup, layer: int) -> float:
-    """The state that a recurrent layer passes from one segment to the next: a matrix for each head in 32 bit, and the
-    last columns before the convolution."""
+    """The state that a recurrent layer passes from one segment to the next."""
     return setup.rows(1) * sum(block.state for block in setup.blocks(layer))
 
 
 def _seen_later(setup: TrainingSetup, layer: int, tokens: int) -> int:
-    """How many of the last `tokens` are seen by those after them."""
+    """The number of the last `tokens` that later ones see."""
     window = setup.model.window_of(layer)
     return tokens if window is None else min(tokens, window)
 
 
 def keys_values_of(setup: TrainingSetup, layer: int, tokens: float) -> float:
-    """Numbers in the keys and values of `tokens` tokens of every sequence."""
+    """The numbers in the keys and values of `tokens` tokens of every sequence."""
     total = 0.0
     for attention in (block.attention for block in setup.blocks(layer) if block.attention):
-        # Context-parallel ranks share whole sequences, but of segments the heads; more ranks have one each.
+        # Context-parallel ranks share whole sequences, but the heads of segments; surplus ranks have one each.
         shares = setup.context_parallel if len(setup.segments) == 1 else min(setup.context_parallel, attention.kv_heads)
         total += attention.keys_values / shares
     return total * setup.micro_batch_size * tokens
 
 
-# Bytes of a logit: in 16 bit, and its exponential in 32 bit, which is computed in place. The exponential is kept for
-# the backward, which makes a gradient in 16 bit of it for the weight gradients.
+# Bytes of a logit: in 16 bit with its exponential in 32 bit; the exponential, which the backward needs; the gradient in
+# 16 bit, which the weight gradients need.
 _LOGIT, _LOGIT_KEPT, _LOGIT_KEPT_FOR_WEIGHTS = 6, 4, BYTES
-# Logits of a piece, and the most logits of a micro-batch that are kept, as in model/loss_pieces.py.
-PIECE = 2**26
-MOST_KEPT = 8 * PIECE
+PIECE = 2**26  # logits of a piece, as in model/loss_pieces.py
+MOST_KEPT = 8 * PIECE  # the most logits of a micro-batch that are kept
 
 
 def logits(setup: TrainingSetup, length: int) -> float:
@@ -140,28 +134,21 @@ def keeps_logits(setup: TrainingSetup) -> bool:
     return setup.keeps_logits or logits(setup, setup.longest or setup.sequence_length) <= MOST_KEPT
 
 
-def loss_kept(setup: TrainingSetup, length: int, for_weights: bool = False) -> float:
-    """What the loss of a segment keeps for its backward, or for its weight gradients alone: logits, or of pieces a
-    number for each token."""
-    if keeps_logits(setup):
-        return (_LOGIT_KEPT_FOR_WEIGHTS if for_weights else _LOGIT_KEPT) * logits(setup, length)
-    return 0.0 if for_weights else 4 * (1 + setup.model.prediction_depth) * setup.rows(length)
-
-
-def head_kept(setup: TrainingSetup, length: int, for_weights: bool = False) -> float:
-    """Hidden states before and after the last norm. Weight gradients need the latter, unless they are those of pieces,
-    which are computed with the input gradients."""
-    copies = keeps_logits(setup) if for_weights else 2
-    return copies * (1 + setup.model.prediction_depth) * setup.residual(length)
+def head_kept(setup: TrainingSetup, length: int, for_weights: bool = False) -> tuple[float, float]:
+    """What the last stage keeps of a segment for its backward, or only for its weight gradients: hidden states around
+    the last norm, and logits; of a loss in pieces a number for each token, and nothing for weight gradients."""
+    heads, is_whole = 1 + setup.model.prediction_depth, keeps_logits(setup)
+    copies = is_whole if for_weights else 2
+    of_loss = 0.0 if for_weights else 4 * heads * setup.rows(length)
+    if is_whole:
+        of_loss = (_LOGIT_KEPT_FOR_WEIGHTS if for_weights else _LOGIT_KEPT) * logits(setup, length)
+    return copies * heads * setup.residual(length), of_loss
 
 
 @singledispatch
 def loss_bytes(setup: TrainingSetup, length: int, is_forward: bool = True) -> float:
-    """Logits, and what the loss makes of them, at their most.
-
-    The backward of a piece computes its logits again, and then a gradient of the projection to the vocabulary, which is
-    added to `main_grad`, beside the gradients of hidden states.
-    """
+    """The most that logits and the loss take. The backward of a piece computes its logits again, and a gradient of the
+    projection to the vocabulary, beside the gradients of hidden states."""
     of_segment = logits(setup, length)
     if keeps_logits(setup):
         return _LOGIT * of_segment
@@ -172,21 +159,21 @@ def loss_bytes(setup: TrainingSetup, length: int, is_forward: bool = True) -> fl
 
 
 def routed_bytes(setup: TrainingSetup, blocks: Iterable[Block], length: int) -> float:
-    """What the forward of a segment holds of tokens on their way to the experts of one of these blocks, beside what it
-    keeps: what experts get or return, four times: sorted, sent, sorted again, and the results."""
+    """The tokens on their way to the experts of one of these blocks, beside what the forward keeps: sorted, sent,
+    sorted again, and the results."""
     active = max((block.active for block in blocks), default=0)
     return 4 * setup.whole_input(length) / setup.tensor_parallel * active
 
 
 @singledispatch
 def backward_working(setup: TrainingSetup, stage: Stage, start: int, end: int) -> float:
-    """The most of any layer of a stage in the backward of the segment [start, end)."""
+    """The most of any layer of a stage in the backward of the segment [start, end), without the loss."""
     return max((_layer(setup.alone, layer, start, end) for layer, _ in stage.layers), default=0.0)
 
 
 @lru_cache(maxsize=1 << 16)
 def _layer(setup: TrainingSetup, layer: int, start: int, end: int) -> float:
-    """Blocks go backward in reverse, beside what they and earlier ones kept or compute again."""
+    """Blocks go backward in reverse, beside what they and earlier ones kept or computed again."""
     length, blocks, without = end - start, setup.blocks(layer), replace(setup, recompute="none")
     now = most = 0.0
     if setup.recomputes_layers:
@@ -205,10 +192,8 @@ def _layer(setup: TrainingSetup, layer: int, start: int, end: int) -> float:
 
 
 def _around_products(setup: TrainingSetup, block: Block, length: int) -> float:
-    """What the backward of the products of a block holds, beside what the block kept.
-
-    With sequence parallelism the last one gathers the gradient of its output, and the first one its input.
-    """
+    """What the backward holds around the products of a block, beside what the block kept. With sequence parallelism
+    the last product gathers the gradient of its output, the first one its input."""
     rows, whole = setup.rows(length), setup.whole_input(length)
     kept = rows * block.kept
     gathered, part = (whole, setup.residual(length)) if setup.token_shares > 1 else (0.0, 0.0)
@@ -229,8 +214,8 @@ def block_working(setup: TrainingSetup, layer: int, block: Block, start: int, en
 
 
 def _of_kernel(setup: TrainingSetup, layer: int, attention: Attention, start: int, end: int) -> float:
-    """What the backward of attention frees when it ends: gradients of queries in 32 bit (flash_api.cpp of
-    FlashAttention 2), and, where heads share keys and values, gradients of these for each head of the queries."""
+    """What the backward of attention frees at its end: gradients of queries in 32 bit (flash_api.cpp of FlashAttention
+    2), and, where heads share keys and values, gradients of these for each head of the queries."""
     given = setup.model.keys_given(layer, start, end)
     of_queries = 4 * setup.rows(end - start) * attention.heads * attention.score_dim
     for_each = setup.rows(given) * attention.heads * (attention.score_dim + attention.value_dim)
@@ -238,15 +223,14 @@ def _of_kernel(setup: TrainingSetup, layer: int, attention: Attention, start: in
 
 
 def layer_freed_by_attention(setup: TrainingSetup, layer: int) -> float:
-    """What the backward of attention frees, in the last segment, before the gradients that it leaves for the keys and
-    values of earlier segments arise; no more than these."""
+    """What attention of the last segment frees before the gradients of earlier keys and values arise, at most these."""
     kernels = (block.attention for block in setup.blocks(layer) if block.attention)
     freed = sum(_of_kernel(setup, layer, attention, *setup.spans[-1]) for attention in kernels)
     return min(freed, layer_keys_values_gradients(setup, layer))
 
 
 def positions_bytes(setup: TrainingSetup, tokens: int) -> float:
-    """Rotary angles of `tokens` tokens in 32 bit, which all layers and micro-batches share."""
+    """Rotary angles of `tokens` tokens, which all layers and micro-batches share."""
     if setup.model.learned_positions:
         return 0.0
     latent = setup.model.latent

@@ -1,7 +1,6 @@
-"""How long one layer takes for one segment: kernel by kernel, collective by collective. Seconds.
+"""The time of a segment on a layer, the embedding or the loss, kernel by kernel and collective by collective. Seconds.
 
-A layer is a sequence of blocks. FLOPs follow arXiv 2104.04473, section 3.4; what tensor and sequence
-parallelism exchange follows arXiv 2205.05198, section 4.2.
+FLOPs follow arXiv 2104.04473, section 3.4, exchanges of tensor and sequence parallelism arXiv 2205.05198, section 4.2.
 """
 
 from collections.abc import Sequence
@@ -18,36 +17,32 @@ from .machine import Machine
 from .operations import Group, all_reduce_time, all_to_all_time, flash_time, matmul_time, moving_time
 from .training_setup import ALL_BUT_ATTENTION, TrainingSetup
 
-# The share of the time of weight gradients' products that can hide a collective: a guess.
+# Guesses: the share of the products of weight gradients that can hide a collective; the bytes that PyTorch's kernels
+# move for each logit of a loss in 32 bit.
 _HIDING = 0.8
-# Bytes that move for each logit while the loss is taken in 32 bit, step by step: guesses, by the tensors that PyTorch's
-# kernels read and write.
 _OF_LOGIT_FORWARD, _OF_LOGIT_BACKWARD = 40, 16
 
 
 class Parts(NamedTuple):
-    """One direction of a segment on one layer, by what its seconds are spent on."""
+    """The seconds of one direction of a segment on one layer."""
 
     matmul: float
     attention: float
     other: float
-    exchange: float  # what tensor parallelism does not hide of its collectives
-    all_to_all: float  # what context and expert parallelism exchange
+    exchange: float  # collectives of tensor parallelism that nothing hides
+    all_to_all: float  # exchanges of context and expert parallelism
 
     @property
     def total(self) -> float:
         return sum(self)
 
     def beside(self, **work: float) -> "Parts":
-        """What remains of the named parts while other work of so many seconds runs."""
+        """What remains of the named parts beside other work of so many seconds."""
         return self._replace(**{name: max(0.0, getattr(self, name) - seconds) for name, seconds in work.items()})
 
 
-_NOTHING = Parts(0.0, 0.0, 0.0, 0.0, 0.0)
-
-
 class LayerTime(NamedTuple):
-    """One segment on one layer: its forward, its input gradients and its weight gradients. Seconds on the device."""
+    """One segment on one layer: its forward, its input gradients and its weight gradients."""
 
     forward: Parts
     input: Parts
@@ -56,13 +51,13 @@ class LayerTime(NamedTuple):
 
 @singledispatch
 def layer_time(setup: TrainingSetup, machine: Machine, start: int, end: int, layer: int = 0) -> LayerTime:
-    """The time of the tokens [start, end) of every sequence of a micro-batch in layer number `layer`, without
-    recomputation. Raises ValueError for a layer whose cost is not known."""
+    """The time of the tokens [start, end) of a micro-batch in layer number `layer`, without recomputation. Raises
+    ValueError for an unknown layer."""
     blocks = setup.blocks(layer)
     forward, back, weight = _dense_time(setup, machine, blocks, start, end, layer)
-    # A product that adds to gradients reads and writes them meanwhile.
+    # Products that add to gradients also read and write these.
     weight = max(weight, moving_time(machine.device, 2 * setup.gradient_bytes * setup.layer_parameters(layer)[0]))
-    # Tensor-parallel collectives may run beside products of weight gradients; with --tp-comm-overlap beside all.
+    # Tensor-parallel collectives run beside products of weight gradients, or beside all with --tp-comm-overlap.
     if setup.hides_tensor_exchange:
         forward, back = forward.beside(exchange=forward.matmul), back.beside(exchange=back.matmul + weight)
     elif not setup.splits_backward:
@@ -79,16 +74,15 @@ def layer_time(setup: TrainingSetup, machine: Machine, start: int, end: int, lay
 def _dense_time(
     setup: TrainingSetup, machine: Machine, blocks: Sequence[Block], start: int, end: int, layer: int
 ) -> LayerTime:
-    """Blocks but for their routed experts; tensor-parallel collectives beside nothing. Only the first block of a layer
-    attends or recurs."""
+    """Blocks without routed experts; nothing hides collectives. Only the first block of a layer attends or recurs."""
     device, length = machine.device, end - start
     rows, residual = setup.rows(length), setup.residual(length)
     products = [product[:2] for block in blocks for product in block.products]
     scan = rows * sum(block.scan for block in blocks) / (device.peak_flops * device.matmul_efficiency)
-    # A norm (read, write) and an addition to the residual (read two, write one) for each block, and what is inside.
+    # A norm (read, write) and an addition to the residual (read two, write one) for each block, and its inside.
     whole, moved = len(blocks) * residual, BYTES * rows * sum(block.moved for block in blocks)
-    # A sum over the tensor-parallel ranks each way for each block, unless tokens travel to experts instead; with
-    # sequence parallelism in its two halves, and the inputs are gathered once more for the weight gradients.
+    # A sum over the tensor-parallel ranks each way for each block with products that they share; with sequence
+    # parallelism in two halves, and the inputs are gathered once more for the weight gradients.
     sums = sum(bool(block.products) for block in blocks)
     exchange = sums * all_reduce_time(machine, setup.tensor_group, setup.whole_input(length))
     attention = _attention(setup, machine, blocks[0], start, end, layer)
@@ -131,24 +125,22 @@ def _attention(
 
 
 def _routed_time(setup: TrainingSetup, machine: Machine, blocks: Sequence[Block], length: int, layer: int) -> LayerTime:
-    """The routed experts of blocks, of which one at most has some."""
+    """The routed experts of blocks; at most one block has some."""
     block = next((block for block in blocks if block.expert), None)
     if block is None:
-        return LayerTime(_NOTHING, _NOTHING, 0.0)
+        return LayerTime(Parts(*[0.0] * 5), Parts(*[0.0] * 5), 0.0)
     device, hidden = machine.device, setup.model.hidden_size
     first, last = block.expert
     tokens = setup.rows(length) / setup.tensor_parallel
     routed, here = tokens * block.active, block.experts / setup.expert_parallel
-    # Each expert has its part of what the ranks of the group send: one grouped product.
+    # One grouped product: each expert has its part of the tokens of all ranks of the group.
     matmul = sum(matmul_time(device, routed / here, each.outputs, each.inputs, here) for each in block.expert)
     weight = sum(matmul_time(device, each.outputs, each.inputs, routed / here, here) for each in block.expert)
     adding = moving_time(device, 2 * setup.gradient_bytes * setup.layer_parameters(layer)[1])
     router = matmul_time(device, tokens, block.experts, hidden)
     # Sorting tokens by expert and back, each a read and a write; the activation function.
     other = moving_time(device, BYTES * routed * (4 * hidden + first.outputs + last.inputs), 12)
-    # Tokens go to their experts and come back.
-    group = Group(setup.expert_parallel, 1)
-    sent = 2 * all_to_all_time(machine, group, BYTES * routed * hidden)
+    sent = 2 * all_to_all_time(machine, Group(setup.expert_parallel, 1), BYTES * routed * hidden)  # there and back
     forward = Parts(matmul + router, 0.0, other, 0.0, sent)
     return LayerTime(forward, forward._replace(other=2 * other), max(weight, adding) + router)
 
@@ -176,39 +168,29 @@ def repeated_time(setup: TrainingSetup, machine: Machine, start: int, end: int, 
 
 @lru_cache(maxsize=4096)
 def fastest_cp_comm_type(setup: TrainingSetup, machine: Machine) -> str | None:
-    """The way that exchanges whole sequences fastest, over the layers of the first stage; None without ranks for it."""
+    """The way that exchanges whole sequences fastest in the first stage; None without context parallelism."""
 
     def seconds(way: str) -> float:
-        each = replace(setup, cp_comm_type=way)
-        times = (
-            (count, layer_time(each, machine, 0, setup.sequence_length, layer))
-            for layer, count in setup.stages[0].layers
-        )
-        return sum(count * (time.forward.all_to_all + time.input.all_to_all) for count, time in times)
+        total, each = 0.0, replace(setup, cp_comm_type=way)
+        for layer, count in setup.stages[0].layers:
+            time = layer_time(each, machine, 0, setup.sequence_length, layer)
+            total += count * (time.forward.all_to_all + time.input.all_to_all)
+        return total
 
     return None if setup.context_parallel == 1 else min(comm_types(setup, machine), key=seconds)
 
 
-class EndTime(NamedTuple):
-    """The embedding, or the projection to the vocabulary with the loss, for one segment."""
-
-    forward: float
-    input: float
-    weight: float
-
-
-def embedding_time(setup: TrainingSetup, machine: Machine, start: int, end: int) -> EndTime:
+def embedding_time(setup: TrainingSetup, machine: Machine, start: int, end: int) -> tuple[float, float, float]:
+    """Forward, input gradients and weight gradients."""
     moved = setup.whole_input(end - start)
-    exchange = all_reduce_time(machine, setup.tensor_group, moved)
-    back = 0.0
-    if setup.sequence_parallel:
-        exchange = back = exchange / 2
+    exchange = all_reduce_time(machine, setup.tensor_group, moved) / (2 if setup.sequence_parallel else 1)
     forward = moving_time(machine.device, 2 * moved, 3) + exchange
-    return EndTime(forward, back, moving_time(machine.device, 4 * moved, 3))
+    return forward, exchange if setup.sequence_parallel else 0.0, moving_time(machine.device, 4 * moved, 3)
 
 
-def head_time(setup: TrainingSetup, machine: Machine, start: int, end: int) -> EndTime:
-    """The projection to the vocabulary and the loss, once more for each prediction head, which joins its inputs."""
+def head_time(setup: TrainingSetup, machine: Machine, start: int, end: int) -> tuple[float, float, float]:
+    """Forward, input gradients and weight gradients of the projection to the vocabulary and the loss, once more for
+    each prediction head, which joins its inputs."""
     device, model, rows = machine.device, setup.model, setup.rows(end - start)
     hidden, columns = model.hidden_size, model.vocab_size / setup.tensor_parallel
     logits = rows * columns
@@ -218,8 +200,8 @@ def head_time(setup: TrainingSetup, machine: Machine, start: int, end: int) -> E
     back = matmul_time(device, rows, hidden, columns) + moving_time(device, _OF_LOGIT_BACKWARD * logits, 4) + once
     adding = moving_time(device, 2 * setup.gradient_bytes * setup.embedding_parameters)
     weight = max(matmul_time(device, columns, hidden, rows), adding)
-    if not keeps_logits(setup):  # in pieces, which the input gradients compute again, and the weight gradients with it
+    if not keeps_logits(setup):  # the input gradients of pieces compute the logits again, and the weight gradients
         back, weight = back + of_logits + weight, 0.0
     joining = model.prediction_depth * matmul_time(device, rows, hidden / setup.tensor_parallel, 2 * hidden)
     heads = 1 + model.prediction_depth
-    return EndTime(heads * forward + joining, heads * back + joining, heads * weight + joining)
+    return heads * forward + joining, heads * back + joining, heads * weight + joining

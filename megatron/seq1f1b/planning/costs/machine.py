@@ -1,7 +1,6 @@
-"""A machine as a file of cited constants: devices, the host that drives them, nodes, and the network between nodes.
+"""A machine as a file of cited constants: devices, their host, nodes, and the network between nodes.
 
 The machines of this package lie in `machines/`, one TOML file each; a user passes the path of a file of the same form.
-Every constant of such a file has its source beside it.
 """
 
 import tomllib
@@ -31,14 +30,14 @@ class Device:
     full_speed_rows: int = 128  # queries from which on attention is at full speed: a block of FlashAttention
     # Queries, and how many times longer attention of fewer takes than the same work in long segments; ascending.
     slow_attention: tuple[tuple[int, float], ...] = ()
-    # Bytes/s to the memory of its host, and at once as many back, while all devices of the node copy; 0: not known.
+    # Bytes/s to the memory of its host and at once back, while all devices of the node copy; 0: not known.
     host_bandwidth: float = 0.0
-    host_memory_gib: float = 0.0  # of the memory of its host, what activations of one device may take, GiB
+    host_memory_gib: float = 0.0  # what activations of one device may take of the memory of its host, GiB
 
 
 @dataclass(frozen=True)
 class Host:
-    """What the processor that launches kernels needs at least, whatever their size. Seconds."""
+    """The least seconds that the processor takes to launch kernels, whatever their size."""
 
     layer_forward: float
     layer_backward: float
@@ -48,29 +47,22 @@ class Host:
 
 @dataclass(frozen=True)
 class Link:
-    """Inside a node, or between nodes. Bytes/s in each direction, seconds.
+    """Inside a node, or between nodes. Bytes/s in each direction, seconds."""
 
-    `bandwidth` is the bus bandwidth of collectives, as nccl-tests defines it: of one device inside a node, of a whole
-    node to others. `message_bandwidth` is the most that one device reaches with one peer, `latency` that of one hop.
-    """
-
-    bandwidth: float
-    message_bandwidth: float
-    latency: float
+    bandwidth: float  # bus bandwidth of collectives, as in nccl-tests: of a device in its node, of a node to others
+    message_bandwidth: float  # the most that one device reaches with one peer
+    latency: float  # of one hop
 
 
 @dataclass(frozen=True)
 class Machine:
-    """`error` is the mean relative error of its predictions of published times, on rows that it is not fitted to where
-    there are such."""
-
     name: str
     device: Device
     host: Host
     devices_per_node: int
     node: Link
     network: Link
-    error: float = 0.1
+    error: float = 0.1  # mean relative error of its predictions of published times that it is not fitted to
 
 
 def machine_names() -> list[str]:
@@ -88,12 +80,10 @@ def read_machine(machine: str | Path) -> Machine:
         path = Path(machine)
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
-        node, error = dict(data["node"]), data.get("error", Machine.error)
-        devices = node.pop("devices")
+        error, node = _positive("error", data.get("error", Machine.error), or_0=True), dict(data["node"])
+        devices = _positive("devices", node.pop("devices"))
         if type(devices) is not int:
             raise TypeError(f"devices = {devices!r} is no whole number")
-        _check("devices", devices)
-        _check("error", error, may_be_0=True)
         device, host = _part(Device, data["device"]), _part(Host, data["host"])
         return Machine(path.stem, device, host, devices, _part(Link, node), _part(Link, data["network"]), error)
     except OSError as error:
@@ -107,25 +97,25 @@ def read_machine(machine: str | Path) -> Machine:
 
 def _part[Part: (Device, Host, Link)](kind: type[Part], values: dict[str, Any]) -> Part:
     """Raises TypeError for a constant that is missing or unknown, ValueError for one that is no positive number."""
-    tables = {name: tuple(map(tuple, value)) for name, value in values.items() if isinstance(value, list)}
+    values = {name: tuple(map(tuple, value)) if isinstance(value, list) else value for name, value in values.items()}
     for name, value in values.items():
-        for number in chain(*tables[name]) if name in tables else [value]:
+        for number in chain(*value) if isinstance(value, tuple) else [value]:
             if name != "name":
-                _check(name, number, may_be_0=kind is Host)
-    return kind(**values | tables)
+                _positive(name, number, or_0=kind is Host)
+    return kind(**values)
 
 
-def _check(name: str, value: object, may_be_0: bool = False) -> None:
-    """Raises ValueError for what is no positive number."""
-    if not isinstance(value, int | float) or not 0 <= value < inf or (value == 0 and not may_be_0):
+def _positive(name: str, value: Any, or_0: bool = False) -> Any:
+    if not isinstance(value, int | float) or not 0 <= value < inf or (value == 0 and not or_0):
         raise ValueError(f"{name} = {value!r} is no number above 0")
+    return value
 
 
 MIB, GIB = 2**20, 2**30
 
 
 def in_words(size: float) -> str:
-    """Bytes in the unit in which they are easiest to read."""
+    """Bytes in the unit that makes them easiest to read."""
     for unit in ("bytes", "KiB", "MiB"):
         if size < 1024:
             return f"{size:.1f} {unit}"
@@ -133,16 +123,14 @@ def in_words(size: float) -> str:
     return f"{size:.1f} GiB"
 
 
-# The CUDA context with PyTorch's kernels loaded: what nvidia-smi shows after `torch.zeros(1, device="cuda")`, 0.4 to
-# 0.6 GiB on A100 and H100 by driver and version; what cuBLAS allocates from PyTorch once for each handle and stream
-# (CUBLAS_WORKSPACE_CONFIG, 8 MiB before Hopper); and a buffer of NCCL (NCCL_BUFFSIZE), for each direction of each
-# channel of a communicator. There are up to 32 channels; 16 are usual between the GPUs of a node, fewer between nodes
-# (docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html).
+# The CUDA context with PyTorch's kernels, by nvidia-smi 0.4 to 0.6 GiB on A100 and H100; the workspace of cuBLAS
+# (CUBLAS_WORKSPACE_CONFIG, 8 MiB before Hopper); a buffer of NCCL (NCCL_BUFFSIZE) for each direction of each channel of
+# a communicator; 16 channels are usual in a node (docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html).
 _CONTEXT, _CUBLAS_WORKSPACE, _NCCL_BUFFER, _NCCL_CHANNELS = 512 * MIB, 32 * MIB, 4 * MIB, 16
 
 
 def bytes_outside(num_communicators: int) -> int:
-    """Bytes on a GPU outside of what is counted, with `num_communicators` of NCCL."""
+    """Bytes on a GPU outside PyTorch's allocator, with `num_communicators` of NCCL."""
     return _CONTEXT + _CUBLAS_WORKSPACE + num_communicators * 2 * _NCCL_CHANNELS * _NCCL_BUFFER
 
 

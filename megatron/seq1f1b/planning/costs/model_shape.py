@@ -43,8 +43,8 @@ class DeltaNet:
 
 @dataclass(frozen=True)
 class Mamba:
-    """A Mamba-2 layer: `heads` of `head_dim` with a state of `state_dim` columns, after a convolution over `convolution`
-    tokens. The heads of one of `groups` share the input and output projections of their states."""
+    """A Mamba-2 layer: `heads` of `head_dim` with a state of `state_dim` columns, after a convolution over
+    `convolution` tokens. The heads of a group share the projections of their states."""
 
     heads: int
     head_dim: int

@@ -1,10 +1,9 @@
-"""How long one operation takes: a matrix product, attention, moving data, a collective, a message. Seconds.
+"""The time of one operation: a matrix product, attention, moving data, a collective, a message. Seconds.
 
-A matrix product is cut into tiles, one for a multiprocessor at a time. The tiles of the last wave may leave some
-without work, and every tile takes some time to fill and drain: small matrices and short segments are slower for
-each FLOP (NVIDIA, "Matrix Multiplication Background User's Guide", tile and wave quantization). No kernel is faster
-than its operands can be read and its result written. A ring moves the bytes of a collective over its slowest link; the
-ranks of a node share its links to other nodes.
+A multiprocessor computes one tile of a matrix product at a time. The last wave of tiles may leave some idle, and every
+tile takes time to fill and drain, so small matrices are slower for each FLOP (NVIDIA, "Matrix Multiplication Background
+User's Guide"). A ring moves the bytes of a collective over its slowest link; the ranks of a node share its links to
+other nodes.
 """
 
 from dataclasses import dataclass
@@ -14,14 +13,11 @@ from math import ceil, log2
 from .blocks import BYTES
 from .machine import Device, Machine
 
-# Rows, columns, and speed relative to the largest tile, which reuses its operands most. The speeds are guesses:
-# libraries choose among dozens of kernels, and the fitted efficiency of a machine is that of the largest tile.
+# Rows, columns, and speed relative to the largest tile, whose efficiency is fitted; the other speeds are guesses.
 _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (128, 64, 0.8), (64, 64, 0.65))
-# To fill and drain a tile takes as long as this many steps along the dimension that is summed over: a guess.
+# Steps along the dimension that is summed over, which take as long as to fill and drain a tile: a guess.
 _TILE_OVERHEAD = 128
-# FlashAttention gives a multiprocessor a block of so many queries of one head, two blocks at a time; in the backward it
-# is a block of keys (arXiv 2307.08691, section 3.2).
-_BLOCK = 128
+_BLOCK = 128  # queries of a head, in the backward keys, on a multiprocessor at a time (arXiv 2307.08691, section 3.2)
 
 
 @lru_cache(maxsize=1 << 16)
@@ -47,16 +43,12 @@ def moving_time(device: Device, num_bytes: float, num_kernels: int = 0) -> float
 def flash_time(
     device: Device, queries: int, keys: int, pairs: float, heads: float, head_dim: float, backward: bool = False
 ) -> float:
-    """FlashAttention of `queries` queries on `keys` keys, of which they see `pairs` in all, in each head; `heads` are
-    those of all sequences, `head_dim` the mean size of a key and of a value.
-
-    The backward computes the scores again: five products for the two of the forward. Heads of less than 128 leave the
-    tensor cores waiting for the exponentials, whose number does not depend on the size of a head (arXiv 2307.08691,
-    section 4.1: heads of 64 reach about 0.85 of the rate).
-    """
-    flops = (10 if backward else 4) * heads * head_dim * pairs
+    """FlashAttention of `queries` on `keys`, with `pairs` of both in each head; `heads` are those of all sequences,
+    `head_dim` is the mean size of a key and a value."""
+    flops = (10 if backward else 4) * heads * head_dim * pairs  # the backward computes the scores again
     rate = device.peak_flops * (device.flash_backward if backward else device.flash_forward)
-    rate *= min(1.0, 0.7 + 0.3 * head_dim / 128)  # a line through heads of 64 and of 128
+    # Small heads wait for the exponentials: those of 64 reach 0.85 of the rate (arXiv 2307.08691, section 4.1).
+    rate *= min(1.0, 0.7 + 0.3 * head_dim / 128)
     # Few blocks leave multiprocessors without work, and the last wave is full by half on average.
     blocks = ceil((keys if backward else queries) / _BLOCK) * heads
     idle = device.multiprocessors / (2 * blocks) if blocks else 0.0
@@ -65,18 +57,18 @@ def flash_time(
 
 @dataclass(frozen=True)
 class Group:
-    """`size` ranks that are `stride` ranks apart."""
+    """`size` ranks at a distance of `stride` ranks."""
 
     size: int
     stride: int
 
     def in_node(self, machine: Machine) -> int:
-        """How many of them share a node."""
+        """The number of its ranks in a node."""
         return min(self.size, max(1, machine.devices_per_node // self.stride))
 
 
 def bus_bandwidth(machine: Machine, group: Group) -> float:
-    """Bytes/s that every rank of a ring sends and receives."""
+    """Bytes/s of every rank of a ring, each way."""
     here = group.in_node(machine)
     if here == group.size:
         return machine.node.bandwidth
@@ -101,7 +93,7 @@ def all_reduce_time(machine: Machine, group: Group, num_bytes: float) -> float:
 
 
 def all_to_all_time(machine: Machine, group: Group, num_bytes: float) -> float:
-    """Every rank holds `num_bytes` and keeps one part of `size` of it; all of a node send to other nodes at once."""
+    """Every rank holds `num_bytes` and keeps one of `size` parts; all ranks of a node send to other nodes at once."""
     if group.size == 1:
         return 0.0
     here = group.in_node(machine)

@@ -1,8 +1,7 @@
-"""What a segment costs on a stage, by FLOPs over throughput, and what the actions of a schedule cost.
+"""The costs of segments on a stage, and of the actions of a schedule, by FLOPs over throughput.
 
-Sequences are cut, and `auto` plans, by these times. They are smooth in the ends of a segment, as a search for cuts
-needs, and depend on ratios of rates only, so that a laptop cuts as the cluster does; `step_costs` predicts the seconds
-of a given machine, kernel by kernel, for segments that are cut. FLOPs and blocks are the same.
+Sequences are cut, and `auto` plans, by these times. They are smooth in the ends of a segment, and depend only on ratios
+of rates, so that a laptop cuts like the cluster; `step_costs` predicts a given machine, kernel by kernel.
 """
 
 from collections.abc import Sequence
@@ -20,19 +19,17 @@ from .machine import Device, read_machine
 from .model_shape import ModelShape
 from .training_setup import ALL_BUT_ATTENTION, FULL, TrainingSetup, stages_of
 
-# Kernels of a layer in each direction, about: what they take to start does not shrink with a segment.
-_KERNELS = 20
+_KERNELS = 20  # of a layer in each direction, about
 # FLOPs of the backward over those of the forward; flash attention computes the scores again.
 _MATMUL_BACKWARD, _ATTENTION_BACKWARD = 2.0, 2.5
-
-# What sequences are cut by. All GPUs count as the same.
+# The devices by which sequences are cut. All GPUs count as the same.
 A100, CPU_CORE = (read_machine(name).device for name in ("a100-80gb", "cpu"))
 
 
 @dataclass(frozen=True)
 class AnalyticTime:
-    """Time by FLOPs over throughput: a constant, a part per token, and one per pair of a query and a key that it sees;
-    in layers where it sees at most `window` keys before its own, one per pair of these."""
+    """Time by FLOPs over throughput: a constant, a part per token, and one per pair of a query and a key, in all and
+    within a window of so many keys. `slow_attention` is as in Device."""
 
     fixed: float = 0.0
     per_token: float = 0.0
@@ -43,7 +40,6 @@ class AnalyticTime:
 
     def __call__(self, start: int, end: int) -> float:
         length = end - start
-        # Every query sees the keys before the segment, and on average half of its own.
         attention = self.per_pair * length * (start + end + 1) / 2
         if self.per_pair_in_window:
             attention += self.per_pair_in_window * pairs(start, end, self.window)
@@ -66,8 +62,7 @@ class AnalyticTime:
 
 
 class StageCost(NamedTuple):
-    """Times of a segment on one stage; `weight` is the part of `backward` that gives the weight gradients of linear
-    layers, `total` is both directions together."""
+    """Times of a segment on one stage; `weight` is the part of `backward` for the weight gradients of linear layers."""
 
     forward: AnalyticTime = AnalyticTime()
     backward: AnalyticTime = AnalyticTime()
@@ -86,21 +81,17 @@ def analytic_costs(
     num_devices: float = 1.0,
     loss_in_pieces: bool = False,
 ) -> tuple[StageCost, ...]:
-    """The cost of a segment on every stage, in seconds for one sequence, where `num_devices` share its work.
+    """The cost of a segment of one sequence on every stage, in seconds, if `num_devices` share it.
 
-    The first stage also holds the embedding, the last the layers of multi-token prediction and the projections to the
-    vocabulary. Layers that `recompute` (as in TrainingSetup) repeats count in their backward. With `loss_in_pieces` the
-    backward also has the logits that it computes again and the weight gradient of the projection, which no W can take.
+    `recompute` is as in TrainingSetup. With `loss_in_pieces` the backward computes the logits again, and the weight
+    gradient of the projection, which no W can take.
     """
     lookup = BYTES * model.hidden_size / (num_devices * device.memory_bandwidth * device.memory_efficiency)
     products = head_flops(model) / (num_devices * device.peak_flops * device.matmul_efficiency)
-    # Forward reads a row and writes it; backward adds the gradient to a row.
+    # The forward reads a row and writes it; the backward adds the gradient to a row.
     embedding = StageCost(AnalyticTime(per_token=2 * lookup), AnalyticTime(per_token=3 * lookup))
-    head = StageCost(
-        AnalyticTime(per_token=products),
-        AnalyticTime(per_token=(_MATMUL_BACKWARD + loss_in_pieces) * products),
-        AnalyticTime(per_token=0.0 if loss_in_pieces else products),
-    )
+    of_head = products, (_MATMUL_BACKWARD + loss_in_pieces) * products, 0.0 if loss_in_pieces else products
+    head = StageCost(*(AnalyticTime(per_token=seconds) for seconds in of_head))
     costs = []
     for stage in stages_of(model, tuple(layers_per_stage)):
         parts = [StageCost()]
@@ -115,17 +106,17 @@ _analytic_costs = lru_cache(maxsize=1024)(analytic_costs)
 
 
 def setup_costs(setup: TrainingSetup, device: Device = A100) -> tuple[StageCost, ...]:
-    """`analytic_costs` of a set-up: training cuts and plans by these, whatever the machine."""
+    """`analytic_costs` of a set-up, by which training cuts and plans, whatever the machine."""
     devices = setup.tensor_parallel / setup.micro_batch_size  # sequences of a micro-batch add to the work
     pieces = not keeps_logits(setup)
     return _analytic_costs(setup.model, setup.layers_per_stage, device, setup.recompute, devices, pieces)
 
 
 def bottleneck_time(costs: Sequence[StageCost]) -> SegmentTime:
-    """The total of the stage that takes longest for a segment: the pace of the whole pipeline."""
-    times: list[AnalyticTime] = []
+    """The time of the slowest stage for a segment: the pace of the whole pipeline."""
+    times: list[AnalyticTime] = []  # only those that matter, since the result is called very often
     for total in dict.fromkeys(cost.total for cost in costs):
-        if not any(time.covers(total) for time in times):  # this is called very often, so only by times that matter
+        if not any(time.covers(total) for time in times):
             times = [time for time in times if not total.covers(time)] + [total]
     if len(times) == 1:
         return times[0]
@@ -139,26 +130,22 @@ def _layer(model: ModelShape, layer: int, device: Device, recompute: str, num_de
     per_token = of_token / matmul
 
     def time(per_token: float, per_pair: float) -> AnalyticTime:
-        common = AnalyticTime(_KERNELS * device.kernel_latency, per_token, slow_attention=device.slow_attention)
-        if window is not None:
-            return replace(common, per_pair_in_window=per_pair, window=window)
-        return replace(common, per_pair=per_pair)
+        attention = (per_pair,) if window is None else (0.0, per_pair, window)
+        common = AnalyticTime(_KERNELS * device.kernel_latency, per_token, *attention)
+        return replace(common, slow_attention=device.slow_attention)
 
     forward = time(per_token, of_pair / (rate * device.flash_forward))
     backward = time(_MATMUL_BACKWARD * per_token, _ATTENTION_BACKWARD * of_pair / (rate * device.flash_backward))
     if recompute in (FULL, ALL_BUT_ATTENTION):
         backward += forward if recompute == FULL else replace(forward, per_pair=0.0, per_pair_in_window=0.0)
-    # The gradient of a matrix product by its weight takes as much as that by its input; a recurrence has no weight.
+    # The gradients of a product by its weight and by its input take equally long; a recurrence has no weight.
     scans = sum(block.scan for block in blocks_of(model, layer)) / matmul
     return StageCost(forward, backward, AnalyticTime(per_token=per_token - scans))
 
 
 def action_costs(stages: Sequence[StageCost], layers_per_stage: Sequence[int], lengths: Sequence[int]) -> Costs:
-    """Times of F, I and W in the unit of `stages`, for segments of `lengths` tokens; messages take no time.
-
-    Activation memory is counted in tokens times layers. A W keeps as much as its F did: the inputs of the linear layers
-    and their output gradients are together about as large as all that the forward of a layer saves.
-    """
+    """Times of F, I and W in the unit of `stages`, for segments of `lengths` tokens; messages take no time. Activation
+    memory is in tokens times layers; W needs inputs and output gradients, about as much as F keeps."""
     forward, backward, weight = (
         tuple(tuple(segment_times(lengths, time)) for time in times) for times in zip(*stages, strict=True)
     )

@@ -1,13 +1,14 @@
-"""How long the actions of a training step take on a machine, and what follows the last of them. Seconds."""
+"""The times of the actions of a training step on a machine, and of what follows the last of them. Seconds."""
 
 from dataclasses import dataclass
 from functools import cache, lru_cache, singledispatch
-from itertools import chain
+from itertools import chain, pairwise
 from operator import add
 
 from ...schedule import Costs
+from ...schedule.cost_tables import Table
 from .blocks import BYTES
-from .layer_bytes import layer_moved
+from .layer_bytes import stage_moved
 from .layer_times import LayerTime, embedding_time, head_time, layer_time, repeated_time
 from .machine import Machine
 from .operations import all_gather_time, all_reduce_time, message_time, moving_time
@@ -20,12 +21,12 @@ Row = tuple[float, ...]
 @lru_cache(maxsize=8192)
 def _layer_times(setup: TrainingSetup, machine: Machine, layer: int) -> tuple[LayerTime, ...]:
     """The times of a layer by segment; what is computed again counts as products of the input gradients."""
-    found = []
-    for span in setup.spans:
-        time = layer_time(setup, machine, *span, layer)
-        repeated = repeated_time(setup, machine, *span, layer)
-        found.append(time._replace(input=time.input._replace(matmul=time.input.matmul + repeated)))
-    return tuple(found)
+    times = [layer_time(setup, machine, *span, layer) for span in setup.spans]
+    repeated = [repeated_time(setup, machine, *span, layer) for span in setup.spans]
+    return tuple(
+        time._replace(input=time.input._replace(matmul=time.input.matmul + again))
+        for time, again in zip(times, repeated, strict=True)
+    )
 
 
 @lru_cache(maxsize=8192)
@@ -40,11 +41,10 @@ def _rows(setup: TrainingSetup, machine: Machine, stage: Stage) -> tuple[Row, Ro
         forward = sum(count * of_layer[index].forward.total for count, of_layer in times)
         back = sum(count * of_layer[index].input.total for count, of_layer in times)
         weight = sum(count * of_layer[index].weight for count, of_layer in times)
-        for end_time, there in ((embedding_time, stage.is_first), (head_time, stage.is_last)):
-            if there:
-                end = end_time(setup, machine, *span)
-                forward, back, weight = forward + end.forward, back + end.input, weight + end.weight
-        copied = sum(count * sum(layer_moved(setup, layer, *span)) for layer, count in stage.layers)
+        for end_time, is_here in ((embedding_time, stage.is_first), (head_time, stage.is_last)):
+            if is_here:
+                forward, back, weight = map(add, (forward, back, weight), end_time(setup, machine, *span))
+        copied = stage_moved(setup, stage, *span)
         total = max(back + weight, launch_b, copied and copied / machine.device.host_bandwidth) + host.action
         weight *= (total - host.action) / (back + weight) if setup.splits_backward and weight else 1.0
         rows.append((max(forward, launch_f) + host.action, total - weight, weight))
@@ -53,7 +53,7 @@ def _rows(setup: TrainingSetup, machine: Machine, stage: Stage) -> tuple[Row, Ro
 
 
 def stage_rows(setup: TrainingSetup, machine: Machine) -> list[tuple[Row, Row, Row]]:
-    """For every stage, durations of F, I and W by segment. Seconds."""
+    """Durations of F, I and W by segment, of every stage."""
     if setup.parts:
         of_stages = zip(*(stage_rows(part, machine) for part in setup.parts), strict=True)
         tables = (zip(*of_parts, strict=True) for of_parts in of_stages)
@@ -63,11 +63,8 @@ def stage_rows(setup: TrainingSetup, machine: Machine) -> list[tuple[Row, Row, R
 
 
 def balanced_layers(setup: TrainingSetup, machine: Machine, least: int = 1) -> tuple[int, ...]:
-    """Layers for each stage, so that the slowest rank, and then the slowest stage, takes as little as possible.
-
-    The embedding and the loss count. Every stage has at least `least` layers. Among equal stages a later one takes
-    more, since fewer units are in flight there.
-    """
+    """Layers for each stage, at least `least`, with the shortest time of the slowest rank, and then stage, embedding
+    and loss included. Later stages get more among equal ones, since fewer units are in flight there."""
     alone, placement = setup.alone, setup.placement
     layers, first, last = (
         sum(map(sum, _rows(alone, machine, Stage(*stage))))
@@ -91,21 +88,17 @@ def balanced_layers(setup: TrainingSetup, machine: Machine, least: int = 1) -> t
 @singledispatch
 @lru_cache(maxsize=256)
 def step_costs(setup: TrainingSetup, machine: Machine) -> Costs:
-    """Durations of F, I and W and of the messages, by stage and segment, in seconds; memory in bytes is in `memory`."""
+    """Times in seconds, memory in bytes."""
     f, i, w = zip(*stage_rows(setup, machine), strict=True)
-    messages = message_times(setup, machine, setup.tensor_parallel)
-    activation, kept = activation_tables(setup)
-    return Costs(f, i, w, messages[0], messages[1], activation, kept)
+    return Costs(f, i, w, *message_times(setup, machine, setup.tensor_parallel), *activation_tables(setup))
 
 
-def message_times(setup: TrainingSetup, machine: Machine, parts: int) -> tuple[tuple[tuple[float, ...], ...], ...]:
-    """From a stage to the next, and back to the one before: by stage and segment.
-
-    `parts` tensor-parallel ranks send a part each; without sequence parallelism the receivers gather the parts.
-    """
+def message_times(setup: TrainingSetup, machine: Machine, parts: int) -> tuple[Table, Table]:
+    """From a stage to the next one, and to the one before. `parts` tensor-parallel ranks send a part each; without
+    sequence parallelism the receivers gather the parts."""
     senders = max(1, min(machine.devices_per_node, setup.pipeline_stride) * parts // setup.tensor_parallel)
-    stages = range(setup.placement.num_stages)
-    devices = [setup.placement.rank_of(stage) * setup.pipeline_stride for stage in stages]
+    ranks = map(setup.placement.rank_of, range(setup.placement.num_stages))
+    devices = [rank * setup.pipeline_stride for rank in ranks]
 
     @cache
     def row(source: int, destination: int) -> Row:
@@ -116,32 +109,26 @@ def message_times(setup: TrainingSetup, machine: Machine, parts: int) -> tuple[t
         gathered = (all_gather_time(machine, setup.tensor_group, size) for size in sizes)
         return tuple(map(add, times, gathered))
 
-    nothing = (0.0,) * len(setup.segments)
-    return tuple(
-        tuple(row(devices[stage], devices[stage + step]) if stage + step in stages else nothing for stage in stages)
-        for step in (1, -1)
-    )
+    nothing = ((0.0,) * len(setup.segments),)
+    there, back = (tuple(row(*ends) for ends in pairwise(each)) for each in (devices, devices[::-1]))
+    return there + nothing, nothing + back[::-1]
 
 
 def replica_times(setup: TrainingSetup, machine: Machine, parameters: float, experts: float) -> tuple[float, float]:
-    """Seconds to sum gradients over the ranks that hold the same parameters, and to gather the parameters where the
-    optimizer state is sharded. `parameters` and `experts` are counts; experts have a group of their own."""
+    """Seconds to sum gradients over replicas, and to gather parameters where the optimizer state is sharded."""
     reduce = gather = 0.0
     for group, count in ((setup.data_group, parameters), (setup.expert_data_group, experts)):
-        gradients = setup.gradient_bytes * count
-        if not count:
-            continue
-        if setup.distributed_optimizer:
-            reduce += all_gather_time(machine, group, gradients)
+        if count and setup.distributed_optimizer:
+            reduce += all_gather_time(machine, group, setup.gradient_bytes * count)
             gather += all_gather_time(machine, group, BYTES * count)
-        else:
-            reduce += all_reduce_time(machine, group, gradients)
+        elif count:
+            reduce += all_reduce_time(machine, group, setup.gradient_bytes * count)
     return reduce, gather
 
 
 @dataclass(frozen=True)
 class StepEnd:
-    """What follows the pipeline, on the ranks of one pipeline rank."""
+    """What follows the pipeline on the ranks of one pipeline rank: sums of gradients, Adam, and gathered parameters."""
 
     reduce: float
     update: float
@@ -149,21 +136,19 @@ class StepEnd:
 
 
 def step_end(setup: TrainingSetup, machine: Machine, rank: int) -> StepEnd:
-    """Summing gradients over the data-parallel ranks, Adam, and gathering the parameters where the state is sharded.
-
-    With `overlaps_data_parallel` the first and the last are part of the schedule, but for embeddings of two stages.
-    """
+    """With `overlaps_data_parallel` sums and gathers are part of the schedule, except sums of an embedding on two
+    stages."""
     stages = setup.placement.stages_of(rank)
     parameters, experts = map(sum, zip(*(setup.parameters[stage] for stage in stages), strict=True))
     reduce = gather = 0.0
     if not setup.overlaps_data_parallel:
         reduce, gather = replica_times(setup, machine, parameters, experts)
-    is_twice = setup.tied_embeddings or setup.model.prediction_depth > 0  # the embedding, on the first and last stage
+    is_twice = setup.tied_embeddings or setup.model.prediction_depth > 0  # the embedding
     if is_twice and any(setup.stages[stage].is_first != setup.stages[stage].is_last for stage in stages):
         apart = setup.pipeline_stride * (setup.pipeline_parallel - 1)
         size = setup.gradient_bytes * setup.embedding_parameters
         reduce += 2 * message_time(machine, 0, apart, size, min(machine.devices_per_node, setup.pipeline_stride))
-    # All ranks clear, scale and measure gradients; Adam takes parameter, two moments, gradient and a 16-bit copy.
+    # All ranks clear, scale and measure gradients; Adam moves parameters, two moments, gradients and a 16-bit copy.
     moved: float = 4 * setup.gradient_bytes * (parameters + experts)
     for count, group in ((parameters, setup.data_group), (experts, setup.expert_data_group)):
         share = group.size if setup.distributed_optimizer else 1

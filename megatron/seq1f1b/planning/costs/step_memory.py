@@ -1,7 +1,4 @@
-"""How much memory a training step takes on a device. Bytes.
-
-layer_bytes has what layers keep; gradients and states follow Megatron's mixed precision with Adam.
-"""
+"""The memory of a training step on a device, with Megatron's mixed precision and Adam. Bytes."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -28,18 +25,16 @@ from .layer_bytes import (
     layer_moved,
     layer_state,
     loss_bytes,
-    loss_kept,
     positions_bytes,
     routed_bytes,
+    stage_moved,
 )
 from .training_setup import Stage, TrainingSetup
 
 Sizes = NDArray[np.float64]
 
-# What PyTorch's allocator holds beyond the peak of what is allocated: a share of what comes and goes; as large a share
-# again for each doubling of the number of lengths of segments, since blocks of one length do not serve another; and a
-# share of the logits, which need the largest blocks. Fitted to both counters of the allocator, without any prediction:
-# tools/paper/allocator.py.
+# What PyTorch's allocator reserves beyond the peak of what is allocated: a share of what comes and goes, a share of it
+# for each doubling of the number of lengths of segments, a share of the logits (fitted by tools/paper/allocator.py).
 _HELD_BACK, _FOR_EACH_DOUBLING, _OF_LOGITS = 0.02, 0.071, 0.38
 
 
@@ -63,21 +58,15 @@ class Memory:
         return float(sum(vars(self).values()))
 
 
-# By kind of action, what a unit keeps on its stage before it and after it: as after F, I or OFFLOAD, or nothing.
-_LEFT = {
-    Kind.F: (None, Kind.F),
-    Kind.B: (Kind.F, None),
-    Kind.I: (Kind.F, Kind.I),
-    Kind.W: (Kind.I, None),
-    Kind.OFFLOAD: (Kind.F, Kind.OFFLOAD),
-    Kind.RELOAD: (Kind.OFFLOAD, Kind.F),
-}
+# The actions after which a unit keeps what it has before, and after, an action of each kind; None: it keeps nothing.
+_BEFORE = {Kind.B: Kind.F, Kind.I: Kind.F, Kind.W: Kind.I, Kind.OFFLOAD: Kind.F, Kind.RELOAD: Kind.OFFLOAD}
+_AFTER = {Kind.F: Kind.F, Kind.I: Kind.I, Kind.OFFLOAD: Kind.OFFLOAD, Kind.RELOAD: Kind.F}
 
 
 @lru_cache(maxsize=4096)
 def kept(setup: TrainingSetup, stage: Stage, after: Kind = Kind.F) -> Sizes:
-    """What a unit of each segment leaves on a stage after its forward, after I, or once it is OFFLOADed: activations,
-    keys and values, states, and logits. Bytes, [segments, 4]."""
+    """What a unit of each segment keeps on a stage after F, I or OFFLOAD: activations, keys and values, states, and
+    logits. [segments, 4]."""
     if setup.parts:
         return np.concatenate([kept(part, stage, after) for part in setup.parts])
     if after is Kind.OFFLOAD:
@@ -88,7 +77,7 @@ def kept(setup: TrainingSetup, stage: Stage, after: Kind = Kind.F) -> Sizes:
     for length, span in zip(setup.segments, setup.spans, strict=True):
         sizes = [0.0] * 4
         if stage.is_last:
-            sizes = [head_kept(setup, length, after is Kind.I), 0.0, 0.0, loss_kept(setup, length, after is Kind.I)]
+            sizes[0], sizes[3] = head_kept(setup, length, after is Kind.I)
         for layer, count in stage.layers:
             for use, size in enumerate(_layer_kept(setup.alone, layer, *span, after)):
                 sizes[use] += count * size
@@ -108,15 +97,12 @@ def _layer_kept(setup: TrainingSetup, layer: int, start: int, end: int, after: K
 
 @lru_cache(maxsize=1024)
 def moved_bytes(setup: TrainingSetup) -> Table:
-    """By stage and segment, what waits in the memory of the host while a unit is there; with Megatron's modules, what
-    they move of it."""
+    """What a unit has in the memory of the host while it is there, or what Megatron's modules move of it, by stage and
+    segment."""
 
     def of_stage(stage: Stage) -> tuple[float, ...]:
         if setup.offloads_modules:
-            return tuple(
-                sum(count * sum(layer_moved(setup, layer, *span)) for layer, count in stage.layers)
-                for span in setup.spans
-            )
+            return tuple(stage_moved(setup, stage, *span) for span in setup.spans)
         return tuple((kept(setup, stage) - kept(setup, stage, Kind.OFFLOAD)).sum(axis=1).tolist())
 
     rows = {stage: of_stage(stage) for stage in set(setup.stages)}
@@ -133,7 +119,7 @@ def host_bytes(setup: TrainingSetup, actions: Iterable[Action]) -> float:
 
 
 def activation_tables(setup: TrainingSetup) -> tuple[Table, Table]:
-    """`activation` and `kept` of `Costs`, in bytes; a schedule may keep no more for W than it held before."""
+    """`activation` and `kept` of `Costs`; a schedule may keep no more for W than it held before."""
     held, for_weights = (
         tuple(tuple(kept(setup, stage, after).sum(axis=1).tolist()) for stage in setup.stages)
         for after in (Kind.F, Kind.I)
@@ -142,7 +128,7 @@ def activation_tables(setup: TrainingSetup) -> tuple[Table, Table]:
 
 
 def static_memory(setup: TrainingSetup, rank: int) -> tuple[float, float, float]:
-    """Weights, gradients and optimizer state that a rank has at all times; of a partitioned state these are shares."""
+    """Weights, gradients and optimizer state of a rank at all times; those of a partitioned state are shares."""
     parameters = [setup.parameters[stage] for stage in setup.placement.stages_of(rank)]
     whole, experts = sum(map(sum, parameters)), sum(each[1] for each in parameters)
     shares = whole
@@ -157,10 +143,8 @@ def _moves_state(setup: TrainingSetup) -> bool:
 
 
 def _whole_chunks(setup: TrainingSetup, actions: Sequence[Action]) -> Sizes:
-    """By action, the weights and the gradients of chunks that are whole, beside the shares of a partitioned state.
-
-    A chunk has gradients from its first backward until the next chunk ends, by when its reduction is over.
-    """
+    """The weights and the gradients of whole chunks at each action, beside the shares of a partitioned state. A chunk
+    has gradients from its first backward until the next chunk ends, because its reduction is over by then."""
     if not _moves_state(setup):
         return np.zeros((len(actions), 2))
     parameters, last = [sum(each) for each in setup.parameters], {action.stage: action for action in actions}
@@ -183,7 +167,7 @@ def _whole_chunks(setup: TrainingSetup, actions: Sequence[Action]) -> Sizes:
 
 
 def rank_memory(setup: TrainingSetup, actions: Sequence[Action], rank: int) -> Memory:
-    """The memory of a rank at the peak of its compute actions and moves to the host, in the order in which they run."""
+    """The memory of a rank at its peak; `actions` are its compute actions and moves to the host, in order."""
     stages, order = [setup.stages[stage] for stage in setup.placement.stages_of(rank)], list(_when_freed(actions))
     changes = {key: _changes(setup, setup.stages[key[1]], key[0]) for key in {action[:2] for action in order}}
     of_actions = np.array([changes[kind, stage][segment] for kind, stage, _, segment in order])
@@ -201,7 +185,7 @@ def rank_memory(setup: TrainingSetup, actions: Sequence[Action], rank: int) -> M
     ended = {action[1:] for action in order[:peak] if action.kind in (Kind.B, Kind.W)}
     segments = {action.segment for action in order[: peak + 1] if action.kind is Kind.F and action[1:] not in ended}
     most[3] += positions_bytes(setup, sum(setup.segments[segment] for segment in segments))
-    # What goes back between the segments of one micro-batch: the gradient of one state a layer.
+    # The gradient of one state of each layer goes back between the segments of a micro-batch.
     if any(len(part.segments) > 1 for part in setup.parts or (setup,)):
         most[5] += max(sum(count * layer_state(setup, layer) for layer, count in stage.layers) for stage in stages)
     lengths = {setup.segments[segment] for segment in segments} if setup.parts else set(setup.segments)
@@ -213,19 +197,19 @@ def rank_memory(setup: TrainingSetup, actions: Sequence[Action], rank: int) -> M
 
 @lru_cache(maxsize=4096)
 def _changes(setup: TrainingSetup, stage: Stage, kind: Kind) -> Sizes:
-    """What an action adds when it starts, has while it runs, and adds when it ends: activations, keys and values with
+    """What an action adds when it starts, holds while it runs, and adds when it ends: activations, keys and values with
     their gradients, states, logits, and all else. [segments, 3, 5]."""
     if setup.parts:
         return np.concatenate([_changes(part, stage, kind) for part in setup.parts])
     found = np.zeros((len(setup.segments), 3, 5))
     first, during, last = found.transpose(1, 0, 2)
-    before, after = (0.0 if left is None else kept(setup, stage, left) for left in _LEFT[kind])
+    before, after = (kept(setup, stage, left[kind]) if kind in left else 0.0 for left in (_BEFORE, _AFTER))
     (first if kind is Kind.F else last)[:, :4] += after - before
     if kind in COMPUTE_KINDS:
         during[:, 3:] = [_running(setup, stage, kind, *span) for span in setup.spans]
     if kind in (Kind.B, Kind.I):
-        # Gradients of keys and values that later segments leave for earlier ones arise in the backward of the last
-        # segment, the last of them in place of what attention's kernel held, and go with the first.
+        # Gradients of the keys and values of earlier segments arise in the backward of the last segment, partly in
+        # place of what attention's kernel held, and go with the first.
         in_all = sum(count * layer_keys_values_gradients(setup, layer) for layer, count in stage.layers)
         in_place = max((layer_freed_by_attention(setup, layer) for layer, _ in stage.layers), default=0.0)
         first[-1, 1] += in_all - in_place
@@ -241,24 +225,25 @@ def _running(setup: TrainingSetup, stage: Stage, kind: Kind, start: int, end: in
     # Tokens have come back from experts when the loss begins.
     blocks = (block for layer, _ in stage.layers for block in setup.blocks(layer))
     routed = max(0.0, routed_bytes(setup, blocks, length) - loss) if kind is Kind.F else 0.0
+    hidden, of_loss = head_kept(setup, length)
     if has_loss and keeps_logits(setup):  # these are counted with the unit
-        loss -= loss_kept(setup, length)
+        loss -= of_loss
     # Two layers are on their way, or at work.
     moving = 2 * max((sum(layer_moved(setup, layer, start, end)) for layer, _ in stage.layers), default=0.0)
     if kind not in (Kind.B, Kind.I):
         return loss, moving + setup.whole_input(length) + routed
     working = moving + backward_working(setup, stage, start, end)
     if has_loss:  # its backward ends before that of the layers begins
-        working -= loss + loss_kept(setup, length) + head_kept(setup, length)
+        working -= loss + of_loss + hidden
         if kind is Kind.I:
-            working += loss_kept(setup, length, for_weights=True) + head_kept(setup, length, for_weights=True)
+            working += sum(head_kept(setup, length, for_weights=True))
     return loss, max(0.0, working)
 
 
 def _messages_waiting(setup: TrainingSetup, actions: Sequence[Action], rank: int) -> Sizes:
-    """By action, the bytes of messages that wait: for the next action, since a receive is posted one action ahead, and
-    for the rank at the other end. All units of a group pass through a chunk before the next one, so the last rank keeps
-    outputs, and the first one gradients, until that is at work there. It comes to this rank one hop after another."""
+    """The bytes of messages that wait at each action: received for the next one, since receives are posted one action
+    ahead, and not yet taken by the other end. The last rank keeps outputs, and the first one gradients, until all units
+    of a group have passed a chunk and the next chunk is at work there, one hop after another."""
     hops, chunk_of = setup.placement.num_ranks, setup.placement.chunk_of
     sizes = [setup.residual(length) for length in setup.segments]
     messages = channels_of(setup.placement, rank)
@@ -283,7 +268,7 @@ def _messages_waiting(setup: TrainingSetup, actions: Sequence[Action], rank: int
 
 
 def _when_freed(actions: Iterable[Action]) -> Iterator[Action]:
-    """The actions, each OFFLOAD where its memory is free: at the next one, or at its own RELOAD."""
+    """The actions, each OFFLOAD where it has freed its memory: at the next one, or at its own RELOAD."""
     leaving = back = None
     for action in actions:
         is_offload = action.kind is Kind.OFFLOAD

@@ -1,8 +1,4 @@
-"""What segments cost on the stages of a model, from the trace of a step that ran (`--pipeline-trace`).
-
-The trace is of the user's own run, so its times include tensor parallelism, experts, any attention and hardware. The
-time of a segment is taken for a constant, a part per token, and a part per pair of a query and a key that it sees.
-"""
+"""The costs of segments on the stages of a model, from the trace of a step that ran (`--pipeline-trace`)."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -43,8 +39,8 @@ def read_traced_costs(path: str | Path, num_stages: int) -> tuple[tuple[StageCos
 
 
 def traced_costs(timeline: Timeline) -> tuple[tuple[StageCost, ...], list[float]]:
-    """As `read_traced_costs`, by the medians over the micro-batches. Where backwards are whole, weight gradients are
-    taken for half of what grows with the tokens alone: half of the matrix products give input gradients."""
+    """As `read_traced_costs`, by the medians over the micro-batches. Weight gradients of whole backwards count as half
+    of the part per token, since the other half of the matrix products gives input gradients."""
     lengths = timeline.meta.get("segment_lengths")
     if not lengths or len(lengths) < 2:
         raise ValueError("it does not have the lengths of at least two segments, the same in all micro-batches")
@@ -54,7 +50,6 @@ def traced_costs(timeline: Timeline) -> tuple[tuple[StageCost, ...], list[float]
         seconds[action.kind, action.stage, action.segment].append(end - start)
 
     def points(stage: int, *kinds: Kind) -> list[TimedSegment]:
-        """What all actions of these kinds took together."""
         times = [sum(median(seconds[kind, stage, i]) for kind in kinds) for i in range(len(lengths))]
         return [TimedSegment(*point) for point in zip(lengths, starts, times, strict=True)]
 
@@ -71,13 +66,13 @@ def traced_costs(timeline: Timeline) -> tuple[tuple[StageCost, ...], list[float]
 
 
 def fit_time(points: Sequence[TimedSegment]) -> AnalyticTime:
-    """The time with the least squares of the relative errors and no negative part."""
+    """The time of no negative part with the least squares of relative errors."""
     lengths, prefixes, seconds = np.array(points, dtype=float).T
     parts = np.stack([np.ones_like(lengths), lengths, lengths * (2 * prefixes + lengths + 1) / 2], axis=1)
     rows = parts / seconds[:, None]
     scales = np.linalg.norm(rows, axis=0)  # columns of equal length make the rank independent of their units
     best, least = np.zeros(3), float("inf")
-    # In segments of one length a part per token looks like a constant, which comes last because it is less likely.
+    # In segments of one length a constant looks like a part per token; it is less likely, so it comes last.
     for chosen in (list(each) for size in (3, 2, 1) for each in combinations((1, 2, 0), size)):
         found, _, rank, _ = np.linalg.lstsq(rows[:, chosen] / scales[chosen], np.ones(len(points)), rcond=1e-8)
         if rank < len(chosen) or found.min() < 0:  # too few segments for so many parts, or all of one length

@@ -1,10 +1,9 @@
-"""A lowered schedule in simulated time: every rank does what the interpreter does, in the same order.
+"""A lowered schedule in simulated time, in the order of the interpreter.
 
-A message needs both of its ends: it starts when it has been sent, its receive has been posted and the message before it
-on the channel has arrived. Sends and receives do not hold up a rank; a compute action waits for its message. A rank
-gathers and reduces the chunks of its model on one more stream, one after the other, beside its compute: what needs the
-parameters of a chunk waits for them, the end of the step for all gradients. Copies to the memory of the host, and back,
-run on two more, one after the other: a backward waits for its own, and a unit that sets out for the one before it.
+A message starts when it has been sent, its receive has been posted and the message before it on the channel has
+arrived. Sends and receives do not hold up a rank; a compute action waits for its message. Beside compute, and one after
+the other, a rank gathers and reduces chunks, and copies units to the host and back. Actions wait for the parameters of
+their chunk, the end of the step for all gradients, a backward for its unit, and an OFFLOAD for the one before it.
 """
 
 from collections import defaultdict
@@ -16,7 +15,7 @@ from ...schedule.cost_tables import Table
 
 _COMPUTE = frozenset(COMPUTE_KINDS)
 _INPUT = {Kind.F: Kind.RECV_F, Kind.B: Kind.RECV_B, Kind.I: Kind.RECV_B}
-# What runs one after the other beside compute.
+# Actions of one lane run one after the other beside compute.
 _LANES = {Kind.GATHER: "collectives", Kind.REDUCE: "collectives", Kind.OFFLOAD: "to the host", Kind.RELOAD: "back"}
 
 
@@ -28,7 +27,7 @@ class _Messages:
     posted: list[float] = field(default_factory=list)
     arrived: list[float] = field(default_factory=list)
     received: int = 0
-    waiting: int | None = None  # the rank that cannot go on without the next message
+    waiting: int | None = None  # the rank that needs the next message
 
     def deliver(self) -> bool:
         """Whether another message has arrived."""
@@ -41,11 +40,8 @@ class _Messages:
 
 
 def execute_lowered(lowered: Schedule, costs: Costs, aside: Mapping[Kind, Table] | None = None) -> Timeline:
-    """The timeline of the compute actions, and of what runs beside them, GATHER, REDUCE, OFFLOAD and RELOAD, as far as
-    `aside` has the seconds of a kind, by stage and segment.
-
-    Raises ValueError if the costs do not fit, or if the schedule cannot run to its end.
-    """
+    """The timeline of the compute actions, and of GATHER, REDUCE, OFFLOAD and RELOAD if `aside` has the seconds of the
+    kind, by stage and segment. Raises ValueError if the costs do not fit, or if the schedule cannot run to its end."""
     costs.check(lowered.shape)
     aside, placement = aside or {}, lowered.shape.placement
     queues: defaultdict[Channel, _Messages] = defaultdict(_Messages)
@@ -57,12 +53,12 @@ def execute_lowered(lowered: Schedule, costs: Costs, aside: Mapping[Kind, Table]
     runnable = list(range(len(lowered.ranks)))
 
     def run(rank: int, spans: list[Span]) -> Iterator[_Messages]:
-        """Runs a rank; yields the queue whenever it has to wait for the next message of one."""
+        """Runs a rank; yields the queue of each message that has not arrived."""
         f, i, w = costs.f, costs.i, costs.w
         now = 0.0
-        lanes = dict.fromkeys(_LANES.values(), 0.0)  # the end of the last of each
-        parameters: dict[int, float] = {}  # when those of a stage are there
-        there: dict[tuple[int, ...], float] = {}  # when the last copy of a unit has ended
+        lanes = dict.fromkeys(_LANES.values(), 0.0)  # the end of each
+        parameters: dict[int, float] = {}  # the times at which those of a stage are complete
+        there: dict[tuple[int, ...], float] = {}  # the ends of the last copies of units
         for action in lowered.ranks[rank]:
             kind, stage, _, segment = action
             if kind in _COMPUTE:

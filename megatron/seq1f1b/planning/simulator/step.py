@@ -1,7 +1,9 @@
 """A training step predicted: the lowered schedule in simulated time, then gradients, optimizer and parameters."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, singledispatch
+from math import ceil, isclose
 
 from ...schedule import COMPUTE_KINDS, Costs, Kind, Schedule, Shape, Timeline, build, lower, moved, partition_state
 from ...schedule.cost_tables import Table
@@ -9,23 +11,24 @@ from ..costs.machine import Machine
 from ..costs.stage_times import StepEnd, replica_times, step_costs, step_end
 from ..costs.step_memory import Memory, host_bytes, moved_bytes, rank_memory
 from ..costs.training_setup import TrainingSetup
-from .estimate import extended
 from .lowered import execute_lowered
+
+_MOST_ACTIONS = 60_000  # longer steps are predicted from short ones
+_SHORT_STEP = 6  # groups of micro-batches after which the steady state is usually reached
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """`seconds` are those of the whole iteration, `pipeline` those of the schedule, `busy` those of each rank in
-    compute, `host_bytes` the most that each has in the memory of its host."""
+    """A step; the tuples have an entry for each rank."""
 
     setup: TrainingSetup
     machine: Machine
-    pipeline: float
-    busy: tuple[float, ...]
+    pipeline: float  # seconds of the schedule
+    busy: tuple[float, ...]  # seconds in compute
     ends: tuple[StepEnd, ...]
-    seconds: float
+    seconds: float  # of the whole iteration
     memory: tuple[Memory, ...]
-    host_bytes: tuple[float, ...]
+    host_bytes: tuple[float, ...]  # the most in the memory of the host
 
     @property
     def tokens_per_second(self) -> float:
@@ -39,10 +42,8 @@ class Prediction:
 
 
 def predict(setup: TrainingSetup, machine: Machine, schedule: Schedule | None = None) -> Prediction:
-    """`schedule` is built from `setup.family` if it is not given; then long steps are predicted from short ones.
-
-    Raises ValueError for what cannot run.
-    """
+    """`schedule` is built from `setup.family` if it is not given; then long steps are predicted from short ones. Raises
+    ValueError for a step that cannot run."""
     ends = tuple(step_end(setup, machine, rank) for rank in range(setup.pipeline_parallel))
 
     def predicted(num_microbatches: int) -> list[float]:
@@ -57,7 +58,10 @@ def predict(setup: TrainingSetup, machine: Machine, schedule: Schedule | None = 
         pipeline = max(span.end for span in computing) - min(span.start for span in computing)
         busy = [timeline.busy(rank) for rank in range(short.pipeline_parallel)]
         sizes = [size for of_rank in memory for size in vars(of_rank).values()]
-        return [_seconds(timeline, ends, machine), pipeline, *busy, *on_host, *sizes]
+        through = (max(span.end for span in spans) for spans in timeline.ranks)
+        reduced = max(now + end.reduce for now, end in zip(through, ends, strict=True))
+        seconds = reduced + max(end.update for end in ends) + max(end.gather for end in ends) + machine.host.step
+        return [seconds, pipeline, *busy, *on_host, *sizes]
 
     seconds, pipeline, *rest = predicted(setup.num_microbatches) if schedule else extended(setup.shape, predicted)
     ranks = setup.pipeline_parallel
@@ -92,8 +96,21 @@ def _built(family: str, shape: Shape, offloads: float = 0.0) -> Schedule:
     return moved(build(family, shape), offloads)
 
 
-def _seconds(timeline: Timeline, ends: tuple[StepEnd, ...], machine: Machine) -> float:
-    """Seconds of the whole step: the schedule and what follows it."""
-    through = (max(span.end for span in spans) for spans in timeline.ranks)
-    reduced = max(now + end.reduce for now, end in zip(through, ends, strict=True))
-    return reduced + max(end.update for end in ends) + max(end.gather for end in ends) + machine.host.step
+def extended(shape: Shape, measured: Callable[[int], Sequence[float]]) -> Sequence[float]:
+    """`measured(number of micro-batches)`, times and memory of a step of this shape; of one with very many actions to
+    within 1 %, by short steps.
+
+    In its steady state a schedule repeats itself with every group of micro-batches that occupies all ranks, so times
+    and memory grow by as much with each. Two steps give that growth; longer ones are taken until it leads to a third
+    step, twice as long.
+    """
+    group = ceil(shape.num_ranks / shape.num_segments)
+    groups, rest = divmod(shape.num_microbatches, group)
+    short, is_long = _SHORT_STEP, 2 * shape.num_units * shape.num_stages > _MOST_ACTIONS
+    while is_long and groups > 2 * short:
+        first, second, third = (measured(count * group + rest) for count in (short, short + 1, 2 * short))
+        growth = [b - a for a, b in zip(first, second, strict=True)]
+        if all(isclose(a + short * each, b, rel_tol=1e-5) for a, b, each in zip(first, third, growth, strict=True)):
+            return [value + (groups - 2 * short) * each for value, each in zip(third, growth, strict=True)]
+        short *= 2
+    return measured(shape.num_microbatches)

@@ -138,7 +138,7 @@ def test_sequences_are_cut_by_the_repeated_product():
 
 def test_the_backward_repeats_the_forward_and_w_has_nothing():
     machine, one = read_machine("h100-80gb"), in_pieces(2**20, 64)
-    kept = head_time(replace(one, keeps_logits=True), machine, 0, 2**14)
-    pieces = head_time(one, machine, 0, 2**14)
-    assert pieces.forward == kept.forward and pieces.weight == 0.0
-    assert kept.weight < pieces.input - kept.input - kept.weight <= kept.forward
+    forward, back, weight = head_time(replace(one, keeps_logits=True), machine, 0, 2**14)
+    again, longer, no_weight = head_time(one, machine, 0, 2**14)
+    assert again == forward and no_weight == 0.0
+    assert weight < longer - back - weight <= forward

@@ -1,5 +1,6 @@
-"""The predicted step: laws that hold on any machine."""
+"""The predicted step: laws that hold on any machine; long steps, predicted from short ones, are as simulated."""
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -7,9 +8,9 @@ import pytest
 from megatron.seq1f1b.planning.costs.machine import read_machine
 from megatron.seq1f1b.planning.costs.model_shape import ModelShape
 from megatron.seq1f1b.planning.costs.training_setup import TrainingSetup
-from megatron.seq1f1b.planning.simulator import estimate
-from megatron.seq1f1b.planning.simulator.step import predict
-from megatron.seq1f1b.schedule import Placement
+from megatron.seq1f1b.planning.simulator import step
+from megatron.seq1f1b.planning.simulator.step import extended, predict
+from megatron.seq1f1b.schedule import FAMILIES, Costs, Placement, Shape, build, peak_memory, simulate
 
 MACHINE = read_machine("a100-80gb")
 MODEL = ModelShape(32, 4096, 16384, 32, 128, 32768)
@@ -53,11 +54,49 @@ def test_a_long_step_extends_short_ones(family, chunks, segments, monkeypatch):
     setup = replace(SETUP, num_microbatches=37, placement=Placement(4, chunks), family=family, layers_per_stage=())
     setup = replace(setup, segments=(32768 // segments,) * segments)
     whole = predict(setup, MACHINE)
-    monkeypatch.setattr(estimate, "_MOST_ACTIONS", 0)
-    extended = predict(setup, MACHINE)
-    assert extended.seconds == pytest.approx(whole.seconds, rel=0.01)
-    assert [each.total for each in extended.memory] == pytest.approx([each.total for each in whole.memory], rel=0.01)
-    assert extended.bubble == pytest.approx(whole.bubble, abs=0.01)
+    monkeypatch.setattr(step, "_MOST_ACTIONS", 0)
+    found = predict(setup, MACHINE)
+    assert found.seconds == pytest.approx(whole.seconds, rel=0.01)
+    assert [each.total for each in found.memory] == pytest.approx([each.total for each in whole.memory], rel=0.01)
+    assert found.bubble == pytest.approx(whole.bubble, abs=0.01)
+
+
+def measured(family, shape, costs):
+    schedule = build(family, shape)
+    timeline = simulate(schedule, costs)
+    return [timeline.makespan, timeline.bubble_ratio * timeline.makespan, *peak_memory(schedule, costs)]
+
+
+LONG = [(family, *sizes) for family in FAMILIES for sizes in ((4, 1, 37, 3), (3, 1, 41, 2), (2, 2, 23, 4))]
+
+
+@pytest.mark.parametrize("family, ranks, chunks, microbatches, segments", LONG)
+def test_a_long_step_is_as_simulated(family, ranks, chunks, microbatches, segments, monkeypatch):
+    monkeypatch.setattr(step, "_MOST_ACTIONS", 0)
+    shape = Shape(Placement(ranks, chunks), microbatches, segments)
+    draw = random.Random(1).uniform
+    rows = [[draw(1, 2) for _ in range(segments)] for _ in range(shape.num_stages)]
+    costs = Costs.from_mapping(shape, {"f": rows, "i": 1.3, "w": 0.7})
+    built = []
+
+    def short(count):
+        built.append(count)
+        return measured(family, Shape(shape.placement, count, segments), costs)
+
+    found = extended(shape, short)
+    assert max(built) < microbatches and found == pytest.approx(measured(family, shape, costs))
+
+
+@pytest.mark.parametrize("family", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("ranks, style, segments, seed", [(8, "v", 8, 24), (8, "v", 8, 1), (6, "looped", 4, 11)])
+def test_stages_of_unequal_costs_take_longer_to_settle(family, ranks, style, segments, seed, monkeypatch):
+    """The growth of short steps alone would be 2 % off."""
+    monkeypatch.setattr(step, "_MOST_ACTIONS", 0)
+    shape, draw = Shape(Placement(ranks, 2, style), 100, segments), random.Random(seed).uniform
+    rows = {name: [[draw(0.8, 1.3)] * segments for _ in range(shape.num_stages)] for name in "fiw"}
+    costs = Costs.from_mapping(shape, rows)
+    found = extended(shape, lambda count: measured(family, Shape(shape.placement, count, segments), costs)[:1])
+    assert found[0] == pytest.approx(measured(family, shape, costs)[0], rel=0.01)
 
 
 def test_segments_that_do_not_add_up_are_a_mistake():
