@@ -286,7 +286,6 @@ def _megatron_args() -> Namespace:
 
 def _patches_of_megatron() -> list[Patch]:
     from .model import without_te
-    from .model.attach import LOCAL_ATTENTION
 
     def compile_unless_shipped(compile_helpers: Callable[[], None]) -> None:
         if find_spec("megatron.core.datasets.helpers_cpp") is None:
@@ -298,4 +297,4 @@ def _patches_of_megatron() -> list[Patch]:
         "fails in an installed wheel, which ships the helpers compiled and without their Makefile",
     )
     # The CPU's patches include the repairs.
-    return [*LOCAL_ATTENTION, helpers, *(() if cpu.is_active() else without_te.repairs())]
+    return [helpers, *(() if cpu.is_active() else without_te.repairs())]

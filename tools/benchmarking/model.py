@@ -19,7 +19,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_batch_on_this_cp_rank
 
 from megatron.seq1f1b.model import local_hybrid_spec, use_segment_attention
-from megatron.seq1f1b.model.attach import LOCAL_ATTENTION
 from megatron.seq1f1b.planning.costs.model_shape import DeltaNet
 from megatron.seq1f1b.process.patches import patched
 from megatron.seq1f1b.rehearsal.ledger import Ledger
@@ -74,7 +73,7 @@ def build_model(args: argparse.Namespace, num_chunks: int, style: str = "looped"
         if args.hybrid_layer_pattern:
             kind, spec = HybridModel, local_hybrid_spec(config)
             pattern = {"hybrid_layer_pattern": args.hybrid_layer_pattern}
-        with patched(building(placement, stage)), patched(LOCAL_ATTENTION):
+        with patched(building(placement, stage)):
             model = kind(
                 config,
                 spec,

@@ -1,9 +1,8 @@
 """Connect the modules of a Megatron model to the running segment, whatever layer specification built it: replace its
 attention, and patch other modules."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from math import gcd
-from typing import Any
 
 import torch
 from megatron.core.models.hybrid.hybrid_block import HybridStack
@@ -14,7 +13,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
-from ..process.patches import Patch, owner_of, patched_on, wrapping
+from ..process.patches import Patch, owner_of, patched_on
 from . import experts, recurrent_layers, rotary
 from .attention import SegmentAttention
 from .head_exchange import HeadExchange
@@ -153,29 +152,3 @@ def _with_gradient(_: torch.nn.Module, args: tuple, kwargs: dict) -> None:
     hidden = args[0] if args else kwargs["hidden_states"]
     if torch.is_grad_enabled() and isinstance(hidden, Tensor):
         hidden.requires_grad_()
-
-
-# With context parallelism, Megatron's local attention is built only to be replaced.
-def _built(init: Callable[..., None], attention: Any, config: Any, *args: Any, **options: Any) -> None:
-    size, config.context_parallel_size = config.context_parallel_size, 1
-    try:
-        init(attention, config, *args, **options)
-    finally:
-        config.context_parallel_size = size
-
-
-def _not_run(forward: Callable[..., Tensor], attention: Any, *args: Any, **options: Any) -> Tensor:
-    if attention.config.context_parallel_size > 1:
-        raise ValueError(
-            "Megatron's local attention does not read the keys of other context-parallel ranks; give --cp-comm-type "
-            "a2a or all_gather and no --attention-backend local"
-        )
-    return forward(attention, *args, **options)
-
-
-_LOCAL = "megatron.core.transformer.dot_product_attention.DotProductAttention"
-
-LOCAL_ATTENTION = (
-    wrapping(f"{_LOCAL}.__init__", _built, "refuses context parallelism before ours takes its place"),
-    wrapping(f"{_LOCAL}.forward", _not_run, "would attend to the keys of one rank only"),
-)

@@ -25,23 +25,36 @@ def repairs() -> tuple[Patch, ...]:
 
 def _marked_norm(new: Callable, cls: type, config: Any, hidden_size: int, *args: Any, **kwargs: Any) -> torch.nn.Module:
     """A norm with marked parameters: Megatron sums their gradients over the tensor-parallel ranks."""
-    sequence_parallel = config.sequence_parallel
-    config.sequence_parallel = False  # Megatron refuses it, since nothing sets the mark
-    try:
-        norm = new(cls, config, hidden_size, *args, **kwargs)
-    finally:
-        config.sequence_parallel = sequence_parallel
+    norm = new(cls, _with(config, sequence_parallel=False), hidden_size, *args, **kwargs)  # else Megatron refuses it
     for parameter in norm.parameters():
-        parameter.sequence_parallel = sequence_parallel
+        parameter.sequence_parallel = config.sequence_parallel
     return norm
 
 
-def _sized_for_latents(
-    init: Callable, attention: Any, *args: Any, k_channels: int = 0, v_channels: int | None = None, **kwargs: Any
+def _made_for_any_rank(
+    init: Callable, attention: Any, config: Any, *args: Any, v_channels: Any = None, **of: Any
 ) -> None:
-    init(attention, *args, **kwargs)
+    of.pop("k_channels", None)
+    init(attention, _with(config, context_parallel_size=1), *args, **of)
+    attention.config = config
     if v_channels is not None:
         attention.hidden_size_per_partition = attention.num_attention_heads_per_partition * v_channels
+
+
+def _on_one_rank(forward: Callable[..., Any], attention: Any, *args: Any, **kwargs: Any) -> Any:
+    if attention.config.context_parallel_size > 1:
+        raise ValueError(
+            "Megatron's local attention does not read the keys of other context-parallel ranks; give --cp-comm-type "
+            "a2a or all_gather and no --attention-backend local"
+        )
+    return forward(attention, *args, **kwargs)
+
+
+def _with(config: Any, **changes: Any) -> Any:
+    """A copy of the configuration with these changes."""
+    changed = copy(config)
+    vars(changed).update(changes)
+    return changed
 
 
 def _without_apex(init: Callable, layer: Any, *args: Any, config: Any, **options: Any) -> None:
@@ -51,9 +64,7 @@ def _without_apex(init: Callable, layer: Any, *args: Any, config: Any, **options
     # Layers inside a transformer layer name the buffer of their messages; they still need the extension.
     if options.get("tp_comm_buffer_name") or not config.gradient_accumulation_fusion:
         return init(layer, *args, config=config, **options)
-    unfused = copy(config)
-    unfused.gradient_accumulation_fusion = False
-    init(layer, *args, config=unfused, **options)
+    init(layer, *args, config=_with(config, gradient_accumulation_fusion=False), **options)
     layer.config = config
 
 
@@ -84,15 +95,17 @@ def _load_with_steps(load_state_dict: Callable, self: Any, loaded: dict) -> None
 
 _CORE = "megatron.core"
 _PARALLEL = f"{_CORE}.tensor_parallel"
+_ATTENTION = f"{_CORE}.transformer.dot_product_attention.DotProductAttention"
 _OPTIMIZER = f"{_CORE}.optimizer.distrib_optimizer.DistributedOptimizer"
 
 LOCAL_LAYERS = (
     wrapping(f"{_CORE}.transformer.torch_norm.WrappedTorchNorm.__new__", _marked_norm, "refuses sequence parallelism"),
     wrapping(
-        f"{_CORE}.transformer.dot_product_attention.DotProductAttention.__init__",
-        _sized_for_latents,
-        "refuses the head sizes that multi-latent attention passes",
+        f"{_ATTENTION}.__init__",
+        _made_for_any_rank,
+        "refuses context parallelism before ours takes its place, and the head sizes of multi-latent attention",
     ),
+    wrapping(f"{_ATTENTION}.forward", _on_one_rank, "would attend to the keys of one rank only"),
 )
 RECOMPUTATION = (
     wrapping(

@@ -17,7 +17,6 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from functional_tests.equality.cases import Layout
 from functional_tests.equality.models import Model
 from megatron.seq1f1b.model import use_segment_attention
-from megatron.seq1f1b.model.attach import LOCAL_ATTENTION
 from megatron.seq1f1b.process.patches import patched
 from megatron.seq1f1b.runtime.v_chunks import at_stage, building
 
@@ -71,7 +70,7 @@ def build(model: Model, layout: Layout) -> list[torch.nn.Module]:
         stage = layout.placement.stage_of(parallel_state.get_pipeline_model_parallel_rank(), chunk)
         is_last = stage == layout.pipeline * layout.chunks - 1
         number = chunk if layout.chunks > 1 else None
-        with patched(building(layout.placement, stage)), patched(LOCAL_ATTENTION):
+        with patched(building(layout.placement, stage)):
             chunks.append(model.build(config, stage == 0, is_last, number, groups_of(layout, stage)))
     if layout.context > 1:  # as the training scripts do, for sequences that are not cut
         use_segment_attention(chunks)
