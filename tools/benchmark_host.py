@@ -41,7 +41,7 @@ cpu.activate()
 from megatron.core import ModelParallelConfig  # noqa: E402
 from megatron.core.pipeline_parallel.schedules import backward_step, forward_step  # noqa: E402
 
-from megatron.seq1f1b.model import HostMemory, Segment, SegmentContext, WeightGradientStore  # noqa: E402
+from megatron.seq1f1b.model import Segment, SegmentContext  # noqa: E402
 from megatron.seq1f1b.model.attention import SegmentAttention  # noqa: E402
 from megatron.seq1f1b.model.kernels import DocumentKernel, Gradients, Kernel  # noqa: E402
 from megatron.seq1f1b.runtime.gradient_sync import GradientSync  # noqa: E402
@@ -130,12 +130,10 @@ def scheduled(step: Step, actions: Program) -> None:
         actions,
         communicator=Messages(),
         context=SegmentContext(),
-        weight_gradients=WeightGradientStore(),
         losses=LossLedger(per_token_loss=False),
         syncs=[GradientSync(model)],
         around_forward=lambda stage, length: nullcontext(),
         recorder=Recorder(torch.device("cpu")),
-        host_memory=HostMemory(),
     )
     interpreter.run()
 

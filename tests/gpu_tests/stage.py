@@ -14,7 +14,7 @@ from common import Report, parse, seconds, start_megatron, synchronise, transfor
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
-from megatron.seq1f1b.model import HostMemory, Segment, SegmentContext, attach, link_rate
+from megatron.seq1f1b.model import Segment, SegmentContext, attach, link_rate
 from megatron.seq1f1b.partition import Task, cut_sequence
 from megatron.seq1f1b.planning.costs.model_shape import ModelShape
 from megatron.seq1f1b.planning.costs.stage_costs import A100, CPU_CORE, analytic_costs, bottleneck_time
@@ -55,8 +55,8 @@ class Stage:
         ).to(self.device)
         # What training keeps besides weights and their gradients: fp32 weights and Adam's two moments.
         self.optimizer = [torch.empty(3, *x.shape, device=self.device) for x in self.model.parameters()]
-        self.host_memory = HostMemory()
-        self.context = SegmentContext(self.host_memory.keep)
+        self.context = SegmentContext()
+        self.host_memory = self.context.host_memory
         attach([self.model], self.context)
 
     def run(self, length: int, k: int, actions: list[Action]) -> None:
@@ -80,17 +80,16 @@ class Stage:
                     continue
                 segment = replace(segments[action.segment], microbatch=action.microbatch)
                 rows = slice(segment.start, segment.end)
-                with self.context.running(segment, keeps_for_backward=True):
-                    if action.kind is Kind.F:
-                        with self.host_memory.keeping(unit) if unit in moves else nullcontext():
-                            kept[unit] = self.model(tokens[:, rows], positions[:, rows], None)
+                is_forward = action.kind is Kind.F
+                with self.context.running(segment, True, unit, moves=is_forward and unit in moves):
+                    if is_forward:
+                        kept[unit] = self.model(tokens[:, rows], positions[:, rows], None)
                     else:
                         if unit in moves:
                             self.host_memory.wait(unit)
                         kept.pop(unit).backward(gradient[rows])
         finally:
             self.context.clear()
-            self.host_memory.clear()
 
     def free(self) -> None:
         """Give back what the last run left, gradients of weights too."""

@@ -4,7 +4,7 @@ import pytest
 
 from megatron.seq1f1b.arguments import keywords_in_errors, parse_options
 from megatron.seq1f1b.install import install
-from megatron.seq1f1b.model.masks import KEEP_APART
+from megatron.seq1f1b.model.packed_documents import KEEP_APART
 
 
 @pytest.mark.parametrize(

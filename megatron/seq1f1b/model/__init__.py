@@ -1,12 +1,10 @@
-"""A Megatron model on one segment: attention with a KV cache, positions from the start of the segment, separate weight
-gradients."""
+"""A Megatron model on one segment: attention with a KV cache, positions, losses, separate weight gradients."""
 
 from .attach import attach, refuse_attention_to_later_tokens, use_segment_attention
 from .host_copies import link_rate
-from .host_memory import HostMemory
 from .local_hybrid import local_hybrid_spec
 from .loss_pieces import PIECE, compute_loss_in_pieces
-from .packed_documents import Documents
+from .packed_documents import Documents, differs
 from .prediction_heads import LookAhead, PredictionHeads
 from .segment import Segment, SegmentContext
-from .weight_gradient import WeightGradientStore, add_up_all_weight_gradients, defer_weight_gradients
+from .weight_gradient import add_up_all_weight_gradients, defer_weight_gradients

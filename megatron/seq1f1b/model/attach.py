@@ -19,7 +19,7 @@ from .attention import SegmentAttention
 from .head_exchange import HeadExchange
 from .kernels import KernelChoice
 from .latents import keep_latents
-from .masks import KEEP_APART
+from .packed_documents import KEEP_APART
 from .segment import SegmentContext
 
 # Modules that depend on the running segment, with their patches.

@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from .head_exchange import HeadExchange
 from .kernels import AttentionRule, Kernel, KernelChoice, RunOnce, Saved, WithSink, default_generator, on_parts
 from .kv_cache import KVCache
-from .masks import KEEP_APART
+from .packed_documents import KEEP_APART
 from .segment import Segment, SegmentContext
 
 
@@ -102,7 +102,7 @@ class SegmentAttention(torch.nn.Module):
                 if rule.window is not None and not output.requires_grad:
                     rows.trim(keeps_earlier=is_used_again)
                 if segment.is_last:
-                    rows.rest(context.keep)
+                    rows.rest(context.host_memory.keep)
         return output if self.exchange is None else self.exchange.to_tokens(output)
 
     def _kernel(self, rule: AttentionRule, query: Tensor, value: Tensor, sink: Tensor | None) -> Kernel:
@@ -117,7 +117,7 @@ class SegmentAttention(torch.nn.Module):
         if segment is None or not context.keeps_for_backward or results is None:
             return kernel
         generator = default_generator(query.device) if rule.dropout else None
-        return RunOnce(kernel, (self, segment.microbatch, segment.index), results, context.keep, generator)
+        return RunOnce(kernel, (self, segment.microbatch, segment.index), results, context.host_memory.keep, generator)
 
     @property
     def tp_group(self) -> Any:

@@ -1,7 +1,7 @@
-"""The running segment, in one object that the executor shares with the modules of its model chunks."""
+"""The running segment, and all that modules keep for the units in flight, in one object of the executor."""
 
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
-from .masks import MaskCheck
-from .packed_documents import Documents
+from .host_memory import HostMemory
+from .packed_documents import Documents, MaskCheck
+from .weight_gradient import WeightGradientStore
 
 
 @dataclass(frozen=True)
@@ -57,18 +58,18 @@ class Segment:
 
 
 class SegmentContext:
-    """The running segment, and the caches of layers for the micro-batches in flight.
+    """The running segment, and the state of layers for the micro-batches in flight.
 
     It is set around the forward and around the backward of a unit, since recomputation runs a forward inside the
-    backward. Between units there is no running segment, and modules treat their input as whole sequences. `keep`
-    returns a handle of a tensor that may move with the running unit, see HostMemory.
+    backward. Between units there is no running segment, and modules treat their input as whole sequences.
 
     A cache holds the state that a layer passes from segment to segment. It lives until the backward of the first
     segment, or the forward of the last one if no backward follows.
     """
 
-    def __init__(self, keep: Callable[[Any], Any] = lambda tensor: tensor) -> None:
-        self.keep = keep
+    def __init__(self) -> None:
+        self.host_memory = HostMemory()
+        self.weight_gradients = WeightGradientStore()
         self.segment: Segment | None = None
         self.keeps_for_backward = True
         self.splits_backwards = False  # if so, inputs and output gradients are kept for the weight gradients
@@ -78,13 +79,21 @@ class SegmentContext:
         self._caches: dict[tuple[Any, int], Any] = {}
 
     @contextmanager
-    def running(self, segment: Segment, keeps_for_backward: bool) -> Iterator[None]:
-        """Inside, `segment` runs; no backward follows (evaluation) unless `keeps_for_backward`."""
+    def running(
+        self, segment: Segment, keeps_for_backward: bool, unit: Hashable = None, moves: bool = False
+    ) -> Iterator[None]:
+        """Inside, `segment` runs; no backward follows (evaluation) unless `keeps_for_backward`.
+
+        A backward leaves its weight gradients for `unit` if backwards are split. If the unit `moves`, the tensors that
+        its forward saves may go to the host.
+        """
         self.segment, self.keeps_for_backward, self._checked_mask = segment, keeps_for_backward, None
+        self.weight_gradients.unit = unit
         try:
-            yield
+            with self.host_memory.keeping(unit) if moves else nullcontext():
+                yield
         finally:
-            self.segment = self._checked_mask = None
+            self.segment = self._checked_mask = self.weight_gradients.unit = None
 
     def check_mask(self, mask: Tensor) -> None:
         """Raise ValueError unless the mask of the running segment is causal; compared once for all layers."""
@@ -111,7 +120,7 @@ class SegmentContext:
         return is_used_again
 
     def end_of_backward(self, layer: Any) -> Callable[[], object]:
-        """A function to call in the backward of the running segment; for the first segment it frees the cache of
+        """A function for the end of the running segment's backward; after the first segment's it frees the cache of
         `layer`."""
         key = (layer, self.segment.microbatch)
         return partial(self._caches.pop, key) if self.segment.is_first else lambda: None
@@ -126,7 +135,11 @@ class SegmentContext:
         self.masks = MaskCheck()
         if self.kept_attention:
             self.kept_attention.clear()
+        self.weight_gradients.clear()
+        self.host_memory.clear()
 
     def assert_empty(self) -> None:
         assert not self._caches, f"{len(self._caches)} caches outlived the step"
         assert not self.kept_attention, f"the attention of {len(self.kept_attention)} forwards was kept and not used"
+        self.weight_gradients.assert_empty()
+        self.host_memory.assert_empty()

@@ -1,18 +1,17 @@
 """Weight gradients separate from input gradients, in Megatron's local linear layers and in Transformer Engine's.
 
-The backward of a linear layer has two independent halves: the input gradient, which the previous stage needs, and the
-weight gradient, which the end of the step needs. Zero-bubble schedules (arXiv 2401.10241, section 2) run the second
-half when a rank would be idle.
+The previous stage needs the input gradient of a linear layer, only the end of the step its weight gradient. Zero-bubble
+schedules (arXiv 2401.10241, section 2) compute the latter when a rank would be idle.
 
-Transformer Engine's own `delay_wgrad_compute` does not fit I and W: its `backward_dw` assigns a gradient instead of
-adding it, hooks of parameters fire at I, before there is a gradient, and its queue does not separate units. So one
-store takes the products of all layers by unit, and gives their results to the parameters through autograd. The forward
-of a layer runs on aliases of its parameters, which have no hooks.
+One store takes the products of all layers by unit, and gives their results to the parameters through autograd. The
+forward of a layer runs on aliases of its parameters, which have no hooks. Transformer Engine's `delay_wgrad_compute`
+does not fit: its `backward_dw` assigns a gradient instead of adding it, hooks of parameters fire at I, before there is
+a gradient, and its queue does not separate units.
 """
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -39,29 +38,20 @@ class WeightGradientStore:
     """
 
     def __init__(self) -> None:
+        self.unit: Hashable = None  # the unit that runs
         self._left: dict[Hashable, deque[tuple[Sequence[torch.nn.Parameter], Product]]] = {}
-        self._collecting: deque | None = None
-
-    @contextmanager
-    def collecting(self, unit: Hashable) -> Iterator[None]:
-        """Inside, the backward of `unit` runs."""
-        self._collecting = self._left.setdefault(unit, deque())
-        try:
-            yield
-        finally:
-            self._collecting = None
 
     def leave(self, parameters: Sequence[torch.nn.Parameter], product: Product) -> None:
-        """Defer `product`, which computes the gradients of `parameters`, for the unit whose backward runs."""
-        assert self._collecting is not None, "a split backward ran outside of a schedule"
-        self._collecting.append((parameters, product))
+        """Defer `product`, which computes the gradients of `parameters`."""
+        assert self.unit is not None, "a split backward ran outside of a schedule"
+        self._left.setdefault(self.unit, deque()).append((parameters, product))
 
     def compute(self, unit: Hashable) -> None:
         """Compute the weight gradients of `unit`, and free each product.
 
         They reach the parameters' hooks, and so Megatron's DistributedDataParallel, through autograd.
         """
-        left = self._left.pop(unit)
+        left = self._left.pop(unit, ())
         while left:
             parameters, product = left.popleft()
             _WeightGradient.apply(product, *parameters).backward()
@@ -91,11 +81,8 @@ class _WeightGradient(torch.autograd.Function):
 
 
 def defer_weight_gradients(store: WeightGradientStore, chunks: Iterable[torch.nn.Module]) -> ExitStack:
-    """Inside, the backward of linear layers leaves weight gradients in `store`.
-
-    All other gradients (norms, biases, embeddings) are cheap and are computed with the input gradients, as are those of
-    an output layer that computes its logits in pieces.
-    """
+    """Inside, the backward of linear layers leaves weight gradients in `store`. Other gradients (norms, biases,
+    embeddings) are cheap, and come with the input gradients, as do those of logits in pieces."""
     modules = [module for chunk in chunks for module in chunk.modules() if keeps_logits(module)]
     of_te = [module for module in modules if hasattr(module, "wgrad_store")]  # TE's attention has no weights
     local, reason = "megatron.core.tensor_parallel.layers", "computes the weight gradient with the input gradient"
@@ -116,11 +103,8 @@ def defer_weight_gradients(store: WeightGradientStore, chunks: Iterable[torch.nn
 
 
 def deferring(linear: Callable[..., Tensor], store: WeightGradientStore) -> Callable[..., Tensor]:
-    """`linear`, the `_forward_impl` of a Megatron linear layer, with its weight gradient left in `store`.
-
-    Only the product with the weight is split; the gradient of the bias is cheap. `linear` runs unchanged if there is
-    nothing to split: frozen weights, computed weights, inputs without a gradient.
-    """
+    """`linear`, the `_forward_impl` of a Megatron linear layer, with its weight gradient left in `store`; unchanged if
+    there is nothing to split: frozen weights, computed weights, inputs without a gradient."""
 
     def split(*, input: Tensor, weight: Tensor, bias: Tensor | None, **options: Any) -> Tensor:
         is_split = input.requires_grad and weight.requires_grad and weight.is_leaf and torch.is_grad_enabled()
@@ -159,8 +143,8 @@ def deferring(linear: Callable[..., Tensor], store: WeightGradientStore) -> Call
 def _accumulated(weight: torch.nn.Parameter) -> Tensor | None:
     """The gradient for the hooks of a weight whose gradient was added to its `main_grad`.
 
-    `grad_added_to_main_grad` keeps DistributedDataParallel from adding it again. If another layer gives the same weight
-    an ordinary gradient (`zero_out_wgrad`: tied embeddings), this one is added, too, so it has to be zero.
+    The mark keeps DistributedDataParallel from adding it again. If another layer gives the same weight an ordinary
+    gradient (`zero_out_wgrad`: tied embeddings), this one is added, too, so it has to be zero.
     """
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
@@ -172,10 +156,8 @@ def _store_of(layer: Any, store: WeightGradientStore) -> SimpleNamespace:
     """Replaces the `wgrad_store` of a Transformer Engine layer."""
 
     def put(tensors: list[Any], product: Callable[..., tuple[Any, ...]]) -> None:
-        """Called by the layer's backward: `product(*tensors)` returns the gradients of its weight and bias.
-
-        In a layer of several experts it writes the gradients of their weights into the last of the `tensors`.
-        """
+        """Called by the layer's backward: `product(*tensors)` returns the gradients of its weight and bias, or writes
+        those of several experts' weights into the last of the `tensors`."""
         parameters = [layer._parameters[name] for name in _aliased(layer)]
         num_experts = getattr(layer, "num_gemms", 0)  # each has a weight of its own
 
@@ -217,8 +199,7 @@ def add_up_all_weight_gradients(chunks: Iterable[torch.nn.Module]) -> None:
     """Make Transformer Engine's layers add the gradient of every unit to `main_grad`.
 
     With `gradient_accumulation_fusion` they overwrite it with the gradient of the unit that goes forward first, which
-    in Megatron's schedules also goes backward first. In that unit they also convert the weights to 8 bits for all units
-    of the step; here they do only that.
+    in Megatron's schedules also goes backward first. In that unit they also convert the weights to 8 bits for the step.
     """
     for chunk in chunks:
         for module in chunk.modules():

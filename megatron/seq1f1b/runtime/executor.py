@@ -14,9 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..model import (
     PIECE,
-    HostMemory,
     SegmentContext,
-    WeightGradientStore,
     add_up_all_weight_gradients,
     attach,
     compute_loss_in_pieces,
@@ -71,9 +69,7 @@ class PipelineExecutor:
         self.recorder: Recorder | None = None  # of the last training step
         self._reports_on_last_rank = reports_on_last_rank
         self._piece = piece
-        self._host_memory = HostMemory()
-        self._context = SegmentContext(self._host_memory.keep)
-        self._weight_gradients = WeightGradientStore()
+        self._context = SegmentContext()
         self._communicators: dict[tuple[dist.ProcessGroup, Placement], Communicator] = {}
         self._agreed: set[str] = set()
         self._ran_before: set[tuple] = set()
@@ -141,8 +137,6 @@ class PipelineExecutor:
             raise
         finally:
             context.clear()
-            self._weight_gradients.clear()
-            self._host_memory.clear()
         if timers is not None:
             timers("forward-backward").stop()
         return reports
@@ -159,7 +153,7 @@ class PipelineExecutor:
             for sync in syncs:
                 around.callback(sync.close)  # also after a failure
             if program.splits_backwards:
-                around.enter_context(defer_weight_gradients(self._weight_gradients, step.chunks))
+                around.enter_context(defer_weight_gradients(self._context.weight_gradients, step.chunks))
             if step.shape.num_segments > 1 or step.groups.cp.size() > 1 or self.segmentation.packing is not None:
                 around.enter_context(patched(prediction_patches(step, self._context)))
             if self.tracer is None or step.forward_only:
@@ -176,12 +170,10 @@ class PipelineExecutor:
                 program,
                 communicator=communicator,
                 context=self._context,
-                weight_gradients=self._weight_gradients,
                 losses=losses,
                 syncs=syncs,
                 around_forward=self._around_forward,
                 recorder=recorder,
-                host_memory=self._host_memory,
             ).run()
             for sync in syncs:
                 sync.close()

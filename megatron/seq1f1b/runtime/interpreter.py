@@ -18,7 +18,7 @@ from megatron.core.pipeline_parallel.schedules import (
 from torch import Tensor
 from torch.profiler import record_function
 
-from ..model import HostMemory, SegmentContext, WeightGradientStore
+from ..model import SegmentContext
 from ..schedule import Action, Kind, channels_of
 from .communication import Communicator
 from .gradient_sync import GradientSync
@@ -42,12 +42,10 @@ class Interpreter:
     program: Program
     communicator: Communicator
     context: SegmentContext
-    weight_gradients: WeightGradientStore
     losses: LossLedger
     syncs: Sequence[GradientSync]
     around_forward: Callable[[int, int], AbstractContextManager]
     recorder: Recorder
-    host_memory: HostMemory
 
     def __post_init__(self) -> None:
         placement, rank = self.step.placement, self.step.rank
@@ -79,8 +77,6 @@ class Interpreter:
                 raise
         self.communicator.finish()
         self.context.assert_empty()
-        self.weight_gradients.assert_empty()
-        self.host_memory.assert_empty()
         assert not self._kept and not self._outgoing, f"tensors outlived the step: {[*self._kept, *self._outgoing]}"
 
     def _forward(self, action: Action) -> None:
@@ -92,10 +88,9 @@ class Interpreter:
         is_first_of_chunk = chunk not in self._started_chunks
         self._started_chunks.add(chunk)
         self.syncs[chunk].before_forward()
-        running = self.context.running(segment, not step.forward_only)
         moves = action[1:] in self.program.moved
-        keeping = self.host_memory.keeping(action[1:]) if moves else _NOTHING
-        with running, keeping, self.recorder.span(action), self.around_forward(stage, segment.length):
+        running = self.context.running(segment, not step.forward_only, action[1:], moves)
+        with running, self.recorder.span(action), self.around_forward(stage, segment.length):
             output, _ = forward_step(
                 self.losses.observe(step.forward_step_func, segment),
                 batches and batches.at(segment),
@@ -123,27 +118,26 @@ class Interpreter:
         kind, stage, microbatch, index = action
         segment = self.step.segments[microbatch][index]
         if action[1:] in self.program.moved:
-            self.host_memory.wait(action[1:])
+            self.context.host_memory.wait(action[1:])
         self.syncs[self._chunk_of[stage]].before_backward()
         arrived, output = self._kept.pop(action[1:])
         if stage == self._last_stage:
             gradient, output = None, self.losses.ready_for_backward(output, segment)
         else:
             gradient = self._input_of(action, is_forward=False)
-        splits, reducing = self.program.splits_backwards, self._reducing(Kind.I, action)
-        with self.context.running(segment, True), self.recorder.span(action):
-            with self.weight_gradients.collecting(action[1:]) if splits else _NOTHING, reducing:
+        with self.context.running(segment, True, action[1:]), self.recorder.span(action):
+            with self._reducing(Kind.I, action):
                 gradient = backward_step(arrived, output, gradient, self.step.config)
-            if splits and kind is Kind.B:
+            if kind is Kind.B and self.program.splits_backwards:
                 with self._reducing(Kind.W, action):
-                    self.weight_gradients.compute(action[1:])
+                    self.context.weight_gradients.compute(action[1:])
         if stage > 0:
             self._outgoing[Kind.SEND_B, *action[1:]] = gradient
 
     def _weight_gradient(self, action: Action) -> None:
         segment = self.step.segments[action.microbatch][action.segment]
         with self.context.running(segment, True), self.recorder.span(action), self._reducing(Kind.W, action):
-            self.weight_gradients.compute(action[1:])
+            self.context.weight_gradients.compute(action[1:])
 
     def _reducing(self, half: Kind, action: Action) -> AbstractContextManager:
         """A context for this half of a backward: if it is the chunk's last, gradients may be reduced in it."""
@@ -194,8 +188,8 @@ class Interpreter:
         Kind.GATHER: lambda self, action: self.syncs[self._chunk_of[action.stage]].gather(),
         Kind.REDUCE: lambda self, action: self.syncs[self._chunk_of[action.stage]].reduce(),
         Kind.RELEASE: lambda self, action: self.syncs[self._chunk_of[action.stage]].release(),
-        Kind.OFFLOAD: lambda self, action: self.host_memory.offload(action[1:], self.recorder.span(action)),
-        Kind.RELOAD: lambda self, action: self.host_memory.reload(action[1:], self.recorder.span(action)),
+        Kind.OFFLOAD: lambda self, action: self.context.host_memory.offload(action[1:], self.recorder.span(action)),
+        Kind.RELOAD: lambda self, action: self.context.host_memory.reload(action[1:], self.recorder.span(action)),
     }
 
 

@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..model import Documents, Segment
-from ..model.masks import differs
+from ..model import Documents, Segment, differs
 from .data import SegmentIterator
 from .step import Step
 

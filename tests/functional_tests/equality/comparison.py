@@ -24,7 +24,7 @@ from functional_tests.equality.models import SEQUENCE, VOCABULARY, Model
 from functional_tests.equality.step import logged, run
 from functional_tests.equality.suites import groups
 from megatron.seq1f1b.model import host_memory, latents, loss_pieces
-from megatron.seq1f1b.model.kernels.cpu import CpuFlash
+from megatron.seq1f1b.model.kernels.flash import CpuFlash
 from megatron.seq1f1b.model.kernels.unfused import Unfused
 from megatron.seq1f1b.model.without_te import OUTPUT_LAYER
 from megatron.seq1f1b.partition import balanced, packs_of_step
@@ -187,7 +187,7 @@ def compare(
             wrong += [(inf, f"{kept.calls} calls of kernels, not {plain.calls}")] * (kept.calls != plain.calls)
         if model.offloads:
             has_moved = Kind.OFFLOAD in {span.action.kind for span in executor.recorder.spans()}
-            wrong += [(inf, "nothing moved")] * (has_moved != bool(executor._host_memory.most_bytes))
+            wrong += [(inf, "nothing moved")] * (has_moved != bool(executor._context.host_memory.most_bytes))
             executor = PipelineExecutor(schedule, cut, piece=piece)
             if model.keeps_attention:
                 executor.keep_attention()

@@ -6,7 +6,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from megatron.seq1f1b.model import HostMemory, host_copies, host_memory
+from megatron.seq1f1b.model import host_copies, host_memory
+from megatron.seq1f1b.model.host_memory import HostMemory
 
 SIZE = 64  # x 64 x 4 bytes are above the smallest that move
 

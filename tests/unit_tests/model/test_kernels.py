@@ -5,7 +5,7 @@ import torch
 
 from megatron.seq1f1b.model import kv_cache
 from megatron.seq1f1b.model.kernels.adapted import Padded
-from megatron.seq1f1b.model.kernels.cpu import CpuFlash
+from megatron.seq1f1b.model.kernels.flash import CpuFlash
 from megatron.seq1f1b.model.kernels.unfused import Unfused
 from support.segments import HEADS, attention, expected, inputs, run, segments_of, worst_error
 

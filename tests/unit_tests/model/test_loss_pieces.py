@@ -126,10 +126,11 @@ def test_weight_gradients_of_pieces_are_not_left_for_later(groups):
     """They would hold gradients as large as logits until then."""
     store, head = WeightGradientStore(), Head()
     compute_loss_in_pieces([head], MANY, ROW)
-    with defer_weight_gradients(store, [head]), store.collecting("unit"):
+    store.unit = "unit"
+    with defer_weight_gradients(store, [head]):
         hidden, labels, _ = batch()
         head(hidden, labels).sum().backward()
-        assert head.output_layer.weight.grad is not None and not store._left["unit"]
+        assert head.output_layer.weight.grad is not None and not store._left
 
 
 MAIN_GRADS = {"none": None, "bf16": torch.bfloat16, "fp32": torch.float32, "fused": torch.float32}

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from megatron.seq1f1b.model import HostMemory, host_memory
+from megatron.seq1f1b.model import host_memory
 from support.segments import Attended, attention, inputs, of_lengths
 
 LENGTHS, SIZE = (60, 40, 50), 8
@@ -16,10 +16,11 @@ OF_TOKEN, LOG_SUM_EXP = 2 * 2 * 2 * SIZE * 8, 2 * 4 * 8  # bytes, in fp64
 class Moved(Attended):
     """Its last segment moves."""
 
-    memory = HostMemory()
+    @property
+    def memory(self):
+        return self.layer.segment_context.host_memory
 
     def forward(self) -> None:
-        self.layer.segment_context.keep = self.memory.keep
         with self.memory.keeping("unit"):
             super().forward()
         self.memory.offload("unit", nullcontext())
@@ -44,7 +45,7 @@ def test_a_cache_leaves_and_comes_back(monkeypatch, window, kept, recompute, kee
         attended.forward()
         if kind is Moved:
             of_kernels = 0 if recompute and not keeps else LOG_SUM_EXP * sum(LENGTHS)
-            assert Moved.memory.num_bytes == OF_TOKEN * kept[recompute] + of_kernels
+            assert attended.memory.num_bytes == OF_TOKEN * kept[recompute] + of_kernels
         attended.backward()
         found.append([torch.cat(attended.outputs), *(x.grad for part in attended.parts for x in part)])
     assert all(map(torch.equal, *found))

@@ -9,8 +9,8 @@ import pytest
 import torch
 from megatron.core.tensor_parallel import layers
 
-from megatron.seq1f1b.model import WeightGradientStore, add_up_all_weight_gradients
-from megatron.seq1f1b.model.weight_gradient import deferring
+from megatron.seq1f1b.model import add_up_all_weight_gradients
+from megatron.seq1f1b.model.weight_gradient import WeightGradientStore, deferring
 
 TOKENS, BATCH, IN, OUT = 5, 2, 4, 3
 
@@ -53,8 +53,8 @@ def expected(layer: Layer, *inputs: torch.Tensor) -> torch.Tensor:
 
 def go_backward(layer: Layer, unit: int, input: torch.Tensor) -> None:
     loss = layer(input).square().sum()
-    with layer.store.collecting(unit):
-        loss.backward()
+    layer.store.unit = unit
+    loss.backward()
 
 
 @pytest.mark.parametrize("has_bias", [False, True])

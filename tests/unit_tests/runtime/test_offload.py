@@ -32,7 +32,7 @@ def test_evaluation_moves_nothing(alone):
     runs = offloading()
     with torch.no_grad():
         run(runs, Stage(), forward_only=True)
-    assert runs._host_memory.most_bytes == 0
+    assert runs._context.host_memory.most_bytes == 0
 
 
 def test_a_failing_move_names_its_action(alone, monkeypatch):

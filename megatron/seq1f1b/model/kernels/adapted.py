@@ -1,23 +1,23 @@
-"""Wrappers of a kernel: for other head sizes, for a softmax with a sink, for layers that are recomputed."""
+"""Wrappers of a kernel: for other head sizes, a softmax with a sink, layers that are recomputed, parts of a segment."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import batched
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..host_memory import taken
-from .interface import Gradients, Kernel, Saved
+from ..packed_documents import CumulativeLengths, Documents, document_start, pieces
+from ..segment import Segment
+from .interface import DocumentKernel, Gradients, Kernel, Saved
 
 
 @dataclass(frozen=True)
 class Padded:
-    """Pads heads with zeros to one size, a multiple of `multiple_of`; the padded copies live for the call only.
-
-    It serves multi-latent attention, where value heads are smaller than query heads, and odd sizes. Zeros change
-    neither the scores nor the part of the output that is kept.
-    """
+    """Pads heads with zeros to one size, a multiple of `multiple_of`, for multi-latent attention, where value heads are
+    smaller than query heads, and for odd sizes. The padded copies live for the call only."""
 
     kernel: Kernel
     multiple_of: int = 1
@@ -43,9 +43,8 @@ class WithSink:
 
         weight_j = exp(score_j) / (exp(sink) + Σ_k exp(score_k))
 
-    With sink 0 that is the off-by-one softmax; gpt-oss (arXiv 2508.10925) learns one for each head. The sink changes
-    the log-sum-exp, the first of the statistics: the output is scaled down accordingly, and the kernel's backward
-    starts from it.
+    With sink 0 that is the off-by-one softmax; gpt-oss (arXiv 2508.10925) learns one for each head. The sink scales the
+    output down and changes the log-sum-exp, the first of the statistics, from which the kernel's backward starts.
     """
 
     kernel: Kernel
@@ -75,9 +74,9 @@ class WithSink:
 class RunOnce:
     """Runs `kernel` once where full recomputation repeats the forward of `unit`.
 
-    The first forward, without autograd, stores output and statistics in `results`; the repeated one removes them, so
-    that the graph does not keep itself alive. In between a layer keeps b·n·h·(e·w + 4) bytes, for n tokens of b
-    sequences, h query heads, values of size e and w bytes an element, in what `keep` returns, see HostMemory.
+    The first forward, without autograd, stores output and statistics in `results`, as `keep` returns them (HostMemory);
+    the repeated one removes them, so that the graph does not keep itself alive. In between a layer keeps
+    b·n·h·(e·w + 4) bytes, for n tokens of b sequences, h query heads, values of size e and w bytes an element.
     `generator` is the kernel's random generator, None if it draws nothing; its state after the first forward is
     restored for the rest of the layer.
     """
@@ -105,3 +104,113 @@ class RunOnce:
 
     def backward(self, grad_output: Tensor, saved: Saved) -> Gradients:
         return self.kernel.backward(grad_output, saved)
+
+
+# Selects tokens of a tensor [n, b, ...], or tokens and sequences.
+Index = slice | tuple[slice, slice | int]
+# Queries, the keys that end with the last query, and the lengths of documents for a kernel that takes them.
+Call = tuple[Index, Index, tuple[CumulativeLengths, ...]]
+
+
+def on_parts(
+    kernel: Kernel, segment: Segment | None, window: int | None, runs: Sequence[tuple[int, int]], query: Tensor
+) -> Kernel:
+    """`kernel` for some of the queries of a segment, [n, b, h, d], within its documents; no `segment` is a whole
+    sequence.
+
+    The keys are those of the segment, and of a `window` before it or of its whole prefix. Context-parallel ranks that
+    share heads have a part of the queries each: `runs` of them, each with its start and end in the segment.
+    """
+    documents = None if segment is None else segment.documents
+    if documents is None and len(runs) == 1:
+        return kernel
+    assert documents is None or query.shape[1] == len(documents), (
+        f"attention got {query.shape[1]} sequences for a micro-batch of {len(documents)}: the script flattens packed "
+        "batches; use --micro-batch-size 1"
+    )
+    device = query.device if isinstance(kernel, DocumentKernel) else None
+    start, made = (0, {}) if segment is None else (segment.start, segment.calls)
+    first_key = 0 if window is None else max(0, start - window)
+    key = first_key, tuple(runs), device
+    if key not in made:
+        seen = min((document_start(starts, start, first_key) for starts in documents or ()), default=first_key)
+        made[key] = tuple(_calls(start, seen, runs, documents, device)), seen - first_key
+    return InCalls(kernel, *made[key])
+
+
+def _calls(
+    start: int,
+    first_key: int,
+    runs: Sequence[tuple[int, int]],
+    documents: Documents | None,
+    device: torch.device | None,
+) -> Iterator[Call]:
+    """One call for every run. Within documents, one for every sequence of a run, with the lengths of its documents on
+    `device`; if that is None, one for every document."""
+    done = 0
+    for run_start, run_end in runs:
+        first, last = start + run_start, start + run_end
+        before = done - first
+        if documents is None:
+            yield slice(done, last + before), slice(last - first_key), ()
+        for number, starts in enumerate(documents or ()):
+            found = pieces(starts, first, last, first_key)
+            if device is not None:
+                keys = slice(found[0].first_key - first_key, last - first_key)
+                yield (slice(done, last + before), number), (keys, number), (CumulativeLengths.of(found, device),)
+                continue
+            sequence = slice(number, number + 1)
+            for piece in found:
+                queries = slice(piece.start + before, piece.end + before)
+                yield (queries, sequence), (slice(piece.first_key - first_key, piece.end - first_key), sequence), ()
+        done += run_end - run_start
+
+
+@dataclass(frozen=True)
+class InCalls:
+    """Runs `kernel` once for every call on the keys from `first` on; no two calls share a query.
+
+    The gradients of a segment cover all keys from `first` on, however many calls it has, so those of the segment after
+    it find their rows. A single call copies nothing.
+    """
+
+    kernel: Kernel
+    calls: tuple[Call, ...]
+    first: int
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        key, value = key[self.first :], value[self.first :]
+        whole = query.new_empty(*query.shape[:3], value.shape[3]) if len(self.calls) > 1 else None
+        statistics: list[Tensor] = []
+        for queries, keys, lengths in self.calls:
+            output, of_call = self.kernel.forward(query[queries], key[keys], value[keys], *lengths)
+            statistics += of_call
+            if whole is not None:
+                whole[queries] = output
+        return _as_sequences(output) if whole is None else whole, tuple(statistics)
+
+    def backward(self, grad_output: Tensor, saved: Saved) -> Gradients:
+        query, key, value, output, statistics = saved
+        key, value = key[self.first :], value[self.first :]
+        by_call = batched(statistics, len(statistics) // len(self.calls))
+        grads = (
+            self.kernel.backward(
+                grad_output[queries], Saved(query[queries], key[keys], value[keys], output[queries], of_call), *lengths
+            )
+            for (queries, keys, lengths), of_call in zip(self.calls, by_call, strict=True)
+        )
+        if len(self.calls) == 1:
+            return Gradients(*map(_as_sequences, next(grads)))
+        whole = Gradients(torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value))
+        for (queries, keys, _), of_call in zip(self.calls, grads, strict=True):
+            whole.query[queries] = of_call.query
+            for of_whole, part in ((whole.key, of_call.key), (whole.value, of_call.value)):
+                of_whole[keys][-len(part) :].add_(part)
+            if of_call.sink is not None:
+                whole = whole._replace(sink=of_call.sink if whole.sink is None else whole.sink + of_call.sink)
+        return whole
+
+
+def _as_sequences(x: Tensor | None) -> Tensor | None:
+    """[n, h, d] of one sequence to [n, 1, h, d]."""
+    return x.unsqueeze(1) if x is not None and x.dim() == 3 else x

@@ -20,10 +20,8 @@ class AttentionRule:
 
 
 class Saved(NamedTuple):
-    """The inputs of the backward of a call; the caller may have kept keys and values elsewhere.
-
-    `statistics` are the kernel's own: the log-sum-exp of the scores, then the random state of the dropout.
-    """
+    """The inputs of the backward of a call. `statistics` are the kernel's own: the log-sum-exp of the scores, then the
+    random state of the dropout."""
 
     query: Tensor
     key: Tensor
@@ -45,17 +43,13 @@ class Kernel(Protocol):
     """Bottom-right causal attention by one rule: the queries are the last n of the m tokens that the keys span.
 
     Shapes are Megatron's, sequence first: query [n, b, h, d], key [m, b, g, d] and value [m, b, g, e], output and its
-    gradient [n, b, h, e].
+    gradient [n, b, h, e]. The output is contiguous; gradients need not be. `forward` also returns the statistics that
+    `backward` starts from. It draws from PyTorch's default generator of the device, and only if the rule has dropout.
     """
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Output, contiguous, and the statistics that `backward` starts from.
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]: ...
 
-        Draws from PyTorch's default generator of the device, and only if the rule has dropout.
-        """
-
-    def backward(self, grad_output: Tensor, saved: Saved) -> Gradients:
-        """Gradients in Megatron's shapes, contiguous or not."""
+    def backward(self, grad_output: Tensor, saved: Saved) -> Gradients: ...
 
 
 class DocumentKernel(Kernel):

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from ...process.ranks import warn_on_rank_0
 from .adapted import Padded
-from .cpu import CpuFlash
-from .flash import CudaFlash, FlashAttention4, why_not_3
+from .flash import CpuFlash, CudaFlash, FlashAttention4, why_not_3
 from .interface import AttentionRule, Kernel
 from .transformer_engine import TransformerEngineFused
 from .unfused import Unfused
@@ -25,10 +24,10 @@ class KernelChoice:
     """The choice for all attention layers of a model; warns once, on rank 0, if no fused kernel fits.
 
     `backend` is Megatron's --attention-backend: `unfused` and `local` mean plain matrix products, `fused` means
-    Transformer Engine's attention on GPUs, anything else FlashAttention. `flash_attention_version` is its
-    --flash-attention-version: 2 for PyTorch's own operators, 3 for these operators on FlashAttention 3, 4 for
-    flash-attn-4; None takes 3 on Hopper GPUs if it is installed, else 2. All operators of a process run on one version.
-    Versions 3 and 4 have no dropout, so a model that `has_dropout` runs on 2 unless a version is given.
+    Transformer Engine's attention on GPUs, anything else FlashAttention. `flash_attention_version` is Megatron's flag:
+    2 for PyTorch's operators, 3 for these operators on FlashAttention 3, 4 for flash-attn-4; None takes 3 on Hopper
+    GPUs if it is installed, else 2. Versions 3 and 4 have no dropout, so a model that `has_dropout` runs on 2 unless a
+    version is given. All operators of a process run on one version.
     """
 
     def __init__(
@@ -42,8 +41,7 @@ class KernelChoice:
         self._warn_once = cache(partial(warn_on_rank_0, _log))
 
     def kernel(self, rule: AttentionRule, query: Tensor, value: Tensor) -> Kernel:
-        """The kernel of `rule` for queries [n, b, h, d] and values [m, b, g, e]; chosen once for a device, type and
-        head sizes."""
+        """The kernel of `rule` for queries [n, b, h, d] and values [m, b, g, e]."""
         return self._chosen(rule, self.is_on_gpu(query), query.dtype, query.shape[3], value.shape[3])
 
     @staticmethod
@@ -64,9 +62,9 @@ class KernelChoice:
 
     def _choose(self, rule: AttentionRule, is_cuda: bool, dtype: torch.dtype, size: int, value_size: int) -> Kernel:
         reason = self._why_unfused(rule, is_cuda, dtype, max(size, value_size))
-        if reason:
-            self._warn_once(f"{reason} has no fused kernel: plain matrix products compute it, more slowly")
         if reason is not None:
+            if reason:
+                self._warn_once(f"{reason} has no fused kernel: plain matrix products compute it, more slowly")
             return Unfused(rule)
         kernel: Kernel = self._fused(rule) if is_cuda else CpuFlash(rule)
         multiple = _HEAD_MULTIPLE if is_cuda else 1
