@@ -37,8 +37,7 @@ TESTED = ("0.19.0", "0.19.1", "0.19.2")
 def install(add_flags: bool = False, keep_documents_apart: bool = False, **flags: Any) -> None:
     """Make Megatron in this process run our schedules; best called before a program imports Megatron.
 
-    Modules that have imported `get_forward_backward_func` by then get ours, too. Calling `install` again does nothing,
-    and raises ValueError with other keywords. See docs/library.md.
+    Calling it again does nothing, and raises ValueError with other keywords. See docs/library.md.
 
     A script with Megatron's arguments adds our flags to its parser and calls `validate`. With `add_flags` this happens
     in every script that has Megatron parse its arguments and calls `pretrain`. With `--dry-run` it rehearses.
@@ -49,8 +48,8 @@ def install(add_flags: bool = False, keep_documents_apart: bool = False, **flags
     `keep_documents_apart` no token sees another document of its sequence; the `cu_seqlens` or the boolean
     `attention_mask` [b, 1, s, s] of a batch mark where documents start.
 
-    On a machine without a GPU, or with `--device cpu`, Megatron moves to the CPU. Raises ValueError for an unknown
-    keyword, and ImportError for a version of Megatron that does not fit.
+    Without a GPU, or with `--device cpu`, Megatron moves to the CPU. Raises ValueError for an unknown keyword, and
+    ImportError for a version of Megatron that does not fit.
     """
     keywords = flags | ({"keep_documents_apart": True} if keep_documents_apart else {})
     if (before := _installed()) is not None:
@@ -97,7 +96,7 @@ def check_version(version: str) -> None:
 
 
 def _silence_imports() -> None:
-    """Suppress warnings about packages for GPUs, which a machine without one does not need."""
+    """Suppress warnings about packages for GPUs."""
     warnings.filterwarnings("ignore", r".*(Apex|transformer-engine)", UserWarning, r"megatron\.(core|training)")
     warnings.filterwarnings("ignore", "invalid escape sequence", SyntaxWarning)
     warnings.filterwarnings("ignore", "'pin_memory' argument", UserWarning)
@@ -111,8 +110,7 @@ def uninstall() -> None:
 
 
 def validate(args: Namespace) -> PipelineConfig:
-    """Check the parsed arguments, Megatron's and ours, and return their configuration; raises ValueError for what is
-    unsupported."""
+    """The configuration of the parsed arguments, Megatron's and ours; raises ValueError for what is unsupported."""
     costs = RunCosts(args, run_of_arguments(args))
     config = _configured(costs)
     check(args)
@@ -152,23 +150,23 @@ def use_segment_attention(model: Iterable[torch.nn.Module]) -> list[torch.nn.Mod
 
 
 def whole_weights(model: Iterable[torch.nn.Module]) -> AbstractContextManager[None]:
-    """The weights of these model chunks whole, for a program that reads or writes them between steps with
-    `partition_state`; collective over the ranks of a pipeline stage. Does nothing if they are always whole."""
+    """The weights of these model chunks whole, to read or write them between steps with `partition_state`; collective
+    over the ranks of a pipeline stage. Does nothing if they are always whole."""
     from .runtime.partitioned_state import whole
 
     return whole(model)
 
 
 def local_hybrid_spec(config: TransformerConfig) -> ModuleSpec:
-    """Megatron's own layers for its hybrid model: `config.hybrid_stack_spec = local_hybrid_spec(config.transformer)`.
-    Upstream has no specification without Transformer Engine."""
+    """Megatron's own layers for its hybrid model, which upstream builds with Transformer Engine only:
+    `config.hybrid_stack_spec = local_hybrid_spec(config.transformer)`."""
     from .model import local_hybrid_spec
 
     return local_hybrid_spec(config)
 
 
 class Overlay:
-    """Replaces Megatron's choice of a schedule; keeps our configuration and executor from one call to the next."""
+    """Replaces Megatron's choice of a schedule by ours, with one configuration and one executor."""
 
     def __init__(self, upstream: Callable, patches: ExitStack, keywords: Mapping[str, Any] | None = None) -> None:
         self.config: PipelineConfig | None = None
@@ -178,8 +176,7 @@ class Overlay:
         self._upstream = upstream
 
     def patches_of_programs(self, options: Namespace, keep_documents_apart: bool) -> list[Patch]:
-        """The patches for a program without Megatron's arguments: it has an executor, and megatron.training is
-        unchanged."""
+        """The patches for a program without Megatron's arguments, which has an executor at once."""
         from .runtime import partitioned_state
         from .runtime.from_config import ProgramExecutor
 
@@ -200,8 +197,7 @@ class Overlay:
 
             return net.parsed(upstream(with_our_flags if add_flags else own_flags, *args, **more))
 
-        reason = "checks neither what is unsupported with our flags nor whether all ranks have the same ones"
-        rows = [wrapping("megatron.training.arguments.parse_args", parse, reason)]
+        rows = [wrapping("megatron.training.arguments.parse_args", parse, "does not compare the flags of ranks")]
         if add_flags:
             names = "megatron.training.training.pretrain", "megatron.training.pretrain"
             rows += [wrapping(name, self.pretrain, "does not validate our flags") for name in names]
@@ -210,6 +206,11 @@ class Overlay:
     def use(self, config: PipelineConfig) -> None:
         """Take the configuration of validated arguments, before Megatron builds its process groups and its model."""
         from .runtime import partitioned_state, v_chunks
+        from .runtime.from_config import sequences_of
+
+        def communicators_of_segments(initialize: Callable[[], None]) -> None:
+            with sequences_of(_megatron_args(), config.lengths[0]):  # all are equally long
+                initialize()
 
         self.config = config
         rows: list[Patch] = []
@@ -219,7 +220,7 @@ class Overlay:
             rows += partitioned_state.patches() + partitioned_state.patches_of_training_loop()
         if config.num_segments > 1 and config.run.settings.get("tp_comm_overlap"):
             name = "megatron.training.initialize._initialize_tp_communicators"
-            rows.append(wrapping(name, self._communicators_of_segments, "makes buffers for whole sequences"))
+            rows.append(wrapping(name, communicators_of_segments, "makes buffers for whole sequences"))
         self.patches.enter_context(patched(rows))
 
     def get_forward_backward_func(self, *args: Any, **kwargs: Any) -> Callable:
@@ -246,15 +247,6 @@ class Overlay:
         if self.config is None:
             raise ValueError("the script must call megatron.seq1f1b.validate with its parsed arguments before pretrain")
         return self.config
-
-    def _communicators_of_segments(self, initialize: Callable[[], None]) -> None:
-        """Call Megatron's function with buffers for the tokens of a segment; all segments are equally long."""
-        parsed = _megatron_args()
-        whole, parsed.seq_length = parsed.seq_length, self.pipeline_config().lengths[0]
-        try:
-            initialize()
-        finally:
-            parsed.seq_length = whole
 
     def pretrain(self, pretrain: Callable, cfg_container: Any, *args: Any, **kwargs: Any) -> Any:
         """Megatron's `pretrain` for a script that calls neither `validate` nor `use_segment_attention`."""
@@ -291,10 +283,7 @@ def _patches_of_megatron() -> list[Patch]:
         if find_spec("megatron.core.datasets.helpers_cpp") is None:
             compile_helpers()
 
-    helpers = wrapping(
-        "megatron.core.datasets.utils.compile_helpers",
-        compile_unless_shipped,
-        "fails in an installed wheel, which ships the helpers compiled and without their Makefile",
-    )
+    name, reason = "megatron.core.datasets.utils.compile_helpers", "fails in a wheel, which ships them compiled"
     # The CPU's patches include the repairs.
-    return [helpers, *(() if cpu.is_active() else without_te.repairs())]
+    repairs = () if cpu.is_active() else without_te.repairs()
+    return [wrapping(name, compile_unless_shipped, reason), *repairs]

@@ -1,8 +1,4 @@
-"""Turns flags into one frozen PipelineConfig.
-
-Start with flags (ours), megatron_run (Megatron's training run), supported (features that exclude each other) and
-config.
-"""
+"""Turns our flags and Megatron's run into one frozen PipelineConfig; refuses features that exclude each other."""
 
 from .config import PipelineConfig, pipeline_config
 from .flags import AUTO, add_arguments, keywords_in_errors, parse_options

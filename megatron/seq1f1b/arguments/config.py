@@ -17,9 +17,9 @@ from .supported import Use, first_unsupported, packs_documents, segments_are_pos
 class PipelineConfig:
     """All settings of our schedules in this process; `pipeline_config` makes it once.
 
-    `flags` are ours, as given. `schedule` is None if Megatron's own is to run untouched. `lengths` are the tokens of
-    each segment of a sequence of `run.sequence_length` tokens, with `--unit-tokens` of the longest possible sequence.
-    `offloads` is the share of a rank's activations that moves to host memory.
+    `flags` are ours, as given. `schedule` is None if Megatron's own is to run. `lengths` are the tokens of each segment
+    of a sequence of `run.sequence_length` tokens, with `--unit-tokens` the longest possible. `offloads` is the share of
+    a rank's activations that moves to host memory.
     """
 
     run: MegatronRun
@@ -47,7 +47,7 @@ class PipelineConfig:
 
     @property
     def moves_activations(self) -> bool:
-        """Whether activations go to the memory of the host, by the flags or by a schedule from a file."""
+        """Whether activations go to the host, by the flags or by a schedule from a file."""
         return self.offloads > 0 or (self.schedule is not None and self.schedule.has_moves)
 
     @property
@@ -76,8 +76,8 @@ class PipelineConfig:
 
     @property
     def wants_segment_attention(self) -> bool:
-        """Whether a script should build the layers with our attention, also for Megatron's own schedules: it is several
-        times faster than Megatron's unfused one, and Transformer Engine's has no kernels for a CPU."""
+        """Whether a script should build the layers with our attention, also for Megatron's own schedules: Megatron's
+        unfused one is several times slower, and Transformer Engine's has no kernels for a CPU."""
         settings = self.run.settings
         is_transformer_engines = settings["transformer_impl"] != "local" and not is_on_cpu(self.flags)
         if is_transformer_engines or settings["attention_backend"].name == "local":
@@ -86,17 +86,14 @@ class PipelineConfig:
 
 
 def refuse_unsupported(flags: argparse.Namespace, settings: Mapping[str, Any]) -> None:
-    """Raise ValueError for a feature in `settings` that does not go with our flags.
-
-    Call it when arguments are parsed, before Megatron's own checks: their assertions would end the program first.
-    """
+    """Raise ValueError for a feature in `settings` that does not go with our flags; to be called before Megatron's own
+    checks, whose assertions would end the program first."""
     _refuse(settings, _uses(flags, _schedule(flags, settings), settings))
 
 
 def pipeline_config(flags: argparse.Namespace, run: MegatronRun, costs: Predictions) -> PipelineConfig:
-    """Turn our parsed flags into the configuration of this process; `costs` predict the segments of `run`. Raises
-    ValueError for unsupported features, with a sentence that names the flag and the way out.
-    """
+    """The configuration of our parsed flags; `costs` predict the segments of `run`. Raises ValueError for unsupported
+    features, with a sentence that names the flag and the way out."""
     settings = vars(flags) | dict(run.settings)
     schedule, offloads = _schedule(flags, settings), flags.offload_activations
     lengths: tuple[int, ...] = (run.sequence_length,)
@@ -123,10 +120,10 @@ def pipeline_config(flags: argparse.Namespace, run: MegatronRun, costs: Predicti
             )
         if offloads == AUTO:
             offloads = costs.least_offload(schedule, lengths)
-        if schedule.given is not None and schedule.given.shape != run.shape(flags.pipeline_placement, len(lengths)):
+        shape = run.shape(flags.pipeline_placement, len(lengths))
+        if schedule.given is not None and schedule.given.shape != shape:
             raise ValueError(
-                f"--pipeline-schedule-file is for {schedule.given.shape}, but the other flags are for "
-                f"{run.shape(flags.pipeline_placement, len(lengths))}"
+                f"--pipeline-schedule-file is for {schedule.given.shape}, but the other flags are for {shape}"
             )
     return PipelineConfig(run, flags, schedule, partition, lengths, offloads)
 
@@ -145,7 +142,7 @@ def _schedule(flags: argparse.Namespace, settings: Mapping[str, Any]) -> Schedul
 
 
 def _uses(flags: argparse.Namespace, schedule: ScheduleChoice | None, settings: Mapping[str, Any]) -> set[Use]:
-    """The features that the flags select, as far as they are known before a cut."""
+    """The features that the flags select, as known before a cut."""
     if schedule is None:
         return {Use.MEGATRONS_OWN}
     in_units = flags.unit_tokens is not None

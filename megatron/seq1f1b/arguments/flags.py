@@ -21,8 +21,7 @@ _log = logging.getLogger(__name__)
 # The value of a flag for which we choose the best value.
 AUTO = "auto"
 
-# Other spellings of --sequence-splits, in the authors' Megatron and in Megatron-LM's pull request 3116. They mean equal
-# lengths unless a strategy is given.
+# Spellings of the authors' Megatron and of Megatron-LM's pull request 3116, which mean equal lengths by default.
 EQUAL_SPLITS = ("--pipe-sp-splits", "--chunked-pipeline-model-parallel-splits")
 
 # Flags of the authors' Megatron and of that request that Megatron lacks.
@@ -31,7 +30,7 @@ _REMOVED = (
     "--moe-load-balancing-loss-mode-for-chunked-sequence",
 )
 
-# Flags of Megatron with other names in a program: fields of a TransformerConfig, keywords of `install`.
+# Flags of Megatron with other names in a program.
 _IN_A_PROGRAM: Mapping[str, str] = MappingProxyType(
     {"fp8_format": "fp8", "num_experts": "num_moe_experts", "reset_attention_mask": "keep_documents_apart"}
 )
@@ -209,10 +208,7 @@ def refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
 
 
 def parse_options(options: Mapping[str, Any]) -> argparse.Namespace:
-    """Our flags as the keywords of a program: `sequence_splits=4` for `--sequence-splits 4`.
-
-    Raises ValueError for an unknown keyword or a wrong value.
-    """
+    """Our flags, given as keywords (`sequence_splits=4` for `--sequence-splits 4`); raises ValueError."""
     words: list[str] = []
     for name, given in options.items():
         values = given if isinstance(given, (list, tuple)) else [] if given is True else [given]
@@ -224,15 +220,15 @@ def parse_options(options: Mapping[str, Any]) -> argparse.Namespace:
 @contextmanager
 def keywords_in_errors() -> Iterator[None]:
     """Re-raises a ValueError from inside with every flag in its sentence replaced by the keyword of the same name."""
+
+    def keyword(flag: re.Match[str]) -> str:
+        name = flag[1].replace("-", "_")
+        return _IN_A_PROGRAM.get(name, name)
+
     try:
         yield
     except ValueError as error:
-        sentence = _FLAG.sub(_keyword, str(error))
+        sentence = _FLAG.sub(keyword, str(error))
         if sentence == str(error):
             raise
         raise ValueError(sentence).with_traceback(error.__traceback__) from None
-
-
-def _keyword(flag: re.Match[str]) -> str:
-    name = flag[1].replace("-", "_")
-    return _IN_A_PROGRAM.get(name, name)

@@ -4,6 +4,7 @@ import os
 import re
 from argparse import Namespace
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from math import gcd, prod
 from types import MappingProxyType
@@ -29,11 +30,8 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class MegatronRun:
-    """The sizes and the features of one training run of Megatron's.
-
-    `settings` holds the features, by the names of Megatron's arguments; a missing one is off. `layers_per_stage` counts
-    transformer layers in the order of depth; it is empty for a model of unknown sizes.
-    """
+    """The sizes of one training run of Megatron's, and its `settings` by the names of Megatron's arguments; a missing
+    one is off. `layers_per_stage` counts transformer layers by depth; it is empty for a model of unknown sizes."""
 
     settings: Mapping[str, Any]
     layers_per_stage: tuple[int, ...]
@@ -73,10 +71,9 @@ def run_of_program(
     micro_batch_size: int | None,
     keep_documents_apart: bool = False,
 ) -> MegatronRun:
-    """The run of a program without Megatron's arguments, from the configuration of its model and the sizes of a
-    step."""
+    """The run of a program, from the configuration of its model and the sizes of a step."""
     import torch.distributed as dist
-    from megatron.core.utils import get_model_config
+    from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
     chunks = model if isinstance(model, list) else [model]
     wrapper = getattr(chunks[0], "ddp_config", None)
@@ -92,23 +89,15 @@ def run_of_program(
         "distributed_backend": dist.get_backend(),
         "micro_batch_size": micro_batch_size,
         "seq_length": seq_length or 0,  # left out where no message is sent
-        "padded_vocab_size": _attribute(chunks[0], "vocab_size"),
-        "position_embedding_type": _attribute(chunks[0], "position_embedding_type"),
     }
+    for name, attribute in (("padded_vocab_size", "vocab_size"), ("position_embedding_type",) * 2):
+        with suppress(RuntimeError):
+            settings[name] = get_attr_wrapped_model(chunks[0], attribute)
     return run_of_settings(settings, num_microbatches)
 
 
 def _has_transformer_engine(chunk: "Module") -> bool:
     return any("transformer_engine" in kind.__module__ for part in chunk.modules() for kind in type(part).__mro__)
-
-
-def _attribute(chunk: "Module", name: str) -> Any:
-    from megatron.core.utils import get_attr_wrapped_model
-
-    try:
-        return get_attr_wrapped_model(chunk, name)
-    except RuntimeError:
-        return None
 
 
 def run_of_settings(settings: Mapping[str, Any], num_microbatches: int) -> MegatronRun:
@@ -155,10 +144,8 @@ def layers_per_stage(settings: Mapping[str, Any]) -> tuple[int, ...]:
     rest = settings["num_layers"] + embedding + loss - (first or 0) - (last or 0)
     usual = rest // max(1, num_ranks - (first is not None) - (last is not None))
     ranks = [usual] * num_ranks
-    if first is not None:
-        ranks[0] = first
-    if last is not None:
-        ranks[-1] = last
+    ranks[0] = usual if first is None else first
+    ranks[-1] = ranks[-1] if last is None else last
     stages = [layers // num_chunks for _ in range(num_chunks) for layers in ranks]
     stages[0] -= embedding
     stages[-1] -= loss

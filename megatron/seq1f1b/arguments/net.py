@@ -1,8 +1,8 @@
 """The net under a program: an exception that ends it is one sentence on rank 0, and ends all ranks.
 
-Until the end of the first step the sentence contains the current operation, the words of the exception, and the file
-with its traceback; a mistake that this package finds has no such file. Later exceptions keep their traceback, which the
-rank that failed first prints. A rank that ends because of another prints nothing.
+The sentence has the current operation, the words of the exception, and the file with its traceback, unless we found the
+mistake. After the first step the rank that failed first prints its traceback instead. A rank that ends because of
+another prints nothing.
 """
 
 import atexit
@@ -25,7 +25,7 @@ from typing import Any, TextIO
 from ..process.ranks import Peers, is_rank_0, rank
 from .config import refuse_unsupported
 
-# Descriptions of some functions, with values of their `args`: their tracebacks do not name the flag.
+# What some functions do, with values of their `args`.
 _ACTIONS: Mapping[str, str] = MappingProxyType(
     {
         "validate_args": "checking the flags",
@@ -137,7 +137,7 @@ def say(sentence: str, trace: str | None = None, stream: TextIO | None = None) -
 
 
 def _written(trace: str) -> str:
-    """The file with a traceback, beside the log of the job if possible; a full disk must not hide the sentence."""
+    """The file with a traceback; a full disk must not hide the sentence."""
     for folder in (os.getcwd, tempfile.gettempdir):
         try:
             with tempfile.NamedTemporaryFile(
@@ -152,12 +152,9 @@ def _written(trace: str) -> str:
 
 def is_mistake(error: BaseException) -> bool:
     """Whether this package or the script itself raised the error, so that its words are the sentence."""
-    if isinstance(error, KeyboardInterrupt):
-        return True
-    frames = _frames(error)
-    module = frames[-1].f_globals.get("__name__", "") if frames else ""
+    module = next((frame.f_globals.get("__name__", "") for frame in reversed(_frames(error))), "")
     is_ours = module in _SCRIPTS or module.startswith("megatron.seq1f1b.")
-    return is_ours and isinstance(error, (ValueError, ImportError))
+    return isinstance(error, KeyboardInterrupt) or is_ours and isinstance(error, (ValueError, ImportError))
 
 
 def sentence_of(error: BaseException) -> str:

@@ -16,8 +16,7 @@ _FEW_MICROBATCHES = 2
 
 
 class Predictions(Protocol):
-    """The costs of the segments and steps of one run, passed to the core. Every method raises ValueError if they are
-    not known."""
+    """The costs of the segments and steps of one run. Every method raises ValueError if they are not known."""
 
     @property
     def is_measured(self) -> bool:
@@ -38,8 +37,7 @@ class Predictions(Protocol):
         """The costs of the actions on segments of `lengths` tokens, for plans of `auto`."""
 
     def least_offload(self, schedule: ScheduleChoice, lengths: Sequence[int]) -> float:
-        """The least share of activations, in sixteenths, that has to move for a step to fit the device; 1 if none
-        does."""
+        """The least share of activations, in sixteenths, that has to move for a step to fit the device, or 1."""
 
     def best_num_segments(self, schedule: ScheduleChoice, cut: Callable[[int], tuple[int, ...]]) -> int:
         """The number of segments of the shortest step that fits the device; `cut(number)` gives their lengths."""
@@ -49,8 +47,8 @@ class Predictions(Protocol):
 class SequencePartition:
     """Cuts by `strategy`, which follows `costs`, unless `file` gives the lengths.
 
-    `num_segments` is None if a file or TeraPipe's dynamic programme determines it. If `planned` is given and there are
-    few micro-batches, `balanced` compares the predicted steps of several cuts.
+    `num_segments` is None if a file or TeraPipe's dynamic programme determines it. For few micro-batches of a `planned`
+    schedule, `balanced` compares the predicted steps of several cuts.
     """
 
     run: MegatronRun
@@ -68,8 +66,8 @@ class SequencePartition:
     def cut(
         self, sequence_length: int, num_segments: int | None = None, documents: Sequence[Sequence[int]] | None = None
     ) -> tuple[int, ...]:
-        """Lengths in tokens of the segments of a sequence; raises ValueError. Can take a second for long sequences.
-        They may follow the `documents` of a micro-batch, given by their start positions in each sequence."""
+        """Lengths in tokens of the segments of a sequence; raises ValueError. They may follow the `documents` of a
+        micro-batch, given by their start positions in each sequence."""
         run, costs = self.run, self.costs
         num_segments = self.num_segments if num_segments is None else num_segments
         if self.file is not None:

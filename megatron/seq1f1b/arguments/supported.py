@@ -1,11 +1,9 @@
-"""The table of features that our schedules do not support, checked at start-up.
-
-tools/compatibility.py writes it into docs/compatibility.md. A row has a phrase that names a feature, and is also parsed
-as the row's condition, and the rest of a sentence: the reason and the way out.
-"""
+"""The table of features that our schedules do not support, checked at start-up, and written into docs/compatibility.md
+by tools/compatibility.py."""
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from enum import Enum
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -36,8 +34,8 @@ class Use(Enum):
 class Unsupported(NamedTuple):
     """A row of the table; `feature`, `because` and `way_out` make up the sentence that the user reads.
 
-    A feature is clauses such as `--flag`, `--flag value, value`, `--flag other than value, value`, `--flag above 1` and
-    the names in `_FACTS`, joined by "with", "and", "on" or "without".
+    The feature is parsed as the condition: clauses such as `--flag`, `--flag value, value`, `--flag other than value`,
+    `--flag above 1` and the names in `_FACTS`, joined by "with", "and", "on" or "without".
     """
 
     feature: str
@@ -97,10 +95,8 @@ def is_on_hopper_here(settings: Settings) -> bool:
 def installed(*distributions: str) -> tuple[int, ...] | None:
     """Up to three numbers of the version of the first distribution that is installed; None if none is."""
     for name in distributions:
-        try:
+        with suppress(PackageNotFoundError):
             return tuple(map(int, re.findall(r"\d+", version(name))[:3]))
-        except PackageNotFoundError:
-            continue
     return None
 
 
@@ -110,8 +106,7 @@ def _heads_are_unequal(settings: Settings) -> bool:
 
 
 def _predicts_before_the_loss(settings: Settings) -> bool:
-    layout = settings.get("pipeline_model_parallel_layout")
-    # A program's configuration has a layout that Megatron has parsed.
+    layout = settings.get("pipeline_model_parallel_layout")  # which Megatron has parsed for a program
     return bool(settings.get("mtp_standalone")) or isinstance(layout, str) and "m" in layout.rpartition("|")[0]
 
 
@@ -144,7 +139,7 @@ BLOCKS: Mapping[str, int] = MappingProxyType({"mxfp8": 32, "blockwise": 128})
 
 
 def _rows(table: str) -> tuple[Unsupported, ...]:
-    """Parses blocks of features, one a line, followed by their common reason and way out, indented or behind a bar."""
+    """Blocks of features, one a line, are followed by their reason and way out, indented or behind a bar."""
     blocks = re.findall(r"((?:^\S.*\n)+)((?:^ .*\n)+)", dedent(table).replace(" | ", "\n "), re.MULTILINE)
     sentences = [(features.splitlines(), " ".join(text.split()).split("; ")) for features, text in blocks]
     return tuple(Unsupported(feature, *sentence) for features, sentence in sentences for feature in features)
@@ -179,8 +174,7 @@ UNSUPPORTED: Mapping[Use, tuple[Unsupported, ...]] = {
         --use-megatron-fsdp
         --use-torch-fsdp2
             is not tested with our schedules; drop --pipeline-schedule and --sequence-splits to run Megatron's own
-        --pipeline-schedule-file with --pipeline-schedule
-            is a whole schedule; drop one of the two
+        --pipeline-schedule-file with --pipeline-schedule | is a whole schedule; drop one of the two
         --pipeline-schedule-file with --step-batch-size-schedule
             is for one number of micro-batches; drop one of the two
         --recompute-keeps-attention without --recompute-granularity full
@@ -268,8 +262,7 @@ UNSUPPORTED: Mapping[Use, tuple[Unsupported, ...]] = {
     """),
     Use.V_CHUNKS: _rows("""
         --pipeline-model-parallel-layout with multi-token prediction before the loss
-            keeps a second embedding on a rank of its own;
-            lay them out on one stage, or use --pipeline-placement looped
+            keeps a second embedding on a rank of its own; lay them out on one stage, or use --pipeline-placement looped
         --ckpt-format torch | keeps chunks by the rank that holds them; use --ckpt-format torch_dist
     """),
     Use.OFFLOAD: _rows("""
@@ -317,8 +310,7 @@ UNSUPPORTED: Mapping[Use, tuple[Unsupported, ...]] = {
         a run without --calculate-per-token-loss
             weighs a token by its micro-batch, which units change; add --calculate-per-token-loss
         --mtp-num-layers
-            weighs predictions by their micro-batch, which units change;
-            take --sequence-splits instead of --unit-tokens
+            weighs predictions by their micro-batch, which units change; take --sequence-splits instead of --unit-tokens
         --micro-batch-size above 1
         --eval-micro-batch-size above 1
             puts several sequences side by side, where units put them one after the other; give 1

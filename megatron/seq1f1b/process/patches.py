@@ -1,9 +1,8 @@
 """Patches, the form of every change to Megatron: a target, its replacement, a reason, and a way to undo it.
 
-A table of patches is applied where its names live, on modules and classes (`with patched(TABLE)`), or on single objects
-such as the modules of a model (`with patched_on(model.modules(), TABLE)`): a patch of `TopKRouter.routing` then binds
-`routing` on each router among them and leaves the class alone. Both return an ExitStack, whose `close()` undoes the
-table where a `with` is not possible.
+A table is applied on modules and classes (`with patched(TABLE)`), or on objects: with `patched_on(model.modules(),
+TABLE)` a patch of `TopKRouter.routing` binds `routing` on each router among them and leaves the class alone. Both
+return an ExitStack, for a `with` or a later `close()`.
 """
 
 import importlib
@@ -44,29 +43,21 @@ PatchTable = tuple[Patch, ...]
 
 
 def patched(table: Iterable[Patch]) -> ExitStack:
-    """Bind every target of the table, in order, in its module or class. Raises AttributeError for a missing name.
-
-    A target is looked up after the earlier ones are bound, since importing its module may use them.
-    """
+    """Bind every target of the table in its module or class; raises AttributeError for a missing name. Earlier ones are
+    bound before a target is looked up, since importing its module may use them."""
     return _bound((owner_of(patch.target)[0], patch, False) for patch in table)
 
 
 def patched_on(objects: Iterable[Any], table: Iterable[Patch]) -> ExitStack:
-    """Bind every target of the table on each of the `objects` that is of the target's class.
-
-    Raises AttributeError for a name that an object lacks.
-    """
+    """Bind every target of the table on each of the `objects` of its class; raises AttributeError for a missing one."""
     objects = list(objects)
     kinds = [(owner_of(patch.target)[0], patch) for patch in table]
     return _bound((each, patch, True) for kind, patch in kinds for each in objects if isinstance(each, kind))
 
 
 def rebound(old: Any, new: Any) -> ExitStack:
-    """Bind every name in loaded modules that refers to `old`, by an earlier `from ... import`, to `new`.
-
-    Modules of PyTorch and of the standard library, the majority, are left out.
-    """
-    without_megatron = sys.stdlib_module_names | {"torch"}
+    """Bind every name in loaded modules that refers to `old`, by an earlier `from ... import`, to `new`."""
+    without_megatron = sys.stdlib_module_names | {"torch"}  # the majority
     modules = [module for path, module in sys.modules.items() if path.partition(".")[0] not in without_megatron]
     with ExitStack() as undo:
         for module in modules:

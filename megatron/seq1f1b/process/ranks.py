@@ -41,8 +41,7 @@ def end_with_parent() -> None:
 
 
 def check_agreement(plan: str) -> None:
-    """Raises ValueError on all ranks if their plans differ: the step would hang, or a message would have the wrong
-    size."""
+    """Raise ValueError on all ranks if their plans differ: the step would hang, or compute something else."""
     import torch.distributed as dist
 
     plans: list[str] = [plan] * dist.get_world_size()
@@ -59,9 +58,8 @@ def check_agreement(plan: str) -> None:
 class Peers:
     """The ranks of a job, connected from the start of the program by the store at MASTER_ADDR and MASTER_PORT.
 
-    torchrun hosts that store; without torchrun rank 0 does, and torch.distributed joins it later. Any rank may `report`
-    a failure. A thread of each other rank then calls `on_failure(report)`, which ends the process: the main thread may
-    be waiting in a collective.
+    torchrun hosts that store, or rank 0, and torch.distributed joins it later. Any rank may `report` a failure;
+    a thread of all others then calls `on_failure(report)`: the main thread may be waiting in a collective.
     """
 
     def __init__(self, on_failure: Callable[[str], None]) -> None:
@@ -102,10 +100,8 @@ class Peers:
         return str(self._store.get(name).decode())
 
     def leave(self, wait: bool = False) -> bool:
-        """Stop watching the peers. With `wait`, let rank 0 leave first, for some seconds; returns whether it has.
-
-        Rank 0 waits until the others are done with the store; without the store they would log C++ stacks.
-        """
+        """Stop watching the peers. With `wait`, let rank 0 leave first, for some seconds; returns whether it has. Rank
+        0 waits until the others are done with the store, without which they would log C++ stacks."""
         if self._left.is_set() or self._store is None:
             return False
         self._left.set()

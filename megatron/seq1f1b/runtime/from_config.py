@@ -4,7 +4,7 @@ trace."""
 import logging
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import cache, partial
 from typing import Any
@@ -31,7 +31,7 @@ def training_executor(config: PipelineConfig, args: Namespace, end_of_document: 
         config,
         lambda: args.curr_iteration + 1,
         end_of_document,
-        around_forward=partial(_around_forward, args, config.places_chunks_in_a_v),
+        around_forward=partial(_in_a_v if config.places_chunks_in_a_v else _looped, args),
         timeout=timedelta(minutes=args.distributed_timeout_minutes),
         reports_on_last_rank=True,
     )
@@ -132,11 +132,20 @@ def _tracer(config: PipelineConfig, iteration_now: Callable[[], int]) -> Tracer 
 
 
 @contextmanager
-def _around_forward(args: Namespace, is_in_a_v: bool, stage: int, length: int) -> Iterator[None]:
-    """Set Megatron's `seq_length`, by which tensor-parallel ranks without data allocate, to that of the segment."""
+def sequences_of(args: Namespace, length: int) -> Iterator[None]:
+    """Inside, Megatron's `seq_length` is that of a segment: tensor-parallel ranks without data allocate by it."""
     whole, args.seq_length = args.seq_length, length
     try:
-        with in_forward_step(stage) if is_in_a_v else nullcontext():
-            yield
+        yield
     finally:
         args.seq_length = whole
+
+
+def _looped(args: Namespace, stage: int, length: int) -> AbstractContextManager[None]:
+    return sequences_of(args, length)
+
+
+@contextmanager
+def _in_a_v(args: Namespace, stage: int, length: int) -> Iterator[None]:
+    with sequences_of(args, length), in_forward_step(stage):
+        yield
