@@ -17,20 +17,17 @@ from .parsing import PICTURES, Parser, output_path
 
 COMPARED_ITERATIONS = 10
 LATEST = 10  # iterations to average over, since batches differ
-
+_WARM_UP = 2  # iterations that allocate buffers and connect ranks
 _ITERATION = re.compile(
     r"iteration +\d+/.*elapsed time per iteration \(ms\): (?P<ms>[.\d]+).*global batch size: +(?P<batch>\d+)"
     r".*lm loss: (?P<loss>[-+.\dE]+|NAN|-?INF) "
 )
 _SEQUENCE_LENGTH = re.compile(r"^ *seq_length \.+ (\d+)", re.MULTILINE)
-
-# The first iterations allocate buffers and connect ranks.
-_WARM_UP = 2
 _TRACE = re.compile(r"iteration-(\d+)-pipeline-0\.json")
 
 
 class TrainingLog(NamedTuple):
-    """The loss of each iteration; the median time of one, without those that warm up if there are others."""
+    """The losses of the iterations, and their median time, without those that warm up if there are others."""
 
     losses: tuple[float, ...]
     seconds_per_iteration: float
@@ -40,9 +37,8 @@ class TrainingLog(NamedTuple):
 def main(argv: list[str] | None = None) -> None:
     parser = Parser(__doc__)
     parser.add_argument("runs", nargs="+", type=Path, help="folders of runs")
-    parser.add_argument(
-        "--output", type=output_path(*PICTURES), required=True, help="the picture of the timelines (.png, .svg, .pdf)"
-    )
+    picture = "the picture of the timelines (.png, .svg, .pdf)"
+    parser.add_argument("--output", type=output_path(*PICTURES), required=True, help=picture)
     args = parser.parse_args(argv)
     logs = [read_training_log(run / "log.txt") for run in args.runs]
     timelines = [latest_timeline(run / "trace") for run in args.runs]
@@ -50,8 +46,7 @@ def main(argv: list[str] | None = None) -> None:
     if len(sizes) > 1:
         raise ValueError(f"the runs have pipelines of {sorted(sizes)} ranks; compare equal ones")
     names = [run.name for run in args.runs]
-    print(table(names, logs, timelines))
-    print(losses(names, logs))
+    print(table(names, logs, timelines), losses(names, logs), sep="\n")
     plot_timelines(timelines, args.output)
     print(f"Measured timelines of iteration {timelines[0].meta['iteration']}: {args.output}")
 

@@ -15,7 +15,7 @@ from itertools import product
 from math import nan
 from pathlib import Path
 
-from ..planning.costs.machine import Machine, read_machine
+from ..planning.costs.machine import read_machine
 from ..planning.planner.search import Search
 from ..planning.planner.space import Question
 from ..report.style import picture
@@ -46,10 +46,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--picture", action="store_true", help="a picture beside --output, as .png (needs matplotlib)")
     args = parser.parse_args(argv)
     machine = read_machine(args.machine)
+    network, host = machine.network, machine.device.host_memory_gib
     batches = sorted({max(1, round(tokens / args.seq_length)) for tokens in args.tokens})
-    wanted = list(product(args.bandwidths or [machine.network.bandwidth / 1e9], args.gpus, batches))
-    read = read_cells(args.output) if args.output.is_file() else []
-    known = {tuple(cell[name] for name in _KEY): cell for cell in read}
+    wanted = list(product(args.bandwidths or [network.bandwidth / 1e9], args.gpus, batches))
+    there = read_cells(args.output) if args.output.is_file() else []
+    known = {tuple(cell[name] for name in _KEY): cell for cell in there}
     cells = []
     with args.output.open("a", encoding="utf-8", newline="") as file:
         lines = csv.DictWriter(file, [*_KEY, *_FOUND])
@@ -58,7 +59,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         for number, (bandwidth, devices, batch) in enumerate(wanted, start=1):
             key = tuple(map(str, (args.model, args.machine, args.seq_length, f"{bandwidth:g}", devices, batch)))
             if key not in known:
-                host, linked = machine.device.host_memory_gib, _with(machine, bandwidth)
+                # One message reaches as large a share of the bandwidth as before.
+                scale = 1e9 * bandwidth / network.bandwidth
+                rates = {"bandwidth": scale * network.bandwidth, "message_bandwidth": scale * network.message_bandwidth}
+                linked = replace(machine, network=replace(network, **rates))
                 asked = Question(preset(args.model), linked, devices, args.seq_length, batch, host_gib=host)
                 found = (*_fastest(asked), *_fastest(asked.of_megatron()))
                 known[key] = dict(zip((*_KEY, *_FOUND), (*key, *found), strict=True))
@@ -79,14 +83,6 @@ def _fastest(question: Question) -> tuple[str, str]:
     for plan in Search(question).best(1):
         return f"{plan.prediction.seconds:.4g}", short_name(plan) or "data parallel"
     return "", "-"
-
-
-def _with(machine: Machine, bandwidth: float) -> Machine:
-    """The machine with so many GB/s of a node to others; one message reaches as large a share of it as before."""
-    network = machine.network
-    scale = 1e9 * bandwidth / network.bandwidth
-    network = replace(network, bandwidth=scale * network.bandwidth, message_bandwidth=scale * network.message_bandwidth)
-    return replace(machine, network=network)
 
 
 def gain_of(cell: Cell) -> Gain:

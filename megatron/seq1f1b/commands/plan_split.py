@@ -52,10 +52,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def run_costs(args: argparse.Namespace) -> RunCosts:
-    """The costs of the run that the flags describe, as training has them. Raises ValueError for sizes that do not go
-    together."""
-    stages, tensor = args.pipeline_model_parallel_size * args.num_virtual_stages, args.tensor_model_parallel_size
+def run_costs(args: argparse.Namespace, shape: Shape) -> RunCosts:
+    """The costs of the run of the flags, as training has them. Raises ValueError for sizes that do not go together."""
+    stages, tensor = shape.num_stages, args.tensor_model_parallel_size
     if args.num_layers < stages:
         raise ValueError(f"--num-layers {args.num_layers} leaves some of the {stages} stages without a layer")
     if args.num_attention_heads % tensor:
@@ -63,8 +62,7 @@ def run_costs(args: argparse.Namespace) -> RunCosts:
             f"--num-attention-heads {args.num_attention_heads} is not a multiple of --tensor-model-parallel-size "
             f"{tensor}; change one"
         )
-    placement = Placement(args.pipeline_model_parallel_size, args.num_virtual_stages)
-    check_size(Shape(placement, args.num_microbatches, args.sequence_splits), MOST_ACTIONS)
+    check_size(shape, MOST_ACTIONS)
     settings = settings_of(args) | {
         "recompute_granularity": "full" if args.recompute else None,
         "virtual_pipeline_model_parallel_size": args.num_virtual_stages,
@@ -75,23 +73,15 @@ def run_costs(args: argparse.Namespace) -> RunCosts:
 
 def partitions(args: argparse.Namespace, costs: RunCosts) -> Iterator[tuple[str, SequencePartition]]:
     """All ways to cut the sequence, by name; a file of lengths first, since it may be wrong."""
-    profile, file = args.sequence_split_profile, args.sequence_split_file
-    if file is not None:
+    if file := args.sequence_split_file:
         yield file.name, SequencePartition(costs.run, costs, "even", None, file)
     for strategy in STRATEGIES:
         if strategy != "profile":  # with measured costs, `balanced` is this
-            name = "profile" if strategy == "balanced" and profile else strategy
+            name = "profile" if strategy == "balanced" and costs.is_measured else strategy
             yield name, SequencePartition(costs.run, costs, strategy, args.sequence_splits, None)
     # A trace has no times of segments shorter than its own.
-    if profile is None:
+    if not costs.is_measured:
         yield "terapipe, free", SequencePartition(costs.run, costs, "terapipe", None, None)
-
-
-def cut(args: argparse.Namespace, name: str, lengths: tuple[int, ...], costs: RunCosts) -> Cut:
-    placement = Placement(args.pipeline_model_parallel_size, args.num_virtual_stages)
-    shape = Shape(placement, args.num_microbatches, len(lengths))
-    timeline = simulate(build(args.pipeline_schedule, shape), costs.of_actions(lengths))
-    return Cut(name, lengths, tuple(segment_times(lengths, costs.time())), timeline)
 
 
 def table(cuts: list[Cut]) -> str:
@@ -112,7 +102,9 @@ def table(cuts: list[Cut]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    costs = run_costs(args)
+    placement = Placement(args.pipeline_model_parallel_size, args.num_virtual_stages)
+    shape = Shape(placement, args.num_microbatches, args.sequence_splits)
+    costs = run_costs(args, shape)
     if costs.is_measured:
         errors = costs.measured[1]
         off = f"{100 * fmean(errors):.1f} % on average, {100 * max(errors):.1f} % at most"
@@ -120,11 +112,15 @@ def main(argv: list[str] | None = None) -> int:
     cuts = []
     for name, partition in partitions(args, costs):
         try:
-            cuts.append(cut(args, name, partition.cut(args.seq_length), costs))
+            lengths = partition.cut(args.seq_length)
         except ValueError as error:
             if partition.file is not None or name == "even":  # the others cannot cut it, either
                 raise
             print(f"{name}: {str(error).replace('--sequence-split-strategy ', '')}.", file=sys.stderr)
+            continue
+        schedule = build(args.pipeline_schedule, replace(shape, num_segments=len(lengths)))
+        step = simulate(schedule, costs.of_actions(lengths))
+        cuts.append(Cut(name, lengths, tuple(segment_times(lengths, costs.time())), step))
     print(table(cuts))
     if args.output is not None:
         title = (

@@ -9,12 +9,9 @@ and given to --pipeline-schedule-file). --timeline draws measured timelines.
 """
 
 import argparse
-from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from math import inf
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
 
 from ..arguments.flags import value
 from ..planning.simulator.lowered import execute_lowered
@@ -38,19 +35,8 @@ from ..schedule import (
 )
 from .parsing import PICTURES, Parser, amount, check_size, count, output_path
 
-# So many are drawn, or simulated, in half a minute; a figure of more shows nothing.
+# Drawing or simulating as many takes half a minute; a figure of more shows nothing.
 MOST_ACTIONS = 200_000
-
-# The sizes of a named schedule, and what they are if not given.
-SIZES: Mapping[str, Any] = MappingProxyType(
-    {
-        "pipeline_model_parallel_size": 4,
-        "num_microbatches": 8,
-        "sequence_splits": 1,
-        "num_virtual_stages": 1,
-        "placement": "looped",
-    }
-)
 EQUAL_COSTS = "f=1,i=1,w=1"
 
 
@@ -87,7 +73,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 def read_costs(shape: Shape, text: str) -> tuple[Costs, float]:
     """The costs, and the time of a copy to the host or back. Raises ValueError for what is no set of costs."""
     try:
-        values = read_json(text) if Path(text).suffix == ".json" else dict(_pairs(text))
+        values = read_json(text) if Path(text).suffix == ".json" else dict(map(_pair, text.split(",")))
         move = values.pop("move", 0.0) if isinstance(values, dict) else 0.0
         if not isinstance(move, float | int) or not 0 <= move < inf:
             raise ValueError("move is no number from 0 on")
@@ -96,20 +82,21 @@ def read_costs(shape: Shape, text: str) -> tuple[Costs, float]:
         raise ValueError(f"--costs {text}: {error}") from None
 
 
-def _pairs(text: str) -> Iterator[tuple[str, float]]:
-    for part in text.split(","):
-        name, _, value = part.partition("=")
-        try:
-            yield name.strip(), float(value)
-        except ValueError:
-            raise ValueError(f"'{part}' is not a name and a number, such as f=1") from None
+def _pair(text: str) -> tuple[str, float]:
+    name, _, value = text.partition("=")
+    try:
+        return name.strip(), float(value)
+    except ValueError:
+        raise ValueError(f"'{text}' is not a name and a number, such as f=1") from None
 
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
-    output, name = args.output, args.output.name
-    file = "--timeline" if args.timeline else "--pipeline-schedule-file" if args.pipeline_schedule_file else None
-    for flag in (*SIZES, "memory_limit", "offload_activations", *(["costs"] if args.timeline else [])):
+    output, name, own = args.output, args.output.name, args.pipeline_schedule_file
+    sizes = {"pipeline_model_parallel_size": 4, "num_microbatches": 8, "sequence_splits": 1, "num_virtual_stages": 1}
+    sizes |= {"placement": "looped"}
+    file = "--timeline" if args.timeline else "--pipeline-schedule-file" if own else None
+    for flag in (*sizes, "memory_limit", "offload_activations", *(["costs"] if args.timeline else [])):
         if file is not None and getattr(args, flag) is not None:
             raise ValueError(f"--{flag.replace('_', '-')} has no effect beside {file}; drop one of them")
     family = args.pipeline_schedule or "1f1b"
@@ -119,22 +106,20 @@ def main(argv: list[str] | None = None) -> None:
         timelines = [read_timeline(path) for path in args.timeline]
     else:
         text = args.costs or EQUAL_COSTS
-        if args.pipeline_schedule_file:
-            schedule, title = read_csv(args.pipeline_schedule_file), args.pipeline_schedule_file.name
+        if own:
+            schedule, title = read_csv(own), own.name
             costs, move = read_costs(schedule.shape, text)
         else:
-            ranks, microbatches, segments, chunks, style = (getattr(args, each) or SIZES[each] for each in SIZES)
+            ranks, microbatches, segments, chunks, style = (getattr(args, each) or sizes[each] for each in sizes)
             shape, title = Shape(Placement(ranks, chunks, style), microbatches, segments), family
             check_size(shape, MOST_ACTIONS)
             costs, move = read_costs(shape, text)
             schedule = moved(build(family, shape, costs, args.memory_limit), args.offload_activations or 0.0)
         if name.endswith(".csv"):
             return write_csv(schedule, output)
-        if schedule.has_moves:
-            copies = ((move,) * schedule.shape.num_segments,) * schedule.shape.num_stages
-            timeline = execute_lowered(lower(schedule), costs, dict.fromkeys(MOVE_KINDS, copies))
-        else:
-            timeline = simulate(schedule, costs)
+        copies = ((move,) * schedule.shape.num_segments,) * schedule.shape.num_stages
+        moves = dict.fromkeys(MOVE_KINDS, copies)
+        timeline = execute_lowered(lower(schedule), costs, moves) if schedule.has_moves else simulate(schedule, costs)
         if not 0 < timeline.makespan < inf:
             raise ValueError(f"--costs {text}: a step must take some time, and not {timeline.makespan:g}")
         timelines = [replace(timeline, meta={"schedule": title, "costs": text})]
