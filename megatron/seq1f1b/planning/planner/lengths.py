@@ -1,8 +1,8 @@
 """The fastest configurations for sequences of unequal lengths, in units of at most so many tokens (--unit-tokens).
 
-A few steps are drawn from a histogram of lengths and packed as training packs them. A search over steps of average
-units, which is fast, gives configurations in the order of their throughput; the first ones that hold the longest
-sequence are predicted for the drawn steps, every unit with its own tokens and attention.
+A few steps are drawn from a histogram of lengths and packed as in training. A fast search over steps of average units
+gives configurations in the order of their throughput; the first ones that hold the longest sequence are predicted for
+the drawn steps, every unit with its own tokens and attention.
 """
 
 from collections import Counter, defaultdict
@@ -32,15 +32,15 @@ _SHORTEST = 1024  # tokens of a unit; shorter ones leave a GPU waiting for its h
 _CHUNKS = (1, 2, 4)  # more gain little where units are many
 # At least this many sequences are drawn, in at least and at most so many steps.
 _DRAWN, _FEWEST, _MOST = 1024, 2, 16
-# Lengths of units count in such parts of the longest.
+type Steps = tuple[tuple[int, ...], ...]  # the lengths of the sequences of each
+# Lengths of units are rounded up to multiples of this part of the longest.
 _PARTS = 64
 
 
 @dataclass(frozen=True)
 class Average(Question):
-    """A question on sequences that are all alike: attention sees `seen` pairs of a query and a key in each, since
-    documents are kept apart, and the busiest of some replicas has `of_busiest(replicas)` in a step. The batch only
-    limits the number of replicas."""
+    """A question on sequences that are all alike: attention sees `seen` pairs of a query and a key in each, and the
+    busiest of some replicas has `of_busiest(replicas)` in a step. The batch only limits the number of replicas."""
 
     of_busiest: Callable[[int], float] = float
     seen: float = 0.0
@@ -54,10 +54,10 @@ class Average(Question):
 
 @dataclass(frozen=True)
 class UnitPlan(Plan):
-    """A configuration and the steps that are predicted of it; `prediction` is that of one with the longest sequence.
+    """A configuration and its predicted steps; `prediction` is that of a step with the longest sequence.
 
-    The setup of `candidate` is that of its flags. `tokens` are those of a step on average, without padding, which is
-    the `padding` share of all. A candidate of Megatron's own schedules has packs in place of units.
+    The set-up of `candidate` is that of its flags. A step has `tokens` on average and, beside them, a share of
+    `padding`. A candidate of Megatron's own schedules has packs in place of units.
     """
 
     steps: tuple[Prediction, ...]
@@ -66,7 +66,6 @@ class UnitPlan(Plan):
 
     @property
     def seconds(self) -> float:
-        """Of a step on average."""
         return fmean(step.seconds for step in self.steps)
 
     @property
@@ -79,11 +78,10 @@ class UnitPlan(Plan):
 
     @property
     def memory_gib(self) -> float:
-        """The memory of the fullest rank in any of the steps."""
         return max(Plan(self.candidate, step).memory_gib for step in (*self.steps, self.prediction))
 
 
-def draw(histogram: Mapping[int, int], batch: int) -> tuple[tuple[int, ...], ...]:
+def draw(histogram: Mapping[int, int], batch: int) -> Steps:
     """Steps of `batch` sequences, the same in every call: even quantiles of the histogram, in random order."""
     count = min(max(ceil(_DRAWN / batch), _FEWEST), _MOST)
     tokens = sorted(histogram)
@@ -98,7 +96,7 @@ def draw(histogram: Mapping[int, int], batch: int) -> tuple[tuple[int, ...], ...
 
 
 class UnitSearch:
-    """The plans for steps of `question.global_batch_size` sequences drawn from a histogram, longer ones cut off at
+    """The plans for steps of `question.global_batch_size` sequences that are drawn from a histogram and cut off at
     `question.sequence_length`."""
 
     def __init__(self, question: Question, histogram: Mapping[int, int]) -> None:
@@ -115,10 +113,8 @@ class UnitSearch:
         self.histogram = counts
 
     def best(self, count: int = 5) -> list[UnitPlan]:
-        """The `count` configurations with the most tokens per second that fit, best first.
-
-        They are chosen by the likely slowest replica of each step, and then predicted with all replicas.
-        """
+        """The `count` configurations with the most tokens per second that fit, best first: chosen by the likely slowest
+        replica of each step, then predicted with all replicas."""
         streams = (self._by_average(tokens) for tokens in self.unit_tokens())
         found: list[tuple[float, Candidate]] = []
         for average, candidate in merge(*streams, key=itemgetter(0)):
@@ -156,8 +152,8 @@ class UnitSearch:
 
     def of_megatron(self) -> UnitPlan | None:
         """The best of Megatron's own schedules on packs as long as the longest sequence; None if nothing fits. Packs
-        are made of all data at once, and all take the same time. The batch is as many as a step needs, or the few more
-        that replicas can share evenly."""
+        are made of all data at once, and all take the same time. The batch is what a step needs, rounded up for
+        replicas to share it evenly."""
         length, found = self.question.sequence_length, []
         packs = len(packs_of_step([*chain(*self.steps)], length)[0]) / len(self.steps)
         seen = self.average(length).seen * self.tokens / (length * packs)
@@ -182,11 +178,8 @@ class UnitSearch:
             yield plan.prediction.seconds, replace(plan.candidate, unit_tokens=unit_tokens)
 
     def holds_longest(self, candidate: Candidate) -> bool:
-        """Whether the longest sequence fits beside as many others as are in flight with it.
-
-        With several chunks memory depends on the groups of units that the longest sequence falls into, which differ
-        from step to step. The fullest of the drawn steps alone may have a favourable one.
-        """
+        """Whether the longest sequence fits beside those in flight with it. With several chunks, memory depends on its
+        group of units, which differs from step to step: the fullest drawn step alone may be a favourable one."""
         packed = self._packed(candidate)
         setup = packed.setup_of(candidate.setup)
         holds_all = setup.family == "breadth-first"
@@ -196,10 +189,8 @@ class UnitSearch:
         return all(rank.total <= self.question.room.device for rank in memory)
 
     def predict(self, candidate: Candidate, replicas: int | None = None) -> UnitPlan:
-        """The plan of a candidate for average units, whether it fits or not.
-
-        A step takes as long as its slowest replica, of all or of so many that are likely the slowest.
-        """
+        """The plan of a candidate for average units, whether it fits or not. A step takes as long as its slowest
+        replica, of all or of the `replicas` that are likely the slowest."""
         packed, machine = self._packed(candidate), self.question.machine
         setup = packed.setup_of(candidate.setup)
 
@@ -210,13 +201,8 @@ class UnitSearch:
         slowest = (sorted(set(step), key=likely, reverse=True)[:replicas] for step in packed.steps)
         steps = tuple(max(map(predicted, some), key=lambda each: each.seconds) for some in slowest)
         length, size = self.question.sequence_length, self.question.global_batch_size
-        whole = replace(
-            candidate.setup,
-            sequence_length=length,
-            segments=(length,),
-            seen=(),
-            num_microbatches=size // setup.data_parallel,
-        )
+        whole = replace(candidate.setup, sequence_length=length, segments=(length,), seen=())
+        whole = replace(whole, num_microbatches=size // setup.data_parallel)
         return UnitPlan(replace(candidate, setup=whole), predicted(packed.fullest), steps, self.tokens, packed.padding)
 
     def _packed(self, candidate: Candidate) -> "_Packed":
@@ -229,7 +215,7 @@ class UnitSearch:
 
 
 @lru_cache(maxsize=1024)
-def _share_of_busiest(steps: tuple[tuple[int, ...], ...], most: int, replicas: int, flops: tuple[int, int]) -> float:
+def _share_of_busiest(steps: Steps, most: int, replicas: int, flops: tuple[int, int]) -> float:
     """The work of the busiest replica of each step relative to that of all, in the mean over steps."""
     work = work_by_flops(*flops)
 
@@ -242,8 +228,8 @@ def _share_of_busiest(steps: tuple[tuple[int, ...], ...], most: int, replicas: i
 
 
 class _Packed:
-    """Steps in units; the last of them is the fullest one. A micro-batch is known by its kind: the tokens of its units,
-    rounded up. Micro-batches of a kind count with their mean attention, as which time is linear.
+    """Steps in units; the last of them is the fullest one. The kind of a micro-batch is the tokens of its units,
+    rounded up. Micro-batches of a kind have their mean attention, since time is linear in it.
 
     `kinds` has the tokens and the pairs that are seen of every unit of a kind; `steps` has, for each replica, the kinds
     of its micro-batches; `fullest` those of a replica with the longest sequence. `firsts` is the first column of each
@@ -251,13 +237,7 @@ class _Packed:
     """
 
     def __init__(
-        self,
-        steps: tuple[tuple[int, ...], ...],
-        most: int,
-        multiple: int,
-        replicas: int,
-        flops: tuple[int, int],
-        alike: bool,
+        self, steps: Steps, most: int, multiple: int, replicas: int, flops: tuple[int, int], alike: bool
     ) -> None:
         part = lcm(multiple, max(1, most // _PARTS))
 
@@ -282,7 +262,6 @@ class _Packed:
         self.setup_of = lru_cache(maxsize=1024)(self._setup_of)
 
     def _setup_of(self, setup: TrainingSetup) -> TrainingSetup:
-        """The set-up with these kinds of micro-batches."""
         heads = setup.tensor_parallel * setup.context_parallel
         way = None if setup.context_parallel == 1 else "a2a" if setup.model.num_heads % heads == 0 else "all_gather"
         alone = replace(setup, longest=self.longest, num_microbatches=1, cp_comm_type=way, seen=())
@@ -293,7 +272,7 @@ class _Packed:
         return replace(alone, sequence_length=sum(columns), segments=columns, parts=parts)
 
     def around_longest(self, count: int) -> tuple[int, ...]:
-        """The fullest step without what comes more than `count` micro-batches before or after the longest one."""
+        """The fullest step from `count` micro-batches before its longest one to as many after it."""
         longest = max(range(len(self.fullest)), key=lambda place: sum(self.kinds[self.fullest[place]][0]))
         return self.fullest[max(0, longest - count) : longest + count + 1]
 
@@ -308,8 +287,8 @@ class _Packed:
         return Schedule(Shape(setup.placement, len(order), self.firsts[-1]), tuple(ranks))
 
     def seconds(self, setup: TrainingSetup, rows: Sequence[tuple[Row, Row, Row]]) -> Callable[[Sequence[int]], float]:
-        """Gives about what a replica takes for a step of micro-batches of some kinds, up to a factor: its compute, and
-        a bubble of P - 1 units."""
+        """The approximate time of a replica for micro-batches of some kinds, up to a factor: its compute, and a bubble
+        of P - 1 units."""
         of_column: list[float] = [sum(times) for times in zip(*chain(*rows), strict=True)]
         of_kind: list[float] = [sum(of_column[first:end]) for first, end in pairwise(self.firsts)]
         bubble = (setup.pipeline_parallel - 1) / setup.placement.num_chunks  # in units

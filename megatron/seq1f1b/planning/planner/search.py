@@ -1,4 +1,4 @@
-"""The best configurations: ranked by throughput among those that fit."""
+"""The best configurations: those that fit, by throughput."""
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
@@ -16,18 +16,7 @@ from ..costs.stage_times import stage_rows, step_end
 from ..costs.step_memory import Memory, host_bytes, kept, rank_memory, static_memory
 from ..costs.training_setup import TrainingSetup
 from ..simulator.step import Prediction, predict
-from .space import (
-    Candidate,
-    Question,
-    Room,
-    all_sizes,
-    cut,
-    cuts,
-    families,
-    numbers_of_segments,
-    partitioned,
-    spread,
-)
+from .space import Candidate, Question, Room, all_sizes, cut, cuts, families, numbers_of_segments, partitioned, spread
 
 # Tiles may make as much of a difference between cuts.
 _ROUNDING = 0.96
@@ -37,24 +26,25 @@ MOST_ACTIONS_OF_AUTO = 30_000
 
 @dataclass(frozen=True)
 class Plan:
-    """A configuration and what is predicted of it."""
+    """A configuration and its predicted step, with the memory of the fullest rank on its device and on its host."""
 
     candidate: Candidate
     prediction: Prediction
 
     @property
     def memory_gib(self) -> float:
-        """The memory of the fullest rank."""
         return max(memory.total for memory in self.prediction.memory) / GIB
 
     @property
     def host_gib(self) -> float:
-        """The most that a rank has in the memory of its host."""
         return max(self.prediction.host_bytes) / GIB
+
+    def fits(self, room: Room) -> bool:
+        return self.memory_gib * GIB <= room.device and self.host_gib * GIB <= room.host
 
 
 class _Open(NamedTuple):
-    """What is not cut yet; without a family, its layers are not spread over stages, either."""
+    """A set-up that is not cut yet; without a family, its layers are not spread over stages, either."""
 
     setup: TrainingSetup
     segments: int
@@ -86,7 +76,7 @@ def least_seconds_of(sizes: TrainingSetup, machine: Machine, segments: int) -> f
     evenly = _evenly_cut(sizes.alone, segments)
     if evenly is None:
         return inf
-    work = _share(segments) * sum(map(sum, stage_rows(evenly, machine)[0]))
+    work = (_ROUNDING if segments > 1 else 1.0) * sum(map(sum, stage_rows(evenly, machine)[0]))
     return sizes.num_microbatches * work / sizes.pipeline_parallel + machine.host.step
 
 
@@ -94,7 +84,7 @@ def least_seconds_cut(setup: TrainingSetup, machine: Machine, segments: int) -> 
     """A lower bound for all cuts into this number of segments: kernels lose least to launches where all segments are
     alike, and no first segment is shorter than the mean. `_ROUNDING` allows for the tiles of single lengths."""
     evenly = _evenly_cut(setup, segments)
-    return 0.0 if evenly is None else _share(segments) * least_seconds(evenly, machine)
+    return 0.0 if evenly is None else (_ROUNDING if segments > 1 else 1.0) * least_seconds(evenly, machine)
 
 
 def _evenly_cut(setup: TrainingSetup, segments: int) -> TrainingSetup | None:
@@ -102,14 +92,9 @@ def _evenly_cut(setup: TrainingSetup, segments: int) -> TrainingSetup | None:
     return None if lengths is None else replace(setup, segments=lengths, cp_comm_type=way)
 
 
-def _share(segments: int) -> float:
-    return _ROUNDING if segments > 1 else 1.0
-
-
 def least_bytes(setup: TrainingSetup, segments: int | None = None) -> float:
-    """A lower bound on the fullest rank, on its device and host together: weights, gradients, optimizer state, and on
-    the first rank the activations of as many micro-batches as every schedule holds at once, or of one if the number of
-    segments is open."""
+    """A lower bound on the fullest rank, on its device and host together: its state, and on the first rank activations
+    of as many micro-batches as every schedule holds at once, or of one if the number of segments is open."""
     first, most, held = _least_parts(setup)
     return max(first + held * _at_once(setup, segments), most)
 
@@ -145,8 +130,7 @@ def least_seconds_away(setup: TrainingSetup, room: Room, segments: int) -> float
 
 
 def fullest_ranks(setup: TrainingSetup) -> Iterable[int]:
-    """The ranks that may be fullest: the first holds the most units, the last the loss, and another may have the most
-    layers."""
+    """The ranks that may be fullest: the first has the most units, the last the loss, a third may have most layers."""
     ranks, layers = range(setup.pipeline_parallel), setup.layers_per_stage
     deepest = max(ranks, key=lambda rank: sum(layers[stage] for stage in setup.placement.stages_of(rank)))
     return dict.fromkeys((0, ranks[-1], deepest))
@@ -155,7 +139,7 @@ def fullest_ranks(setup: TrainingSetup) -> Iterable[int]:
 def memory_in_flight(setup: TrainingSetup) -> Iterator[Memory]:
     """The memory of `fullest_ranks`."""
     share = 0.0 if setup.offloads_modules else setup.offloads
-    sizes = replace(setup, offloads=0.0) if share else setup  # which do not depend on it
+    sizes = replace(setup, offloads=0.0) if share else setup  # sizes of units do not depend on the share
     for rank in fullest_ranks(setup):
         yield rank_memory(sizes, _in_flight(setup, rank, share), rank)
 
@@ -166,8 +150,7 @@ def host_in_flight(setup: TrainingSetup) -> float:
 
 
 def _in_flight(setup: TrainingSetup, rank: int, share: float) -> list[Action]:
-    """The actions of a rank in a step as long as memory needs: a full pipeline holds few micro-batches, `breadth-first`
-    all."""
+    """The actions of a rank until memory is fullest: a full pipeline holds few micro-batches, `breadth-first` all."""
     few = 2 * ceil(setup.pipeline_parallel / len(setup.segments)) + 2
     count = setup.num_microbatches if setup.family == "breadth-first" else min(setup.num_microbatches, few)
     return _order(setup.family, Shape(setup.placement, count, len(setup.segments)), rank, share)
@@ -181,8 +164,7 @@ def fits(setup: TrainingSetup, limit: float) -> bool:
 
 @lru_cache(maxsize=1 << 16)
 def fitted(setup: TrainingSetup, room: Room) -> TrainingSetup | None:
-    """The set-up with the least of its activations in the memory of the host, in sixteenths, so that it fits."""
-
+    """The set-up with the least sixteenths of its activations on the host so that it fits; None if none do."""
     if fits(setup, room.device):
         return setup
 
@@ -196,18 +178,17 @@ def fitted(setup: TrainingSetup, room: Room) -> TrainingSetup | None:
 
 @lru_cache(maxsize=2048)
 def _order(family: str, shape: Shape, rank: int, offloads: float) -> list[Action]:
-    """Many candidates differ in other things than their schedule."""
     order = FAMILIES[family](shape).order(rank)
     return with_moves(order, units_to_move(order, offloads)) if offloads else order
 
 
 class Search:
-    """The configurations that answer a question, fastest first, with all that were predicted and the winners with too
-    many actions for `auto`.
+    """The configurations that answer a question, fastest first; `plans` has all that were predicted, and
+    `too_long_for_auto` the winners with too many actions for `auto`.
 
-    What is to be tried waits in the order of a lower bound of its step: first sizes and numbers of segments, from
-    these chunks and schedules, from these the best cut that fits, from this its prediction, each with a closer bound
-    than what it came from. What comes up first with its exact time is the fastest that is left.
+    Items wait in the order of a lower bound of their step: first sizes and numbers of segments, from these chunks and
+    schedules, from these the best cut that fits, from this its prediction, each with a closer bound than the item that
+    it came from. The first item with its exact time is the fastest that is left.
     """
 
     def __init__(self, question: Question) -> None:
@@ -216,17 +197,13 @@ class Search:
         self.too_long_for_auto: set[Candidate] = set()
 
     def best(self, number: int = 5, below: float = inf) -> list[Plan]:
-        """The `number` fastest configurations that fit, fastest first; empty if none fits in less than `below` seconds.
-
-        `auto` is tried on the winners, and left out where it is no faster than they are.
-        """
+        """The fastest configurations that fit and take less than `below` seconds, fastest first. `auto` is tried on
+        these winners, and left out where it is no faster."""
         found = [*islice(self.fastest_first(below), number)]
         if "auto" in self.question.families:
             for winner in found[:]:
                 automatic = self._automatic(winner.candidate)
-                if automatic is None or automatic in found:
-                    continue
-                if automatic.prediction.seconds < winner.prediction.seconds:
+                if automatic and automatic not in found and automatic.prediction.seconds < winner.prediction.seconds:
                     found.append(automatic)
             found = sorted(found, key=lambda each: each.prediction.seconds)[:number]
         return found
@@ -248,7 +225,7 @@ class Search:
                 heappush(waiting, (max(bound, least), next(numbers), each))
 
     def _closer(self, item: Any) -> Iterator[tuple[float, Any]]:
-        """What an item is refined to, with lower bounds."""
+        """The items that an item is refined to, with lower bounds."""
         question, machine, room = self.question, self.question.machine, self.question.room
         match item:
             case _Open(sizes, segments, None):
@@ -266,22 +243,20 @@ class Search:
                     if (moved := fitted(each.setup, room)) is not None:
                         yield least_seconds(moved, machine), replace(each, setup=moved)
                         break
-            case Candidate() if question.accepts(item) and _has_room(found := self._plan(item), room):
+            case Candidate() if question.accepts(item) and (found := self._plan(item)).fits(room):
                 yield found.prediction.seconds, found
 
     def _seconds_away(self, setup: TrainingSetup, family: str, segments: int) -> float:
         """`least_seconds_away`, with a partitioned state where the search may choose that."""
         lean = partitioned(self.question, replace(setup, family=family))
-        # Otherwise it is the same for all families, so caches serve.
+        # Whole states need the same for all families, so caches serve.
         return least_seconds_away(lean if lean.partitions_state else setup, self.question.room, segments)
 
     def _fitting(self, by_cut: Iterator[Candidate], presses: bool) -> Iterator[tuple[float, Any]]:
-        """The best cut that fits and, where the best of all does not, all of them: something may move to the host.
+        """The best cut that fits and, where the best of all does not, all of them: something may move to the host. If
+        memory `presses`, none of them fits as it is.
 
-        If memory `presses`, none of them fits as it is.
-
-        There is one of each with tensor-parallel collectives beside products and without: a bound does not tell which
-        is faster.
+        Cuts with tensor-parallel collectives beside products and without are separate, since bounds do not rank them.
         """
         question, room = self.question, self.question.room
         even = next(by_cut, None)  # needs least memory
@@ -300,7 +275,7 @@ class Search:
 
     def _automatic(self, winner: Candidate) -> Plan | None:
         """The plan of a winner with `auto`; None if it does not fit, or takes too long to make."""
-        # Its weight gradients wait.
+        # Its weight gradients run later, so collectives cannot hide behind them.
         setup = replace(winner.setup, family="auto", hides_tensor_exchange=False)
         candidate = replace(winner, setup=setup)
         if setup.pipeline_parallel == 1 or setup.recompute != "none" or not self.question.accepts(candidate):
@@ -309,16 +284,12 @@ class Search:
             self.too_long_for_auto.add(candidate)
             return None
         found = self._plan(candidate)
-        return found if _has_room(found, self.question.room) else None
+        return found if found.fits(self.question.room) else None
 
     def _plan(self, candidate: Candidate) -> Plan:
         if candidate not in self.plans:
             self.plans[candidate] = predict_candidate(candidate, self.question)
         return self.plans[candidate]
-
-
-def _has_room(plan: Plan, room: Room) -> bool:
-    return plan.memory_gib * GIB <= room.device and plan.host_gib * GIB <= room.host
 
 
 def predict_candidate(candidate: Candidate, question: Question) -> Plan:

@@ -21,15 +21,15 @@ from ..costs.training_setup import ALL_BUT_ATTENTION, FULL, TrainingSetup
 _FAMILIES = tuple(name for name in FAMILY_NAMES if name != "gpipe")
 # Segments of fewer tokens on a rank leave a GPU waiting for its host.
 _SHORTEST = 512
-# This many tokens fill a GPU, whatever the model: more sequences in a micro-batch gain nothing.
+# As many tokens fill a GPU, whatever the model: more sequences in a micro-batch gain nothing.
 _FULL = 32768
-# Shares of the layers of a stage that Megatron computes again, where it does.
+# The shares of the layers of a stage that Megatron may compute again.
 _SHARES = (0.25, 0.5, 0.75, 1.0)
 
 
 class Room(NamedTuple):
-    """Bytes of a device, of its host for activations, and bytes/s each way between them. Either Megatron's modules
-    choose what moves, or whole units move."""
+    """Bytes of a device, of its host for activations, and bytes/s each way between them. Activations of Megatron's
+    modules move, or whole units."""
 
     device: float
     host: float
@@ -41,13 +41,11 @@ class Room(NamedTuple):
 class Question:
     """A model, a number of devices of a machine, a length in tokens and a batch in sequences.
 
-    `memory_gib` is what the allocator may take; None: what a device has, less what lies outside the allocator. The
-    tuples are the choices that the search has, `chunks` at most; `auto` is tried on the winners of the named families.
-    `host_gib` is what activations of a device may take of the memory of its host; 0: none moves there.
+    The allocator may take `memory_gib`; None: all that a device has, less what lies outside the allocator. Activations
+    of a device may take `host_gib` of the memory of its host. The tuples are the choices of the search.
     With `by_megatron` Megatron's own schedules run, not those of this package.
     With `partitions_state` replicas keep shares of weights and gradients; None: under `breadth-first`, where a
-    configuration does not fit otherwise.
-    `accepts` is what else a configuration has to meet, whatever its lengths.
+    configuration does not fit otherwise. `accepts` tells whether a configuration is allowed, whatever its lengths.
     """
 
     model: ModelShape
@@ -69,18 +67,10 @@ class Question:
     def of_megatron(self) -> "Question":
         """The same for Megatron's own schedules: 1F1B and its interleaved form on whole sequences. Logits are kept,
         tensor parallelism exchanges beside products, experts beside the compute of another micro-batch, and activations
-        of modules move to the host.
-        """
+        of modules move to the host."""
         recomputes = ("none", "layernorm mlp", "layernorm moe_act", "layernorm mlp moe", FULL)
-        return replace(
-            self,
-            families=("1f1b",),
-            segments=(1,),
-            recomputes=recomputes,
-            by_megatron=True,
-            partitions_state=False,
-            accepts=lambda candidate: True,
-        )
+        own: dict[str, Any] = {"families": ("1f1b",), "segments": (1,), "recomputes": recomputes, "by_megatron": True}
+        return replace(self, **own, partitions_state=False, accepts=lambda candidate: True)
 
     @property
     def memory_limit(self) -> float:
@@ -95,7 +85,7 @@ class Question:
     def setup(
         self, sizes: tuple[int, int, int, int], chunks: int = 1, micro_batch_size: int = 1, **choices: Any
     ) -> TrainingSetup:
-        """A set-up by sizes of tensor, context, pipeline and data parallelism, on whole sequences."""
+        """A set-up of whole sequences, by sizes of tensor, context, pipeline and data parallelism."""
         tensor, context, pipeline, data = sizes
         return TrainingSetup(
             self.model,
@@ -113,7 +103,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A set-up, with the name of the strategy that cut its sequences, or the tokens of the units that they are in."""
+    """A set-up, with the name of the strategy that cut its sequences, or the tokens of their units."""
 
     setup: TrainingSetup
     strategy: str = "even"
@@ -121,34 +111,27 @@ class Candidate:
 
 
 def setups(question: Question) -> Iterator[TrainingSetup]:
-    """All that does not depend on the schedule, on whole sequences."""
+    """All set-ups without a schedule, on whole sequences."""
     for sizes in all_sizes(question):
         yield from spread(question, sizes)
 
 
 def all_sizes(question: Question) -> Iterator[TrainingSetup]:
-    """Parallel sizes, micro-batches and what is recomputed, with one chunk a rank and layers spread evenly. Experts may
-    be spread over any of the ranks of a pipeline stage."""
+    """Parallel sizes, micro-batches and recomputation, with one chunk a rank and layers spread evenly. Any of the ranks
+    of a pipeline stage may share the experts."""
     for sizes in layouts(question):
         tensor, context, pipeline, data = sizes
         for micro_batch in question.micro_batches:
             is_full = micro_batch > 1 and micro_batch * question.sequence_length > _FULL * tensor * context
             if is_full or question.global_batch_size % (data * micro_batch):
                 continue
-            setup = question.setup(
-                sizes,
-                1,
-                micro_batch,
-                sequence_parallel=tensor > 1,
-                distributed_optimizer=True,
-                overlaps_data_parallel=data * context > 1,
-                keeps_logits=question.by_megatron,
-                hides_tensor_exchange=tensor > 1,
-            )
+            choices = {"sequence_parallel": tensor > 1, "hides_tensor_exchange": tensor > 1}
+            choices |= {"distributed_optimizer": True, "overlaps_data_parallel": data * context > 1}
+            setup = question.setup(sizes, 1, micro_batch, keeps_logits=question.by_megatron, **choices)
             setup = replace(setup, cp_comm_type=fastest_cp_comm_type(setup.alone, question.machine))
             experts = expert_sizes(question.model, tensor * context * data)
             for expert, recompute in product(experts, recomputes(question)):
-                # Megatron refuses to exchange beside compute what is computed again.
+                # Megatron refuses to hide the exchange of experts that are computed again.
                 is_repeated = recompute == FULL or "moe" in recompute.split()
                 hides = question.by_megatron and question.model.may_hide_experts and expert > 1 and not is_repeated
                 each = replace(setup, expert_parallel=expert, recompute=recompute, hides_experts=hides)
@@ -157,8 +140,8 @@ def all_sizes(question: Question) -> Iterator[TrainingSetup]:
 
 
 def recomputes(question: Question) -> list[str]:
-    """What may be computed again in this model: `moe` and `moe_act` need experts, and Megatron never ends a backward
-    with `mlp` where biases are added."""
+    """The recomputations that this model has: `moe` and `moe_act` need experts, and with biases a backward of Megatron
+    with `mlp` never ends."""
     model = question.model
     left_out = {"mlp"} if model.has_biases else set()
     if model.experts is None:
@@ -168,8 +151,7 @@ def recomputes(question: Question) -> list[str]:
 
 
 def spread(question: Question, sizes: TrainingSetup) -> Iterator[TrainingSetup]:
-    """The sizes with all numbers of model chunks, layers spread so that the busiest rank has least to do, embedding and
-    loss included."""
+    """The sizes with all numbers of model chunks; layers are spread for the least compute of the busiest rank."""
     ranks = sizes.pipeline_parallel
     for chunks in question.chunks if ranks > 1 else (1,):
         # Megatron interleaves groups of at least as many micro-batches as there are ranks.
@@ -185,17 +167,13 @@ def spread(question: Question, sizes: TrainingSetup) -> Iterator[TrainingSetup]:
 
 
 def expert_sizes(model: ModelShape, ranks: int) -> list[int]:
-    """How many of the ranks of a pipeline rank may share the experts: powers of two."""
-    if model.experts is None:
-        return [1]
-    return [size for size in powers_of_two(ranks) if ranks % size == 0 and model.experts.total % size == 0]
+    """The numbers of ranks of a pipeline stage that may share the experts: powers of two."""
+    total = 1 if model.experts is None else model.experts.total
+    return [size for size in powers_of_two(ranks) if ranks % size == 0 and total % size == 0]
 
 
 def layouts(question: Question) -> Iterator[tuple[int, int, int, int]]:
-    """Sizes of tensor, context, pipeline and data parallelism that divide what they must.
-
-    Tensor parallelism stays within a node, context parallelism may leave it.
-    """
+    """Sizes of tensor parallelism, within a node, and of context, pipeline and data parallelism."""
     model, devices = question.model, question.num_devices
     kv_heads = model.num_kv_heads or model.num_heads
     for tensor in powers_of_two(question.machine.devices_per_node):
@@ -203,11 +181,9 @@ def layouts(question: Question) -> Iterator[tuple[int, int, int, int]]:
             continue
         for context in powers_of_two(devices // tensor):
             # Megatron gives every rank two parts of a sequence.
-            if context > 1 and question.sequence_length % (2 * tensor * context):
-                continue
-            if context > 1 and question.sequence_length // context < 2 * _SHORTEST:
-                continue
-            if not model.shares_recurrent_heads(tensor, context):
+            is_cut = question.sequence_length % (2 * tensor * context) == 0
+            is_long = question.sequence_length // context >= 2 * _SHORTEST
+            if not model.shares_recurrent_heads(tensor, context) or (context > 1 and not (is_cut and is_long)):
                 continue
             ranks, rest = divmod(devices, tensor * context)
             for pipeline in range(1, min(ranks, model.num_layers) + 1):
@@ -218,7 +194,7 @@ def layouts(question: Question) -> Iterator[tuple[int, int, int, int]]:
 
 def families(question: Question, setup: TrainingSetup) -> list[str]:
     """The families for a set-up; `auto` is tried on the winners of the others."""
-    if setup.pipeline_parallel == 1:  # without a bubble all take equally long
+    if setup.pipeline_parallel == 1:  # without a bubble, all take the same time
         return [family for family in question.families if family == "1f1b"]
     left_out = {"auto"}
     # With one chunk a rank it is GPipe, with one micro-batch 1F1B.
@@ -236,17 +212,15 @@ def numbers_of_segments(question: Question, setup: TrainingSetup) -> list[int]:
 
 
 def partitioned(question: Question, setup: TrainingSetup) -> TrainingSetup:
-    """The set-up with a partitioned state if the search may choose that and it saves memory; else as it is.
-
-    `breadth-first` gathers a chunk once each way, other orders whenever chunks change.
-    """
+    """The set-up with a partitioned state if the search may choose that and it saves memory. `breadth-first` gathers a
+    chunk once each way, other orders whenever chunks change."""
     may = question.partitions_state is None and setup.family == "breadth-first" and "breadth-first" in question.families
     saves = setup.placement.num_chunks > 2 and setup.data_group.size > 1
     return replace(setup, partitions_state=True) if may and saves else setup
 
 
 def cuts(setup: TrainingSetup, family: str, segments: int) -> Iterator[Candidate]:
-    """The set-up under a schedule: cut evenly, which needs least memory, and balanced, which is faster."""
+    """The set-up under a schedule: cut evenly, for the least memory, and balanced, which is faster."""
     seen: set[tuple[int, ...]] = set()
     for strategy in ("even", "balanced")[: 1 if segments == 1 else 2]:
         lengths = cut(setup, strategy, segments)
@@ -254,13 +228,13 @@ def cuts(setup: TrainingSetup, family: str, segments: int) -> Iterator[Candidate
             seen.add(lengths)
             each = replace(setup, family=family, segments=lengths)
             way = setup.cp_comm_type if segments == 1 else None
-            # Its buffers have one length, and it gathers beside the products of weight gradients.
+            # Tensor-parallel overlap has buffers of one length, and gathers beside the products of weight gradients.
             hides = setup.hides_tensor_exchange and len(set(lengths)) == 1 and not each.splits_backward
             yield Candidate(replace(each, cp_comm_type=way, hides_tensor_exchange=hides), strategy)
 
 
 def cut(setup: TrainingSetup, strategy: str, segments: int) -> tuple[int, ...] | None:
-    """The lengths that training would have with these flags; None where a sequence is too short."""
+    """The lengths that training would have with these flags; None if a sequence is too short."""
     time = _slowest_stage(setup_costs(setup)) if strategy == "balanced" else None
     multiple = segment_multiple(setup.token_shares, setup.context_parallel)
     return _cut(setup.model, setup.sequence_length, multiple, strategy, segments, time)
@@ -274,13 +248,9 @@ _slowest_stage = lru_cache(maxsize=1024)(bottleneck_time)
 def _cut(
     model: ModelShape, length: int, multiple: int, strategy: str, segments: int, time: SegmentTime | None
 ) -> tuple[int, ...] | None:
+    flops, rows = authors_flops(model), A100.full_speed_rows
     try:
-        return cut_sequence(
-            strategy,
-            Task(
-                length, segments, multiple, time=time, flops=authors_flops(model), full_speed_rows=A100.full_speed_rows
-            ),
-        )
+        return cut_sequence(strategy, Task(length, segments, multiple, time=time, flops=flops, full_speed_rows=rows))
     except ValueError:
         return None
 

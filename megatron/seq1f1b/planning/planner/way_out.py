@@ -1,7 +1,7 @@
 """Why a question has no plan, and the nearest question that has one."""
 
 from dataclasses import replace
-from itertools import takewhile
+from itertools import islice, takewhile
 
 from ..costs.machine import GIB
 from ..costs.step_memory import Memory
@@ -10,16 +10,14 @@ from .search import host_in_flight, least_bytes, memory_in_flight
 from .space import Question, Room, cuts, numbers_of_segments, setups
 
 _DOUBLINGS = 12
-# How many of the set-ups that need least memory are predicted in full.
-_LEANEST = 20
+_LEANEST = 20  # set-ups of least memory that are predicted in full
 _NUMBERS = (1, 8, 64)  # of segments
 _SHORTEST = 1024
 
 
 def way_out(question: Question) -> ValueError:
-    """The error for a question without a plan: no layout, or none that fits, with what fills the fullest rank."""
-    model = question.model
-    most = _leanest(question)
+    """The error for a question without a plan: no layout, or none that fits, with the uses of the fullest rank."""
+    model, most = question.model, _leanest(question)
     if most is None:
         batch = -(-question.global_batch_size // question.num_devices) * question.num_devices
         return ValueError(
@@ -34,14 +32,13 @@ def way_out(question: Question) -> ValueError:
 
 
 def by_use(memory: Memory) -> str:
-    """The memory of a rank, with what it is used for."""
+    """The memory of a rank by its uses."""
     parts = ", ".join(f"{size / GIB:.1f} {name.replace('_', ' and ')}" for name, size in vars(memory).items() if size)
     return f"{memory.total / GIB:.1f} GiB: {parts}"
 
 
 def _leanest(question: Question) -> Memory | None:
-    """The memory of the fullest rank of the configuration that needs least, with as much on its host as that holds;
-    None without a layout."""
+    """The fullest rank of the leanest configuration, with as much on its host as that holds; None without a layout."""
     lean = replace(question, families=("1f1b",), micro_batches=(1,), segments=_NUMBERS)
     evenly = (
         next(cuts(setup, "1f1b", segments), None)
@@ -61,14 +58,11 @@ def _mostly_away(setup: TrainingSetup, room: Room) -> TrainingSetup:
 
 def _nearest(question: Question) -> str:
     """More devices, and shorter sequences, by doubling and halving."""
-
-    found = []
-    doubled = (replace(question, num_devices=question.num_devices << doubling) for doubling in range(1, _DOUBLINGS))
+    counts = (question.num_devices << doubling for doubling in range(1, _DOUBLINGS))
     lengths = takewhile(_SHORTEST.__le__, (question.sequence_length >> halving for halving in range(1, _DOUBLINGS)))
-    if larger := next(filter(_has_plan, doubled), None):
-        found.append(f"--gpus {larger.num_devices}")
-    if shorter := next(filter(_has_plan, (replace(question, sequence_length=each) for each in lengths)), None):
-        found.append(f"--seq-length {shorter.sequence_length}")
+    more = (f"--gpus {each}" for each in counts if _has_plan(replace(question, num_devices=each)))
+    shorter = (f"--seq-length {each}" for each in lengths if _has_plan(replace(question, sequence_length=each)))
+    found = [*islice(more, 1), *islice(shorter, 1)]
     return f"it would with {' or with '.join(found)}" if found else "take a smaller model"
 
 
