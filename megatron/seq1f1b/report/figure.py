@@ -1,9 +1,8 @@
 """Timelines as a figure in the manner of the papers: a row for each rank, time to the right.
 
 The colour of a box stands for the kind of action, its shade for the segment (dark is late), its number for the
-micro-batch, the bar below it for the model chunk; idle time stays white. Lines beside a row run beside compute: above
-it collectives, which gather parameters (hollow) or reduce gradients (filled), below it copies, to the memory of the
-host (filled) or back (hollow).
+micro-batch, the bar below it for the model chunk; idle time stays white. Lines above a row are collectives, which
+gather parameters (hollow) or reduce gradients (filled); below it are copies to the host (filled) or back (hollow).
 """
 
 from collections.abc import Sequence
@@ -32,18 +31,17 @@ _LINES = {
     Kind.RELOAD: ("#01665e", "white", "activations back"),
 }
 _DARK = "#404040"
-_NARROW = 5.0  # inches: a figure of one column of a paper, which has no room for the table at the right
+_NARROW = 5.0  # inches; a narrower figure, one column of a paper, has no room for the table at the right
 
 
 def plot_timelines(
     timelines: Sequence[Timeline], path: str | Path, width: float = 8.0, has_labels: bool = True
 ) -> None:
-    """Write one panel for each timeline, all on one time axis, to a .png, .svg or .pdf file.
+    """Write one panel for each timeline, all on one time axis, to a .png, .svg or .pdf file. Needs matplotlib.
 
-    The right margin of a panel shows, for each rank, the most sequences held (see `sequences_held`) and the idle share
-    of the step, unless the figure is narrower than 5 inches. `width` is that of the figure in inches. Boxes that are
-    too small have no number, and none has with `has_labels=False`. Needs matplotlib; raises ValueError for timelines of
-    different time units.
+    In a figure of at least 5 inches, the right margin of a panel shows the most sequences that each rank holds (see
+    `sequences_held`) and the idle share of the step. Boxes have numbers where these fit, unless `has_labels=False`.
+    Raises ValueError for timelines of different time units.
     """
     if len({timeline.time_unit for timeline in timelines}) > 1:
         raise ValueError("timelines of different time units cannot share an axis")
@@ -56,15 +54,18 @@ def plot_timelines(
             axes.set_xlim(0, longest * 1.002)  # the last edge shows
             _draw(axes, timeline, (width - margin) / longest if has_labels else 0.0)
             if width >= _NARROW:
-                _add_table(axes, timeline)
+                makespan = timeline.makespan
+                idle = [1 - timeline.busy(rank) / makespan if makespan else 0.0 for rank in range(len(timeline.ranks))]
+                held = [sequences_held((span.action for span in spans), timeline.shape) for spans in timeline.ranks]
+                write_right(axes, [f"{most:.2f}      {share:.1%}" for most, share in zip(held, idle, strict=True)])
+                axes.text(1, 1, "sequences held, idle", transform=axes.transAxes, ha="left", va="bottom")
         unit = timelines[0].time_unit
         panels[-1].set_xlabel(f"time [{unit}]" if unit else "time", labelpad=1)
         _add_legend(figure, timelines, max(2, int(width / 1.3)))
 
 
 def _title(timeline: Timeline) -> str:
-    shape = timeline.shape
-    name = timeline.meta.get("schedule", "schedule")
+    shape, name = timeline.shape, timeline.meta.get("schedule", "schedule")
     name = _PAPERS.get((name, shape.num_segments > 1, shape.num_chunks > 1), name)
     chunks = f", C = {shape.num_chunks} ({shape.placement.style})" if shape.num_chunks > 1 else ""
     k = f"{min(shape.unequal)} to {shape.num_segments}" if shape.unequal else shape.num_segments
@@ -88,16 +89,14 @@ def _draw(axes: Any, timeline: Timeline, inches: float) -> None:
             boxes.append((_rectangle(left, right, rank - 0.46, low), _DARK, face, 0.3))
             text = str(action.microbatch)
             if (end - start) * inches >= 0.055 * len(text) + 0.02:
-                ink = "white" if action.kind is Kind.I else "black"
-                middle = (left + right) / 2
-                axes.text(middle, rank, text, fontsize=6, color=ink, ha="center", va="center_baseline", clip_on=True)
+                style = {"color": "white" if action.kind is Kind.I else "black", "va": "center_baseline"}
+                axes.text((left + right) / 2, rank, text, fontsize=6, ha="center", clip_on=True, **style)
             if chunk := shape.placement.chunk_of(action.stage):
                 bar = _rectangle(left, right, low - 0.16 * chunk / (shape.num_chunks - 1), low)
                 boxes.append((bar, _DARK, _DARK, 0.0))
     places, edges, faces, widths = zip(*boxes, *lines, strict=True)
     axes.add_collection(PolyCollection(places, edgecolors=edges, facecolors=faces, linewidths=widths))
-    axes.set_ylim(len(timeline.ranks) - 0.5, -0.5)
-    axes.set_yticks(range(len(timeline.ranks)))
+    axes.set(ylim=(len(timeline.ranks) - 0.5, -0.5), yticks=range(len(timeline.ranks)))
     axes.set_ylabel("rank", labelpad=1)
     axes.tick_params(axis="y", length=0)
     axes.set_title(_title(timeline), pad=4, wrap=True)
@@ -105,16 +104,6 @@ def _draw(axes: Any, timeline: Timeline, inches: float) -> None:
 
 def _rectangle(left: float, right: float, low: float, high: float) -> list[tuple[float, float]]:
     return [(left, low), (right, low), (right, high), (left, high)]
-
-
-def _add_table(axes: Any, timeline: Timeline) -> None:
-    rows = []
-    for rank, spans in enumerate(timeline.ranks):
-        held = sequences_held((span.action for span in spans), timeline.shape)
-        idle = 1 - timeline.busy(rank) / timeline.makespan if timeline.makespan else 0.0
-        rows.append(f"{held:.2f}      {idle:.1%}")
-    write_right(axes, rows)
-    axes.text(1, 1, "sequences held, idle", transform=axes.transAxes, ha="left", va="bottom")
 
 
 def _add_legend(figure: Any, timelines: Sequence[Timeline], num_columns: int) -> None:
@@ -131,7 +120,5 @@ def _add_legend(figure: Any, timelines: Sequence[Timeline], num_columns: int) ->
         entries["first to last segment"] = tuple(map(box, COLOURS[Kind.F]))
     if any(timeline.shape.num_chunks > 1 for timeline in timelines):
         entries["bar: later model chunk"] = box(_DARK)
-    handlers = {tuple: HandlerTuple(ndivide=None, pad=0)}
-    figure.legend(
-        entries.values(), entries, handler_map=handlers, loc="outside upper left", ncols=num_columns, columnspacing=1.0
-    )
+    places = {"loc": "outside upper left", "ncols": num_columns, "columnspacing": 1.0}
+    figure.legend(entries.values(), entries, handler_map={tuple: HandlerTuple(ndivide=None, pad=0)}, **places)

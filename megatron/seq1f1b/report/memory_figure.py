@@ -7,7 +7,7 @@ from typing import Any
 
 from .style import picture
 
-# What stays is dark and below, what comes and goes light and above; they differ in grey, too.
+# From below: the state, dark; then what comes and goes, light. The colours differ in grey, too.
 _COLOURS = {
     "weights": "#4d4d4d",
     "gradients": "#7f7f7f",
@@ -24,8 +24,8 @@ _GIB = 2**30
 def plot_memory(report: Mapping[str, Any], path: str | Path) -> None:
     """Write a panel for each pipeline rank to a .png, .svg or .pdf file; needs matplotlib.
 
-    `report` is what `--dry-run-output` writes as JSON. To the right go the actions of the step in their order, each at
-    its highest point; the dashed line is the memory of the device, less what lies outside of the allocator.
+    `report` is the JSON of `--dry-run-output`. The actions of the step go to the right in their order, each at its
+    highest point; the dashed line is the memory of the device, less what lies outside of the allocator.
     """
     stages = report["pipeline_ranks"]
     num_columns = min(2, len(stages))
@@ -44,9 +44,10 @@ def plot_memory(report: Mapping[str, Any], path: str | Path) -> None:
             if shows_capacity:
                 axes.axhline(capacity - stage["outside"] / _GIB, color="#b2182b", linestyle="--", linewidth=0.9)
             size, name = sum(stage["fullest"]["peak"].values()) / _GIB, stage["fullest"]["name"]
-            axes.set_title(f"rank {number}: {size:.1f} GiB at {name}")
-            axes.set_xlim(0, max(len(moments) - 1, 1))
-            axes.set_ylim(0, (max(highest, capacity) if shows_capacity else highest) * 1.05)
+            top = (max(highest, capacity) if shows_capacity else highest) * 1.05
+            axes.set(
+                title=f"rank {number}: {size:.1f} GiB at {name}", xlim=(0, max(len(moments) - 1, 1)), ylim=(0, top)
+            )
         for axes in list(panels)[len(stages) :]:
             axes.set_axis_off()
         figure.supxlabel("actions of the step", fontsize=8)

@@ -1,4 +1,4 @@
-"""Partitions of a sequence as a figure: where each strategy cuts, and what its segments then cost."""
+"""Partitions of a sequence as a figure: where each strategy cuts, and the costs of its segments."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,10 +26,8 @@ class Cut:
 
 
 def plot_splits(cuts: Sequence[Cut], title: str, path: str | Path) -> None:
-    """Write a .png, .svg or .pdf file: for each cut a bar of segments in tokens, left, and in milliseconds, right.
-
-    Late segments are dark. With a perfect cut all segments at the right are equally wide. Needs matplotlib.
-    """
+    """Write a .png, .svg or .pdf file: for each cut a bar of segments in tokens, left, and in milliseconds, right. Late
+    segments are dark; a perfect cut has equally wide ones at the right. Needs matplotlib."""
     with picture(path, 9, 1.0 + max(2.0, 0.36 * len(cuts))) as figure:
         lengths, costs = figure.subplots(1, 2)
         lengths.set_yticks(range(len(cuts)), [f"{cut.name}\nk = {len(cut.lengths)}" for cut in cuts])
@@ -56,7 +54,6 @@ def _draw(axes: Any, rows: Sequence[Sequence[float]], form: str) -> None:
                 ink = "white" if shade > 0.65 else "black"
                 axes.text(start + value / 2, row, f"{value:{form}}", ha="center", va="center", color=ink, fontsize=6)
             start += value
-    axes.set_xlim(0, longest)
-    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set(xlim=(0, longest), ylim=(len(rows) - 0.5, -0.5))
     axes.spines["left"].set_visible(False)
     axes.tick_params(axis="y", length=0)

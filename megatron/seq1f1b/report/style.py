@@ -1,4 +1,4 @@
-"""What pictures share: the colour of a kind of action, its shade for a segment, its name; and the style of figures."""
+"""Shared by pictures: the colour of a kind of action, its shade for a segment, its name; and the style of figures."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -9,8 +9,7 @@ from typing import Any
 from ..schedule import Kind, written_whole
 
 # Light and dark end of the shades of each kind. Hues that the colour-blind can distinguish (after Okabe and Ito), and
-# lightnesses that do not overlap, for print in grey: forward is the lightest, though
-# darker than white, which is idle, an input gradient the darkest.
+# lightnesses that do not overlap in grey: a forward is the lightest but darker than idle, an input gradient darkest.
 COLOURS: Mapping[Kind, tuple[str, str]] = MappingProxyType(
     {
         Kind.F: ("#b4d9f4", "#8bc3f1"),

@@ -4,10 +4,7 @@ from collections.abc import Sequence
 
 
 def aligned(rows: Sequence[Sequence[str]], sides: str = "", gap: int = 2) -> list[str]:
-    """A line for each row, its cells in columns.
-
-    `sides` has l or r for each column, flush left or right; those beyond it are flush right.
-    """
+    """A line for each row, its cells in columns: flush left or right by the l or r in `sides`, right beyond these."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     put = [str.ljust if side == "l" else str.rjust for side in sides.ljust(len(widths), "r")]
     return [

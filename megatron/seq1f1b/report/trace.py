@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,11 @@ _WITH_MESSAGES = (Kind.F, Kind.B, Kind.I)
 
 
 def to_trace(timeline: Timeline) -> dict[str, Any]:
-    """The Trace Event Format: a process per rank, a complete event per action, in microseconds.
+    """The Trace Event Format: a process per rank, a complete event per action, in microseconds; costs without a unit
+    become milliseconds.
 
-    Arrows lead from the action that sends a message to the one that starts from it. A counter shows the activations
-    that a rank holds: tokens, if `meta["segment_lengths"]` has the lengths of the segments, else units. Seconds are
-    scaled to microseconds; costs without a unit are shown as milliseconds each.
+    Arrows lead from the action that sends a message to the one that receives it. A counter shows the activations of a
+    rank, in tokens if `meta["segment_lengths"]` has the lengths of the segments, else in units.
     """
     scale = 1e6 if timeline.time_unit == "s" else 1e3
     events: list[dict[str, Any]] = []
@@ -31,8 +32,8 @@ def to_trace(timeline: Timeline) -> dict[str, Any]:
             row = 0 if action.kind in COMPUTE_KINDS else aside.index(_aside(action)) + 1
             event = {"ph": "X", "pid": rank, "tid": row, "name": str(action), "cat": action.kind.value}
             event |= {"ts": (start - timeline.start) * scale, "dur": (end - start) * scale}
-            chunk = timeline.shape.placement.chunk_of(action.stage)
-            args = {"stage": action.stage, "chunk": chunk, "microbatch": action.microbatch, "segment": action.segment}
+            args = {"stage": action.stage, "chunk": timeline.shape.placement.chunk_of(action.stage)}
+            args |= {"microbatch": action.microbatch, "segment": action.segment}
             events.append(event | {"args": args})
         events += _held(timeline, rank, scale)
     events += _arrows(timeline, scale)
@@ -68,20 +69,17 @@ def _held(timeline: Timeline, rank: int, scale: float) -> Iterator[dict[str, Any
 
 def _arrows(timeline: Timeline, scale: float) -> Iterator[dict[str, Any]]:
     found = {span.action: (rank, span) for rank, spans in enumerate(timeline.ranks) for span in spans}
-    number = 0
+    numbers = count(1)
     for action, (rank, span) in found.items():
         needed = message_needed(action, timeline.shape) if action.kind in _WITH_MESSAGES else None
         # A timeline of whole backwards has B where one of split ones has I.
         kinds = (Kind.F,) if action.kind is Kind.F else (Kind.B, Kind.I)
-        senders = [found[each] for kind in kinds if needed and (each := needed._replace(kind=kind)) in found]
-        if not senders:
-            continue
-        there, sent = senders[0]
-        number += 1
-        leaves = sent.start + _INSIDE * (sent.end - sent.start)
-        common = {"id": number, "name": "message", "cat": "message", "tid": 0}
-        yield {"ph": "s", "pid": there, "ts": (leaves - timeline.start) * scale, **common}
-        yield {"ph": "f", "bp": "e", "pid": rank, "ts": (span.start - timeline.start) * scale, **common}
+        senders = (found[each] for kind in kinds if needed and (each := needed._replace(kind=kind)) in found)
+        for there, sent in islice(senders, 1):
+            leaves = sent.start + _INSIDE * (sent.end - sent.start)
+            common = {"id": next(numbers), "name": "message", "cat": "message", "tid": 0}
+            yield {"ph": "s", "pid": there, "ts": (leaves - timeline.start) * scale, **common}
+            yield {"ph": "f", "bp": "e", "pid": rank, "ts": (span.start - timeline.start) * scale, **common}
 
 
 def write_trace(timeline: Timeline, path: str | Path) -> None:
