@@ -10,11 +10,12 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron.seq1f1b.planning.costs.layer_bytes import kept
 from megatron.seq1f1b.planning.costs.machine import Machine, read_machine
 from megatron.seq1f1b.planning.costs.stage_times import balanced_layers, step_costs
 from megatron.seq1f1b.planning.costs.step_memory import rank_memory
 from megatron.seq1f1b.planning.simulator.step import predict
-from megatron.seq1f1b.schedule import Costs, Placement, Schedule, auto, build, peak_memory, simulate
+from megatron.seq1f1b.schedule import Costs, Kind, Placement, Schedule, auto, build, peak_memory, simulate
 from megatron.seq1f1b.schedule.cost_tables import Table
 
 from .programs import PaperSetup
@@ -57,7 +58,7 @@ def _case(row: dict[str, str], machine: Machine) -> Case:
         layers_per_stage=(per_stage - 1, *(per_stage,) * (ranks * chunks - 2), per_stage - 1),
         **_PROGRAM,
     )
-    costs = step_costs(setup, machine)
+    costs = _with_memory(step_costs(setup, machine), setup)
     middle = setup.placement.num_stages // 2
 
     def same(table: Table) -> Table:
@@ -71,6 +72,16 @@ def _case(row: dict[str, str], machine: Machine) -> Case:
         schedule = build(setup.family, setup.shape)
     label = f"{row['model']}, {row['micro_batches']} micro-batches, {row['method']}"
     return Case(row, label, setup, machine, costs, schedule)
+
+
+def _with_memory(costs: Costs, setup: PaperSetup) -> Costs:
+    """The costs with the bytes that units keep; a schedule may keep no more for W than it held before."""
+    held, for_weights = (
+        tuple(tuple(kept(setup, stage, after).sum(axis=1).tolist()) for stage in setup.stages)
+        for after in (Kind.F, Kind.I)
+    )
+    least = tuple(tuple(map(min, *rows)) for rows in zip(for_weights, held, strict=True))
+    return replace(costs, activation=held, kept=least)
 
 
 def bubble_rates(folder: Path = REFERENCE) -> Iterator[Row]:

@@ -5,13 +5,13 @@ from dataclasses import fields, replace
 import pytest
 
 from megatron.seq1f1b.commands.model_flags import preset
-from megatron.seq1f1b.planning.costs.layer_bytes import layer_activation, layer_keys_values
+from megatron.seq1f1b.planning.costs.layer_bytes import kept, layer_activation, layer_keys_values
 from megatron.seq1f1b.planning.costs.machine import read_machine
 from megatron.seq1f1b.planning.costs.model_shape import ModelShape
-from megatron.seq1f1b.planning.costs.step_memory import activation_tables, rank_memory
+from megatron.seq1f1b.planning.costs.step_memory import rank_memory
 from megatron.seq1f1b.planning.costs.training_setup import TrainingSetup
 from megatron.seq1f1b.planning.simulator.step import predict
-from megatron.seq1f1b.schedule import Placement, build
+from megatron.seq1f1b.schedule import Kind, Placement, build
 from paper.flops import megatron_flops, seq1f1b_flops, terapipe_flops
 from paper.megatron_tables import sc21_setup
 from paper.programs import PaperSetup
@@ -39,18 +39,18 @@ def test_a_program_without_differences_is_the_package(changes):
 def test_a_gpt_keeps_34_bytes_a_token_and_hidden_unit():
     model = ModelShape(4, 1024, 4096, 16, 64, 32000)
     setup = PaperSetup(model, 2048, 1, dropout=True)
-    kept = layer_activation(setup, 0, 0, 1) + layer_keys_values(setup, 0, 0, 1)
+    held = layer_activation(setup, 0, 0, 1) + layer_keys_values(setup, 0, 0, 1)
     # The paper stores no log-sum-exp, and the mask of the dropout within attention takes a byte a score.
-    assert kept - 4 * model.num_heads == 34 * model.hidden_size
+    assert held - 4 * model.num_heads == 34 * model.hidden_size
 
 
 def test_weight_gradients_that_wait_hold_no_scores():
     setup = paper(WHOLE, sequence_length=2048, segments=(), family="zb-h1", flash_attention=False)
     apart, whole = (rank_memory(setup, build(family, setup.shape).ranks[7], 7) for family in ("zb-h1", "1f1b"))
-    activation, kept = activation_tables(setup)
+    held, for_weights = (kept(setup, setup.stages[7], after).sum() for after in (Kind.F, Kind.I))
     # The last rank holds one unit, and with weight gradients apart those of seven more.
     more = apart.activations + apart.keys_values + apart.logits - whole.activations - whole.keys_values - whole.logits
-    assert more == pytest.approx(7 * kept[7][0], rel=0.05) and kept[7][0] < 0.7 * activation[7][0]
+    assert more == pytest.approx(7 * for_weights, rel=0.05) and for_weights < 0.7 * held
 
 
 def test_tflops_of_seq1f1b():

@@ -1,4 +1,4 @@
-"""The memory of one layer: what its forward keeps for its backward, and what an action holds. Bytes.
+"""The memory of layers and stages: what the forward of a unit keeps for its backward, and what actions hold. Bytes.
 
 Activations follow arXiv 2205.05198, section 4 (34 bytes per token and hidden unit of a layer) in 16 bit; a recurrent
 layer keeps what the kernels of flash-linear-attention and mamba-ssm save. Around products every tensor-parallel rank
@@ -8,9 +8,17 @@ holds the whole input and its gradient (section 4.2.2), elsewhere a part of them
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache, singledispatch
+from operator import sub
 
+import numpy as np
+from numpy.typing import NDArray
+
+from ...schedule import COMPUTE_KINDS, Kind
+from ...schedule.cost_tables import Table
 from .blocks import BYTES, Attention, Block, blocks_of
 from .training_setup import ALL_BUT_ATTENTION, FULL, Stage, TrainingSetup
+
+Sizes = NDArray[np.float64]
 
 
 @singledispatch
@@ -62,8 +70,8 @@ def layer_keys_values(setup: TrainingSetup, layer: int, start: int, end: int) ->
     """
     if len(setup.segments) == 1:
         tokens = (end - start) * (1 - setup.recomputed_share if setup.recomputes_layers else 1)
-    elif setup.model.window_of(layer) is not None:
-        tokens = _seen_later(setup, layer, end - start) if setup.recomputes_layers else end - start
+    elif (window := setup.model.window_of(layer)) is not None:
+        tokens = min(end - start, window) if setup.recomputes_layers else end - start
     else:
         tokens = setup.sequence_length if start == 0 else 0
     return BYTES * keys_values_of(setup, layer, tokens)
@@ -73,7 +81,8 @@ def layer_keys_values(setup: TrainingSetup, layer: int, start: int, end: int) ->
 def layer_keys_values_gradients(setup: TrainingSetup, layer: int) -> float:
     """The gradients of the keys and values of earlier segments, in a buffer from the first backward of a micro-batch
     to its last."""
-    return 4 * keys_values_of(setup, layer, _seen_later(setup, layer, setup.sequence_length - setup.segments[-1]))
+    earlier, window = setup.sequence_length - setup.segments[-1], setup.model.window_of(layer)
+    return 4 * keys_values_of(setup, layer, earlier if window is None else min(earlier, window))
 
 
 def layer_moved(setup: TrainingSetup, layer: int, start: int, end: int) -> tuple[float, float]:
@@ -98,12 +107,6 @@ def stage_moved(setup: TrainingSetup, stage: Stage, start: int, end: int) -> flo
 def layer_state(setup: TrainingSetup, layer: int) -> float:
     """The state that a recurrent layer passes from one segment to the next."""
     return setup.rows(1) * sum(block.state for block in setup.blocks(layer))
-
-
-def _seen_later(setup: TrainingSetup, layer: int, tokens: int) -> int:
-    """The number of the last `tokens` that later ones see."""
-    window = setup.model.window_of(layer)
-    return tokens if window is None else min(tokens, window)
 
 
 def keys_values_of(setup: TrainingSetup, layer: int, tokens: float) -> float:
@@ -222,16 +225,102 @@ def _of_kernel(setup: TrainingSetup, layer: int, attention: Attention, start: in
     return of_queries + (BYTES * for_each if for_each > keys_values_of(setup, layer, given) else 0)
 
 
-def layer_freed_by_attention(setup: TrainingSetup, layer: int) -> float:
-    """What attention of the last segment frees before the gradients of earlier keys and values arise, at most these."""
-    kernels = (block.attention for block in setup.blocks(layer) if block.attention)
-    freed = sum(_of_kernel(setup, layer, attention, *setup.spans[-1]) for attention in kernels)
-    return min(freed, layer_keys_values_gradients(setup, layer))
+# The actions after which a unit keeps what it has before, and after, an action of each kind; None: it keeps nothing.
+_BEFORE = {Kind.B: Kind.F, Kind.I: Kind.F, Kind.W: Kind.I, Kind.OFFLOAD: Kind.F, Kind.RELOAD: Kind.OFFLOAD}
+_AFTER = {Kind.F: Kind.F, Kind.I: Kind.I, Kind.OFFLOAD: Kind.OFFLOAD, Kind.RELOAD: Kind.F}
 
 
-def positions_bytes(setup: TrainingSetup, tokens: int) -> float:
-    """Rotary angles of `tokens` tokens, which all layers and micro-batches share."""
-    if setup.model.learned_positions:
-        return 0.0
-    latent = setup.model.latent
-    return 4 * tokens / setup.context_parallel * (latent.rotary_head_dim if latent else setup.model.head_dim)
+@lru_cache(maxsize=4096)
+def kept(setup: TrainingSetup, stage: Stage, after: Kind = Kind.F) -> Sizes:
+    """What a unit of each segment keeps on a stage after F, I or OFFLOAD: activations, keys and values, states, and
+    logits. [segments, 4]."""
+    if setup.parts:
+        return np.concatenate([kept(part, stage, after) for part in setup.parts])
+    if after is Kind.OFFLOAD:
+        stays = kept(setup, stage) * (0, 1, 1, 0)
+        stays[-1, 1] -= stays[:, 1].sum()  # the last segment takes the keys and values of all along
+        return stays
+    found = []
+    for length, span in zip(setup.segments, setup.spans, strict=True):
+        sizes = [0.0] * 4
+        if stage.is_last:
+            sizes[0], sizes[3] = head_kept(setup, length, after is Kind.I)
+        for layer, count in stage.layers:
+            for use, size in enumerate(_layer_kept(setup.alone, layer, *span, after)):
+                sizes[use] += count * size
+        found.append(sizes)
+    return np.array(found)
+
+
+@lru_cache(maxsize=1 << 16)
+def _layer_kept(setup: TrainingSetup, layer: int, start: int, end: int, after: Kind) -> tuple[float, ...]:
+    """Activations, keys and values, and states of one layer."""
+    if after is Kind.I:
+        return (layer_kept_for_weights(setup, layer, start, end),)
+    sizes = layer_activation(setup, layer, start, end), layer_keys_values(setup, layer, start, end)
+    state = layer_state(setup, layer) if end < setup.sequence_length else 0.0
+    return *map(sub, sizes, layer_moved(setup, layer, start, end)), state
+
+
+@lru_cache(maxsize=1024)
+def moved_bytes(setup: TrainingSetup) -> Table:
+    """What a unit has in the memory of the host while it is there, or what Megatron's modules move of it, by stage and
+    segment."""
+
+    def of_stage(stage: Stage) -> tuple[float, ...]:
+        if setup.offloads_modules:
+            return tuple(stage_moved(setup, stage, *span) for span in setup.spans)
+        return tuple((kept(setup, stage) - kept(setup, stage, Kind.OFFLOAD)).sum(axis=1).tolist())
+
+    rows = {stage: of_stage(stage) for stage in set(setup.stages)}
+    return tuple(rows[stage] for stage in setup.stages)
+
+
+@lru_cache(maxsize=4096)
+def changes_of(setup: TrainingSetup, stage: Stage, kind: Kind) -> Sizes:
+    """What an action adds when it starts, holds while it runs, and adds when it ends: activations, keys and values with
+    their gradients, states, logits, and all else. [segments, 3, 5]."""
+    if setup.parts:
+        return np.concatenate([changes_of(part, stage, kind) for part in setup.parts])
+    found = np.zeros((len(setup.segments), 3, 5))
+    first, during, last = found.transpose(1, 0, 2)
+    before, after = (kept(setup, stage, left[kind]) if kind in left else 0.0 for left in (_BEFORE, _AFTER))
+    (first if kind is Kind.F else last)[:, :4] += after - before
+    if kind in COMPUTE_KINDS:
+        during[:, 3:] = [_running(setup, stage, kind, *span) for span in setup.spans]
+    if kind in (Kind.B, Kind.I):
+        # Gradients of the keys and values of earlier segments arise in the backward of the last segment, partly in
+        # place of what attention's kernel held, and go with the first.
+        in_all = in_place = 0.0
+        for layer, count in stage.layers:
+            gradients = layer_keys_values_gradients(setup, layer)
+            in_all += count * gradients
+            kernels = (block.attention for block in setup.blocks(layer) if block.attention)
+            freed = sum(_of_kernel(setup, layer, attention, *setup.spans[-1]) for attention in kernels)
+            in_place = max(in_place, min(freed, gradients))
+        first[-1, 1] += in_all - in_place
+        last[-1, 1] += in_place
+        last[0, 1] -= in_all
+    return found
+
+
+def _running(setup: TrainingSetup, stage: Stage, kind: Kind, start: int, end: int) -> tuple[float, float]:
+    """What an action of this kind holds while it runs, beside what units keep: the loss, and all else."""
+    length, has_loss = end - start, stage.is_last and kind is not Kind.W
+    loss = loss_bytes(setup, length, kind is Kind.F) if has_loss else 0.0
+    # Tokens have come back from experts when the loss begins.
+    blocks = (block for layer, _ in stage.layers for block in setup.blocks(layer))
+    routed = max(0.0, routed_bytes(setup, blocks, length) - loss) if kind is Kind.F else 0.0
+    hidden, of_loss = head_kept(setup, length)
+    if has_loss and keeps_logits(setup):  # these are counted with the unit
+        loss -= of_loss
+    # Two layers are on their way, or at work.
+    moving = 2 * max((sum(layer_moved(setup, layer, start, end)) for layer, _ in stage.layers), default=0.0)
+    if kind not in (Kind.B, Kind.I):
+        return loss, moving + setup.whole_input(length) + routed
+    working = moving + backward_working(setup, stage, start, end)
+    if has_loss:  # its backward ends before that of the layers begins
+        working -= loss + of_loss + hidden
+        if kind is Kind.I:
+            working += sum(head_kept(setup, length, for_weights=True))
+    return loss, max(0.0, working)

@@ -67,24 +67,18 @@ class Group:
         return min(self.size, max(1, machine.devices_per_node // self.stride))
 
 
-def bus_bandwidth(machine: Machine, group: Group) -> float:
-    """Bytes/s of every rank of a ring, each way."""
-    here = group.in_node(machine)
-    if here == group.size:
-        return machine.node.bandwidth
-    # As many groups as `devices / here` leave a node side by side.
-    way_out = min(machine.network.bandwidth * here / machine.devices_per_node, machine.network.message_bandwidth * here)
-    return min(machine.node.bandwidth, way_out) if here > 1 else way_out
-
-
 def all_gather_time(machine: Machine, group: Group, num_bytes: float) -> float:
-    """All-gather or reduce-scatter; `num_bytes` is the size of the whole, on every rank."""
+    """All-gather or reduce-scatter over a ring; `num_bytes` is the size of the whole, on every rank."""
     if group.size == 1:
         return 0.0
-    here = group.in_node(machine)
-    hops = ceil(log2(here)) * machine.node.latency
-    hops += ceil(log2(ceil(group.size / here))) * machine.network.latency
-    return num_bytes * (group.size - 1) / group.size / bus_bandwidth(machine, group) + hops
+    here, node, network = group.in_node(machine), machine.node, machine.network
+    bandwidth = node.bandwidth
+    if here < group.size:  # as many groups as `devices / here` leave a node side by side
+        way_out = min(network.bandwidth * here / machine.devices_per_node, network.message_bandwidth * here)
+        bandwidth = min(bandwidth, way_out) if here > 1 else way_out
+    hops = ceil(log2(here)) * node.latency
+    hops += ceil(log2(ceil(group.size / here))) * network.latency
+    return num_bytes * (group.size - 1) / group.size / bandwidth + hops
 
 
 def all_reduce_time(machine: Machine, group: Group, num_bytes: float) -> float:

@@ -12,7 +12,6 @@ from .layer_bytes import stage_moved
 from .layer_times import LayerTime, embedding_time, head_time, layer_time, repeated_time
 from .machine import Machine
 from .operations import all_gather_time, all_reduce_time, message_time, moving_time
-from .step_memory import activation_tables
 from .training_setup import Stage, TrainingSetup
 
 Row = tuple[float, ...]
@@ -88,9 +87,10 @@ def balanced_layers(setup: TrainingSetup, machine: Machine, least: int = 1) -> t
 @singledispatch
 @lru_cache(maxsize=256)
 def step_costs(setup: TrainingSetup, machine: Machine) -> Costs:
-    """Times in seconds, memory in bytes."""
+    """Times in seconds; costs have no memory here, which step_memory counts."""
     f, i, w = zip(*stage_rows(setup, machine), strict=True)
-    return Costs(f, i, w, *message_times(setup, machine, setup.tensor_parallel), *activation_tables(setup))
+    nothing = ((0.0,) * len(setup.segments),) * len(setup.stages)
+    return Costs(f, i, w, *message_times(setup, machine, setup.tensor_parallel), nothing, nothing)
 
 
 def message_times(setup: TrainingSetup, machine: Machine, parts: int) -> tuple[Table, Table]:

@@ -10,10 +10,11 @@ from math import ceil, inf
 from typing import Any, NamedTuple
 
 from ...schedule import FAMILIES, Action, Shape, build, units_to_move, with_moves
+from ..costs.layer_bytes import kept
 from ..costs.machine import GIB, Machine
 from ..costs.stage_costs import action_costs, setup_costs
 from ..costs.stage_times import stage_rows, step_end
-from ..costs.step_memory import Memory, host_bytes, kept, rank_memory, static_memory
+from ..costs.step_memory import Memory, host_bytes, rank_memory, static_memory
 from ..costs.training_setup import TrainingSetup
 from ..simulator.step import Prediction, predict
 from .space import Candidate, Question, Room, all_sizes, cut, cuts, families, numbers_of_segments, partitioned, spread

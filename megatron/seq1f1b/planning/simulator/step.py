@@ -7,9 +7,10 @@ from math import ceil, isclose
 
 from ...schedule import COMPUTE_KINDS, Costs, Kind, Schedule, Shape, Timeline, build, lower, moved, partition_state
 from ...schedule.cost_tables import Table
+from ..costs.layer_bytes import moved_bytes
 from ..costs.machine import Machine
 from ..costs.stage_times import StepEnd, replica_times, step_costs, step_end
-from ..costs.step_memory import Memory, host_bytes, moved_bytes, rank_memory
+from ..costs.step_memory import Memory, host_bytes, rank_memory
 from ..costs.training_setup import TrainingSetup
 from .lowered import execute_lowered
 

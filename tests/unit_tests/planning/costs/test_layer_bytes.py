@@ -7,22 +7,18 @@ import pytest
 from megatron.seq1f1b.commands.model_flags import preset
 from megatron.seq1f1b.planning.costs.blocks import layer_parameters
 from megatron.seq1f1b.planning.costs.layer_bytes import (
+    kept,
     layer_activation,
     layer_keys_values,
     layer_keys_values_gradients,
     layer_state,
+    moved_bytes,
 )
 from megatron.seq1f1b.planning.costs.layer_times import repeated_time
 from megatron.seq1f1b.planning.costs.machine import read_machine
 from megatron.seq1f1b.planning.costs.model_shape import DeltaNet, LatentAttention, Mamba, ModelShape
 from megatron.seq1f1b.planning.costs.stage_times import stage_rows
-from megatron.seq1f1b.planning.costs.step_memory import (
-    activation_tables,
-    host_bytes,
-    kept,
-    moved_bytes,
-    rank_memory,
-)
+from megatron.seq1f1b.planning.costs.step_memory import host_bytes, rank_memory
 from megatron.seq1f1b.planning.costs.training_setup import TrainingSetup
 from megatron.seq1f1b.schedule import Placement, build
 
@@ -58,12 +54,7 @@ def test_states_are_counted_by_segment_layer_and_unit_in_flight():
     setup = hybrid("GG*-GG*-", placement=Placement(2), num_microbatches=3)
     schedule = build("1f1b", setup.shape)
     of_stage = 2 * layer_state(setup, 0)
-    tables, _ = activation_tables(setup)
-    without, _ = activation_tables(hybrid("--*---*-", placement=Placement(2)))
-    keys_values = layer_keys_values(setup, 2, 0, LENGTH // 4)
-    first, *others, last = (each - tables[0][-1] for each in tables[0])
-    assert [first - keys_values, *others, last] == [of_stage] * 3 + [0]
-    assert len({round(each) for each in (without[0][0] - keys_values, *without[0][1:])}) == 1
+    assert kept(setup, setup.stages[0])[:, 2].tolist() == [of_stage] * 3 + [0]
     # In flight are 5 units and 4. Most bytes are there where the first rank receives a second gradient, when one of its
     # units is the last segment of its micro-batch. One more state is the gradient that goes back to the segment before.
     states = [rank_memory(setup, schedule.ranks[rank], rank).states for rank in (0, 1)]
@@ -132,14 +123,14 @@ def test_context_parallel_ranks_share_heads_of_segments():
     halves = (4096, 4096)
     alone = TrainingSetup(preset("mixtral-8x7b"), 8192, num_microbatches=1, tensor_parallel=2, segments=halves)
     heads = alone.model.num_kv_heads // 2
-    kept = {
+    sizes = {
         size: layer_keys_values(replace(alone, context_parallel=size), 0, 0, 8192) for size in (1, 2, heads, 4 * heads)
     }
-    assert kept[1] == 4 * 8192 * heads * alone.model.head_dim
-    assert kept[2] == kept[1] / 2
-    assert kept[heads] == kept[4 * heads] == kept[1] / heads
+    assert sizes[1] == 4 * 8192 * heads * alone.model.head_dim
+    assert sizes[2] == sizes[1] / 2
+    assert sizes[heads] == sizes[4 * heads] == sizes[1] / heads
     whole = replace(alone, segments=(8192,), context_parallel=4 * heads)
-    assert layer_keys_values(whole, 0, 0, 8192) == kept[1] / (4 * heads)
+    assert layer_keys_values(whole, 0, 0, 8192) == sizes[1] / (4 * heads)
 
 
 def test_a_rank_has_a_whole_kv_head_where_ranks_are_more():

@@ -9,9 +9,9 @@ from megatron.seq1f1b.planning.costs import machine
 from megatron.seq1f1b.planning.costs.machine import read_machine
 from megatron.seq1f1b.planning.costs.operations import (
     Group,
+    all_gather_time,
     all_reduce_time,
     all_to_all_time,
-    bus_bandwidth,
     flash_time,
     matmul_time,
     message_time,
@@ -82,14 +82,11 @@ def test_large_products_come_near_the_rate_and_small_ones_do_not():
     ids=["in a node", "full nodes", "one rank a node"],
 )
 def test_groups_have_the_bus_of_the_node_or_a_share_of_the_exit(group, bandwidth):
-    assert bus_bandwidth(MACHINE, group) == bandwidth
-
-
-def test_a_ring_moves_twice_the_bytes_but_for_one_part():
-    size = 1e12  # so large that latency does not count
-    expected = 2 * size * 7 / 8 / MACHINE.node.bandwidth
-    assert all_reduce_time(MACHINE, Group(8, 1), size) == pytest.approx(expected, rel=1e-4)
-    assert all_reduce_time(MACHINE, Group(1, 1), size) == all_to_all_time(MACHINE, Group(1, 1), size) == 0
+    """A ring moves all bytes but one part, a sum twice as many; these are so large that latency does not count."""
+    seconds = 1e12 * (group.size - 1) / group.size / bandwidth
+    assert all_gather_time(MACHINE, group, 1e12) == pytest.approx(seconds, rel=1e-4)
+    assert all_reduce_time(MACHINE, group, 1e12) == pytest.approx(2 * seconds, rel=1e-4)
+    assert all_reduce_time(MACHINE, Group(1, 1), 1.0) == all_to_all_time(MACHINE, Group(1, 1), 1.0) == 0
 
 
 def test_tokens_take_longer_to_other_nodes():

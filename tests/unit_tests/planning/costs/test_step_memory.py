@@ -7,13 +7,13 @@ import pytest
 
 from megatron.seq1f1b.commands.model_flags import preset
 from megatron.seq1f1b.model import loss_pieces
-from megatron.seq1f1b.planning.costs.layer_bytes import MOST_KEPT, PIECE, backward_working, keeps_logits
+from megatron.seq1f1b.planning.costs.layer_bytes import MOST_KEPT, PIECE, backward_working, keeps_logits, kept
 from megatron.seq1f1b.planning.costs.layer_times import head_time
 from megatron.seq1f1b.planning.costs.machine import GIB, read_machine
 from megatron.seq1f1b.planning.costs.stage_costs import A100, analytic_costs
-from megatron.seq1f1b.planning.costs.step_memory import activation_tables, rank_memory, static_memory
+from megatron.seq1f1b.planning.costs.step_memory import rank_memory, static_memory
 from megatron.seq1f1b.planning.costs.training_setup import ALL_BUT_ATTENTION, TrainingSetup
-from megatron.seq1f1b.schedule import Placement, build
+from megatron.seq1f1b.schedule import Kind, Placement, build
 
 LENGTH = 65536
 WHOLE = TrainingSetup(preset("30b"), LENGTH, 8, placement=Placement(8), keeps_logits=True)
@@ -42,10 +42,10 @@ def test_30b_on_64_gpus_holds_what_its_rehearsal_counts():
 
 def test_weight_gradients_need_32_bytes_a_token_and_hidden_unit():
     of_stage = 8 * 32 * WHOLE.model.hidden_size
-    assert activation_tables(WHOLE)[1][1] == (of_stage * LENGTH,)
+    assert kept(WHOLE, WHOLE.stages[1], Kind.I).sum() == of_stage * LENGTH
     # Of the logits, gradients in 16 bit; and what they were computed from.
     of_logits = 2 * (WHOLE.model.vocab_size + WHOLE.model.hidden_size)
-    assert activation_tables(WHOLE)[1][7] == ((of_stage + of_logits) * LENGTH,)
+    assert kept(WHOLE, WHOLE.stages[7], Kind.I).sum() == (of_stage + of_logits) * LENGTH
 
 
 def test_weight_gradients_apart_hold_what_a_rehearsal_counts():
@@ -90,8 +90,8 @@ def test_recomputation_holds_one_layer_more():
         more = backward_working(again, again.stages[0], 0, LENGTH) - backward_working(
             SHARED, SHARED.stages[0], 0, LENGTH
         )
-        kept = 4 * 2 / 8 + 16 / 8 + 4 / 8 + of_attention
-        assert more == pytest.approx((kept - less) * UNIT)
+        stays = 4 * 2 / 8 + 16 / 8 + 4 / 8 + of_attention
+        assert more == pytest.approx((stays - less) * UNIT)
 
 
 LLAMA = preset("llama3-70b")
@@ -119,21 +119,21 @@ def test_pieces_are_those_of_the_model_and_few_logits_are_kept():
 @pytest.mark.parametrize("family", ["1f1b", "zb-h1"])
 def test_a_million_tokens_keep_hidden_states_in_place_of_logits(family):
     one = in_pieces(2**20, 64, family)
-    pieces, kept = (
+    pieces, whole = (
         rank_memory(each, build(family, each.shape).ranks[3], 3).logits
         for each in (one, replace(one, keeps_logits=True))
     )
     hidden = 2 * 2 * 2**20 * LLAMA.hidden_size / 8  # before and after the last norm
-    assert pieces - hidden < GIB and kept > 60 * GIB
+    assert pieces - hidden < GIB and whole > 60 * GIB
 
 
 def test_sequences_are_cut_by_the_repeated_product():
     layers = (LLAMA.num_layers // 4,) * 4
-    kept, pieces = (analytic_costs(LLAMA, layers, A100, loss_in_pieces=each) for each in (False, True))
-    assert pieces[:3] == kept[:3]
-    product = kept[3].forward.per_token - kept[2].forward.per_token
-    assert pieces[3].backward.per_token - kept[3].backward.per_token == pytest.approx(product)
-    assert pieces[3].weight == pieces[2].weight != kept[3].weight
+    whole, pieces = (analytic_costs(LLAMA, layers, A100, loss_in_pieces=each) for each in (False, True))
+    assert pieces[:3] == whole[:3]
+    product = whole[3].forward.per_token - whole[2].forward.per_token
+    assert pieces[3].backward.per_token - whole[3].backward.per_token == pytest.approx(product)
+    assert pieces[3].weight == pieces[2].weight != whole[3].weight
 
 
 def test_the_backward_repeats_the_forward_and_w_has_nothing():
