@@ -17,7 +17,7 @@ from megatron.core.pipeline_parallel.schedules import forward_backward_pipelinin
 from megatron.seq1f1b.model import Segment, SegmentContext, attach
 from megatron.seq1f1b.rehearsal.ledger import Ledger
 from megatron.seq1f1b.runtime import PipelineExecutor, Segmentation
-from megatron.seq1f1b.runtime.data import cut
+from megatron.seq1f1b.runtime.step import cut
 from megatron.seq1f1b.schedule import Kind, Placement, ScheduleChoice, Shape, build
 from support.on_ranks import on_ranks
 from tools.benchmarking.model import Batch, build_model, counted_beside, use_ranks

@@ -13,8 +13,7 @@ from torch import Tensor
 from ..model import LookAhead, PredictionHeads, Segment, SegmentContext
 from ..process.patches import PatchTable
 from ..schedule import Placement
-from .data import SegmentIterator
-from .step import Step
+from .step import SegmentIterator, Step
 
 _ENTRIES = ("tokens", "position_ids", "labels", "loss_mask")
 
