@@ -13,6 +13,7 @@ from torch import Tensor
 from ..model import Documents
 from ..model.kernels import CudaFlash
 from ..process.patches import Patch, PatchTable, wrapping
+from ..runtime.repacking import BOUNDS
 from ..runtime.step import Step
 from .launch import document_lengths, has_transformer_engine
 
@@ -59,13 +60,11 @@ def _lengths_of_step(step: Step, *_: Any) -> list[list[int]]:
 
 
 def _sequences_of_step(
-    step: Step, entries: Any, read: Any, owners: Mapping[int, int], lengths: Sequence[int], *_: Any
+    step: Step, sample: Mapping[str, Tensor], read: Any, owners: Mapping[int, int], lengths: Sequence[int], *_: Any
 ) -> dict[int, dict[str, Tensor]]:
     own = (number for number, owner in owners.items() if owner == step.groups.dp.rank())
-    return {
-        number: {name: torch.empty(lengths[number], dtype=dtype) for name, dtype in entries.dtypes.items()}
-        for number in own
-    }
+    types = {name: leaf.dtype for name, leaf in sample.items() if name not in BOUNDS}
+    return {number: {name: torch.empty(lengths[number], dtype=types[name]) for name in types} for number in own}
 
 
 def _fake_group(new_group: Callable, *args: Any, **options: Any) -> Any:

@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from typing import Any
 
@@ -63,14 +63,13 @@ class PipelineExecutor:
         self._programs = Programs(schedule, costs, shares_queues)
         self.segmentation = segmentation
         self._around_forward = around_forward
-        self._timeout = timeout
         self.tracer: Tracer | None = None  # records training steps
         self.recorder: Recorder | None = None  # of the last training step
         self._reports_on_last_rank = reports_on_last_rank
         self._piece = piece
         self._context = SegmentContext()
-        self._communicators: dict[tuple[dist.ProcessGroup, Placement], Communicator] = {}
-        self._agreed: set[str] = set()
+        self._communicator = cache(partial(_communicator, timeout))
+        self._check_agreement = cache(check_agreement)
         self._ran_before: set[tuple] = set()
         self._failure: str | None = None
 
@@ -109,7 +108,7 @@ class PipelineExecutor:
         if not is_alone:
             self._agree(step)
         lengths = tuple(segmentation.lengths(step.seq_length))
-        communicator = self._communicator(step)
+        communicator = self._communicator(step.pipeline, step.placement, step.config.pipeline_dtype, step.device)
         # The first step with such segments may load or compile kernels, and CUDA may then wait for the whole GPU. If
         # messages are kernels, none is in flight in that step while another kernel starts.
         kernels = step.placement, lengths, step.micro_batch_size, step.forward_only
@@ -204,26 +203,20 @@ class PipelineExecutor:
         dist.recv_object_list(received, ranks[source], group=step.pipeline)
         return tree_map_only(torch.Tensor, lambda report: report.to(step.device), received[0])
 
-    def _communicator(self, step: Step) -> Communicator:
-        key = step.pipeline, step.placement
-        if key not in self._communicators:
-            ranks = range(step.placement.num_ranks)
-            channels = chain.from_iterable(channels_of(step.placement, rank).values() for rank in ranks)
-            self._communicators[key] = Communicator(
-                step.pipeline, channels, step.config.pipeline_dtype, step.device, self._timeout
-            )
-        return self._communicators[key]
-
     def _agree(self, step: Step) -> None:
         """Compare the plan of this step with that of the other ranks, once for each plan."""
         placement, config = step.placement, step.config
-        plan = (
+        self._check_agreement(
             f"{self._programs.name}, {'evaluation' if step.forward_only else 'training'} on {placement.num_ranks} "
             f"ranks with {placement.num_chunks} model chunks ({placement.style}), {step.num_microbatches} "
             f"micro-batches of {step.micro_batch_size} sequences, {self.segmentation.description(step.seq_length)}, "
             f"of a model with {getattr(config, 'num_layers', 'its own')} layers and messages of "
             f"{config.hidden_size} {config.pipeline_dtype}"
         )
-        if plan not in self._agreed:
-            check_agreement(plan)
-            self._agreed.add(plan)
+
+
+def _communicator(
+    timeout: timedelta, pipeline: dist.ProcessGroup, placement: Placement, dtype: torch.dtype, device: torch.device
+) -> Communicator:
+    of_ranks = (channels_of(placement, rank).values() for rank in range(placement.num_ranks))
+    return Communicator(pipeline, chain.from_iterable(of_ranks), dtype, device, timeout)

@@ -74,7 +74,8 @@ class LossLedger:
             if not isinstance(report, dict):
                 raise ValueError(f"the loss function reports a {type(report).__name__}; {_OF_SEGMENTS}")
             self._losses[microbatch].append(loss.detach().clone())
-            self._of_the_loss |= {name for name, value in report.items() if _share_memory(value, loss)}
+            memory, tensors = _memory(loss), {name: each for name, each in report.items() if isinstance(each, Tensor)}
+            self._of_the_loss |= {name for name, value in tensors.items() if _memory(value) == memory}
             return loss, torch.ones_like(num_tokens), report
         if not segment.is_whole_sequence:
             raise ValueError(
@@ -106,8 +107,7 @@ class LossLedger:
         """Run Megatron's checks of losses (NaN, infinity, jumps) once for each micro-batch, on the sum over its
         segments, whose losses vary more; a check waits for the GPU, so all come at the end of a step."""
         for (microbatch, message), (results, rejects, check) in self._checks.items():
-            place = f"{message} in micro-batch {microbatch}"
-            check(sum(results), partial(_is_rejected, place, results, rejects))
+            check(sum(results), partial(_is_rejected, f"{message} in micro-batch {microbatch}", results, rejects))
 
     def ready_for_backward(self, loss: Tensor, segment: Segment) -> Tensor:
         """The loss of a segment, divided by the tokens of its whole micro-batch unless the step sums per token."""
@@ -145,7 +145,8 @@ class LossLedger:
         merged = {}
         for name in dict.fromkeys(chain(*reports)):
             try:
-                values = torch.stack([_tensor(report[name]) for report in reports])
+                dtype = torch.float64 if isinstance(reports[0][name], float) else None  # as Python computes
+                values = torch.stack([torch.as_tensor(report[name], dtype=dtype).view(-1) for report in reports])
             except (KeyError, TypeError, ValueError, RuntimeError) as error:
                 raise ValueError(f"the loss function reports {name!r}, which is no number; {_OF_SEGMENTS}") from error
             is_number = values.shape[1] == 1
@@ -163,13 +164,8 @@ class LossLedger:
         return torch.where(are_losses.all(), values.sum(), mean)
 
 
-def _tensor(value: Any) -> Tensor:
-    dtype = torch.float64 if isinstance(value, float) else None  # as Python computes
-    return torch.as_tensor(value, dtype=dtype).view(-1)
-
-
-def _share_memory(value: Any, loss: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.untyped_storage().data_ptr() == loss.untyped_storage().data_ptr()
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _joined(*outputs: Any) -> Any:

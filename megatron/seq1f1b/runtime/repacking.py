@@ -19,7 +19,7 @@ from .segmentation import Packing, Segmentation, document_starts, on_all_ranks, 
 from .step import SegmentIterator, Step
 
 # Entries of a batch that follow from the lengths of its sequences.
-_BOUNDS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
+BOUNDS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
 
 # One sequence: its part [n] of every entry of a batch.
 _Sequence = Mapping[str, Tensor]
@@ -45,14 +45,9 @@ class Repacking(Segmentation):
         for batches in step.iterators:
             if batches:  # the data of all model chunks are the same
                 read = [_by_tokens(next(batches)) for _ in range(step.num_microbatches)]
+        sample = _sample(read[0]) if read else None
         sequences = [each for batch in read for each in self._sequences(batch, step)]
-
-        def of_all_replicas() -> list[list[int]]:
-            found: list[Any] = [None] * step.groups.dp.size()
-            dist.all_gather_object(found, list(map(_length, sequences)), group=step.groups.dp)
-            return found
-
-        lengths = on_all_ranks(step, of_all_replicas)
+        lengths = _of_all_replicas(step, list(map(_length, sequences)))
         firsts = list(accumulate(map(len, lengths), initial=0))
         flat = [length for each in lengths for length in each]
         # Replicas exchange tokens, or weights and gradients of chunks, within a step: after equally many actions.
@@ -64,8 +59,7 @@ class Repacking(Segmentation):
             self.apart = len(packs), [flat[number] for pack in packs for number in pack.sequences]
         owners = {number: owner for owner, share in enumerate(shares) for pack in share for number in pack.sequences}
         step.batches = [None] * len(step.iterators)
-        if read:
-            sample = read[0] if isinstance(read[0], dict) else read[0][0]
+        if sample is not None:
             own = _exchanged(step, sample, dict(enumerate(sequences, firsts[replica])), owners, flat, firsts)
             whole = [_joined(sample, [own[number] for number in pack.sequences], sum(pack.lengths)) for pack in packs]
             step.batches = [iterator and SegmentIterator(map(dict, whole)) for iterator in step.iterators]
@@ -92,14 +86,7 @@ class Repacking(Segmentation):
         """The sequences of a batch up to their last token with a loss; those without a loss are left out."""
         found = batch
         if isinstance(batch, dict):
-            rows = {name: leaf for name, leaf in batch.items() if name not in _BOUNDS}
-            for name, leaf in rows.items():
-                if leaf.shape != rows["tokens"].shape:
-                    raise ValueError(
-                        f"{name} {list(leaf.shape)} in a batch does not go with --unit-tokens, which separates "
-                        f"sequences of {list(rows['tokens'].shape)} tokens; drop that entry, an attention_mask by "
-                        "--no-create-attention-mask-in-dataloader"
-                    )
+            rows = {name: leaf for name, leaf in batch.items() if name not in BOUNDS}
             starts = document_starts(batch, (step.micro_batch_size, step.seq_length), self.packing.end_of_document)
             found = [
                 {name: leaf[row, start:end] for name, leaf in rows.items()}
@@ -109,6 +96,20 @@ class Repacking(Segmentation):
         return [each for each in map(_trimmed, found) if _length(each)]
 
 
+def _sample(batch: Any) -> _Sequence:
+    """The entries of a step's batches, by one of them; raises ValueError for one without a part for each sequence."""
+    if not isinstance(batch, dict):
+        return batch[0]
+    for name, leaf in batch.items():
+        if name not in BOUNDS and leaf.shape != batch["tokens"].shape:
+            raise ValueError(
+                f"{name} {list(leaf.shape)} in a batch does not go with --unit-tokens, which separates sequences of "
+                f"{list(batch['tokens'].shape)} tokens; drop that entry, an attention_mask by "
+                "--no-create-attention-mask-in-dataloader"
+            )
+    return batch
+
+
 def _joined(sample: _Sequence, sequences: Sequence[_Sequence], length: int) -> dict[str, Tensor]:
     """Sequences one after the other in one row of `length` tokens, padded with zeros without a loss, with the entries
     of `sample`, a batch or sequence. Positions count from the start of each sequence."""
@@ -116,7 +117,7 @@ def _joined(sample: _Sequence, sequences: Sequence[_Sequence], length: int) -> d
     lengths += [length - sum(lengths)] if length > sum(lengths) else []
     batch = {}
     for name, leaf in sample.items():
-        if name in _BOUNDS:
+        if name in BOUNDS:
             values = [max(lengths)] if name == "max_seqlen" else [[0, *accumulate(lengths)]]
             batch[name] = torch.tensor(values, dtype=leaf.dtype)
         elif name == "position_ids":
@@ -132,7 +133,7 @@ def _by_tokens(batch: Any) -> Any:
     """A batch without entries of one number per sequence, such as the data set in a blend."""
     if not isinstance(batch, dict):
         return batch
-    return {name: leaf for name, leaf in batch.items() if name in _BOUNDS or leaf.dim() > 1}
+    return {name: leaf for name, leaf in batch.items() if name in BOUNDS or leaf.dim() > 1}
 
 
 def _length(sequence: _Sequence) -> int:
@@ -150,6 +151,17 @@ def _trimmed(sequence: _Sequence) -> _Sequence:
 def _segments(number: int, pack: Any, lengths: Sequence[int]) -> list[Segment]:
     starts = accumulate((lengths[each] for each in pack.sequences), initial=0)
     return segments_of(number, pack.lengths, (tuple(start for start in starts if start < sum(pack.lengths)),))
+
+
+def _of_all_replicas(step: Step, lengths: list[int]) -> list[list[int]]:
+    """The lengths of the sequences that each replica has read, on all ranks."""
+
+    def gathered() -> list[Any]:
+        found: list[Any] = [None] * step.groups.dp.size()
+        dist.all_gather_object(found, lengths, group=step.groups.dp)
+        return found
+
+    return on_all_ranks(step, gathered)
 
 
 def _exchanged(
@@ -173,7 +185,7 @@ def _exchanged(
     device = torch.device("cpu") if dist.get_backend(group) == "gloo" else step.device
     parts: dict[int, dict[str, Tensor]] = {number: {} for numbers in incoming for number in numbers}
     for name, leaf in sample.items():
-        if name in _BOUNDS:
+        if name in BOUNDS:
             continue
         own = [read[number][name] for numbers in outgoing for number in numbers]
         given = torch.cat([*own, leaf.new_empty(0)]).to(device)

@@ -40,12 +40,14 @@ def at_stage(placement: Placement, stage: int, groups: Any) -> Any:
 
 def building(placement: Placement, stage: int) -> PatchTable:
     """Patches of what Megatron looks up, besides process groups, while it builds the chunk of `stage`."""
+
+    def part(select: Callable, pattern: str, pipeline: Any, chunk: int, *rest: Any, **more: Any) -> Any:
+        # Megatron numbers the parts of a pattern by depth if the pipeline has one rank.
+        return select(pattern, None, stage, *rest, **more)
+
     reason = "a chunk that runs back is as deep as a looped one of another rank"
     hybrid = "megatron.core.models.hybrid.hybrid_layer_allocation.select_pipeline_segment"
-    return (
-        Patch(_RANK, depth_of(stage, placement.num_ranks).rank, reason),
-        wrapping(hybrid, partial(_part_of_stage, stage), reason),
-    )
+    return Patch(_RANK, depth_of(stage, placement.num_ranks).rank, reason), wrapping(hybrid, part, reason)
 
 
 def in_forward_step(stage: int) -> ExitStack:
@@ -53,13 +55,6 @@ def in_forward_step(stage: int) -> ExitStack:
     chunk of `stage`."""
     depth = depth_of(stage, parallel_state.get_pipeline_model_parallel_world_size())
     return patched((Patch(_RANK, depth.rank, "a script reads for a looped chunk"),))
-
-
-def _part_of_stage(
-    stage: int, select: Callable, pattern: str, pipeline: Any, chunk: int, *rest: Any, **more: Any
-) -> Any:
-    """Megatron numbers the parts of a pattern by depth if the pipeline has one rank."""
-    return select(pattern, None, stage, *rest, **more)
 
 
 def patches() -> PatchTable:
