@@ -1,7 +1,5 @@
-"""The kernels of flash-linear-attention, mamba-ssm and causal-conv1d in plain PyTorch, under their names and arguments.
-
-They compute in the type of their inputs, at least in fp32.
-"""
+"""The kernels of flash-linear-attention, mamba-ssm and causal-conv1d in plain PyTorch, under their names and arguments,
+in the type of their inputs, at least in fp32."""
 
 from types import MappingProxyType
 
@@ -60,8 +58,7 @@ def chunk_gated_delta_rule(
     q, k, v, g, beta, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False, cu_seqlens=None
 ):
     """The gated delta rule (arXiv 2412.06464, section 3.3), for q and k [b, n, h, d], v [b, n, h, e], the logarithm g
-    of the decay and the writing strength beta [b, n, h]; the state is [b, h, d, e]. Megatron's own version,
-    `torch_chunk_gated_delta_rule`, computes in fp32 only.
+    of the decay and the writing strength beta [b, n, h]; the state is [b, h, d, e]. Megatron's own computes in fp32.
 
         S_t = exp(g_t) (I − beta_t k_t k_tᵀ) S_{t−1} + beta_t k_t v_tᵀ,    o_t = S_tᵀ q_t / √d
     """

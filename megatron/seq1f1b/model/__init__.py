@@ -1,7 +1,7 @@
 """A Megatron model on one segment: attention with a KV cache, positions, losses, separate weight gradients."""
 
 from .attach import attach, refuse_attention_to_later_tokens, use_segment_attention
-from .host_copies import link_rate
+from .host_memory import link_rate
 from .local_hybrid import local_hybrid_spec
 from .loss_pieces import PIECE, compute_loss_in_pieces
 from .packed_documents import Documents, differs

@@ -1,5 +1,4 @@
-"""Connect the modules of a Megatron model to the running segment, whatever layer specification built it: replace its
-attention, and patch other modules."""
+"""Connect the modules of a Megatron model to the running segment, whatever layer specification built it."""
 
 from collections.abc import Iterable, Iterator
 from math import gcd
@@ -28,10 +27,7 @@ _FOLLOWERS = tuple({owner_of(patch.target)[0] for patch in _FOLLOWS})
 
 
 def attach(chunks: Iterable[torch.nn.Module], context: SegmentContext) -> None:
-    """Make the modules of the model chunks follow the running segment of `context`.
-
-    The latest call wins, so that several executors can take turns on one model.
-    """
+    """Make the modules of the model chunks follow the running segment of `context`; the latest call wins."""
     others = [chunk for chunk in chunks if getattr(chunk, "segment_context", None) is not context]
     for chunk in use_segment_attention(others):
         is_new = not hasattr(chunk, "segment_context")
@@ -49,10 +45,8 @@ def attach(chunks: Iterable[torch.nn.Module], context: SegmentContext) -> None:
 
 
 def use_segment_attention(model: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
-    """Replace the `core_attention` of every causal self-attention layer in the model chunks; nothing else changes.
-
-    It also serves Megatron's own schedules: without a running segment it is plain causal attention.
-    """
+    """Replace the `core_attention` of every causal self-attention layer in the model chunks, for Megatron's own
+    schedules, too: without a running segment ours is plain causal attention."""
     chunks = list(model)
     kernels = None
     for chunk in chunks:
@@ -102,8 +96,7 @@ def _sink(layer: Attention) -> Tensor | None:
 
 
 def _exchange(layer: Attention) -> HeadExchange | None:
-    """The exchange of context-parallel ranks, which share the heads; None for one rank. Raises ValueError if flags
-    choose another way."""
+    """The exchange of context-parallel ranks, which share the heads; None for one rank."""
     group = layer.pg_collection.cp
     if group.size() == 1:
         return None
@@ -129,10 +122,8 @@ def _carry_over_hook(chunk: torch.nn.Module, old: torch.nn.Module, new: torch.nn
 
 
 def _without_packed_format(chunk: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """The arguments of a model chunk without `packed_seq_params` if the running segment has documents.
-
-    Rotary positions come from the documents of the segment, too. Raises ValueError if it has none.
-    """
+    """The arguments of a model chunk without `packed_seq_params`, as attention and rotary positions follow the
+    documents of the segment."""
     segment = chunk.segment_context.segment
     if segment is None or kwargs.get("packed_seq_params") is None:
         return args, kwargs
@@ -145,10 +136,8 @@ def _without_packed_format(chunk: torch.nn.Module, args: tuple, kwargs: dict) ->
 
 
 def _with_gradient(_: torch.nn.Module, args: tuple, kwargs: dict) -> None:
-    """Let the input of recomputed layers require a gradient, also if an embedding before them is frozen.
-
-    Else Megatron repeats no forward in the backward: the layers get no gradients, and their caches are not released.
-    """
+    """Let the input of recomputed layers require a gradient, also if an embedding before them is frozen. Else Megatron
+    repeats no forward: the layers get no gradients, and their caches are not released."""
     hidden = args[0] if args else kwargs["hidden_states"]
     if torch.is_grad_enabled() and isinstance(hidden, Tensor):
         hidden.requires_grad_()

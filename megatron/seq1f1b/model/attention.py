@@ -1,8 +1,7 @@
 """Causal self-attention of one segment over the keys and values of its whole prefix.
 
-It replaces Megatron's `core_attention`, which stands between the rotary embedding and the output projection. Without a
-running segment, or if the segment is the whole sequence, it is plain causal attention on the same kernel, so that
-schedules can be compared on equal kernels.
+It replaces Megatron's `core_attention`, between the rotary embedding and the output projection. Without a running
+segment it is plain causal attention on the same kernel, so that schedules can be compared.
 """
 
 from collections.abc import Callable
@@ -34,8 +33,7 @@ class SegmentAttention(torch.nn.Module):
     is never expanded. With an `exchange`, the n tokens are those of this context-parallel rank, which attends with its
     share of the heads, and of the queries if ranks have the same heads. The backward needs query, output and
     log-sum-exp: b·h·((d + e)·w + 4) bytes per token for w bytes an element. Keys and values live in the KVCache of the
-    micro-batch. A query sees at most `window` keys before its own. A `sink` [h] is a term in the denominator of each
-    head's softmax; a sink that is a parameter has Megatron's name.
+    micro-batch. A query sees at most `window` keys before its own. A `sink` [h] is a term in each head's softmax.
     """
 
     def __init__(
@@ -52,7 +50,7 @@ class SegmentAttention(torch.nn.Module):
         self.training_rule = AttentionRule(scale, config.attention_dropout, window)
         self.evaluation_rule = AttentionRule(scale, window=window)
         self.config = config
-        self.softmax_offset = sink
+        self.softmax_offset = sink  # Megatron's name of the parameter
         self.exchange = exchange
         self.kernels = kernels or KernelChoice()
         self.segment_context = SegmentContext()  # until `attach` replaces it by the executor's
@@ -131,10 +129,8 @@ _Call = tuple[Kernel, Segment | None, KVCache | None, Callable[[], object] | Non
 
 
 class _Attend(torch.autograd.Function):
-    """Attention of a whole sequence or a segment; keys and values of a segment go to the cache, not the graph.
-
-    Later segments write other rows of the same buffers, and save_for_backward would report a modification.
-    """
+    """Attention of a whole sequence or a segment; keys and values of a segment go to the cache, not the graph, since
+    later segments write other rows of the same buffers."""
 
     @staticmethod
     def forward(

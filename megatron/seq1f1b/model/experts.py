@@ -1,14 +1,13 @@
 """The auxiliary losses of a mixture of experts, by segments.
 
-A router chooses the experts of each token by that token alone, so segments change nothing there. But it adds losses
-over all tokens of a forward. The z-loss is a mean over tokens, so each segment adds its share. A balance loss
-multiplies two sums over tokens, the tokens of each expert and its probabilities:
+A router adds losses over all tokens of a forward. The z-loss is a mean over tokens, so each segment adds its share. A
+balance loss multiplies two sums over tokens, the tokens of each expert and its probabilities (Switch Transformer, arXiv
+2101.03961, equations 4 to 6):
 
     loss = factor · Σ_experts (Σ_tokens chosen) · (Σ_tokens probability)
 
-(Switch Transformer, arXiv 2101.03961, equations 4 to 6). The first sum has no gradient, so every probability has to be
-multiplied by the count over the whole micro-batch. All segments have gone forward when the first backward starts, so
-that count is known then, and the gradients are those of the unsegmented loss.
+The first sum has no gradient, so every probability is multiplied by the count over the whole micro-batch. That count is
+known when the first backward starts, since all segments have gone forward.
 """
 
 from collections.abc import Callable
@@ -33,11 +32,8 @@ _BALANCES = "aux_loss", _BY_SEQUENCE, _OVER_STEP
 
 
 class _Tally:
-    """The sums of a balance loss over one micro-batch, whose segments come in any order.
-
-    `counts` are the tokens of each expert by segment. `before` are the summed counts of earlier micro-batches; the
-    average is over `microbatches`, all of them.
-    """
+    """The sums of a balance loss over one micro-batch, whose segments come in any order. `counts` are the tokens of
+    each expert by segment, `before` the summed counts of earlier ones of the `microbatches` to average over."""
 
     def __init__(self, before: Tensor | float = 0.0, microbatches: Tensor | float = 1.0) -> None:
         self.counts: dict[int, Tensor] = {}
@@ -50,10 +46,8 @@ class _Tally:
         return (self._before + sum(self.counts.values())) / self._microbatches
 
     def add(self, probabilities: Tensor) -> Tensor:
-        """The growth of Σ_experts chosen · probability with a segment, in at least fp32.
-
-        It multiplies new probabilities by all counts so far, and new counts by earlier probabilities.
-        """
+        """The growth of Σ_experts chosen · probability with a segment, in at least fp32: new probabilities by all
+        counts so far, and new counts by earlier probabilities."""
         probabilities = probabilities.to(torch.promote_types(probabilities.dtype, torch.float32))
         self._probabilities, before = self._probabilities + probabilities, self._loss
         self._loss = (self._probabilities * self.chosen()).sum()

@@ -1,9 +1,8 @@
 """Context parallelism by heads: around attention, tokens are exchanged for heads (DeepSpeed Ulysses, arXiv 2309.14509).
 
-A context-parallel rank holds its share of the tokens of every segment, with all heads. For attention it holds all keys
-and values of the segment, with its share of the heads. Its cache keeps those, so keys and values of earlier segments
-never travel again. If there are more ranks than heads to share, some ranks have the same heads and a part of the
-queries each.
+A context-parallel rank holds its share of the tokens of every segment, with all heads; for attention all keys and
+values of the segment, with its share of the heads. Its cache keeps those, so earlier segments never travel again. If
+there are more ranks than heads to share, some ranks have the same heads and a part of the queries each.
 """
 
 from collections.abc import Sequence
@@ -88,7 +87,6 @@ class HeadExchange:
 
 
 def _in_order(of_ranks: Sequence[Tensor]) -> Tensor:
-    """The tokens of consecutive ranks in the order of the sequence: their first parts, then their second ones
-    reversed."""
+    """The tokens of consecutive ranks in the order of the sequence: first parts, then second parts reversed."""
     firsts, seconds = zip(*(tensor.chunk(2) for tensor in of_ranks), strict=True)
     return torch.cat((*firsts, *reversed(seconds)))

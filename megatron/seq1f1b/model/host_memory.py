@@ -5,33 +5,41 @@ attention results that recomputation keeps. In the forward of a last segment, so
 `offload` moves the storages that only handles refer to, each once; moving parameters, rotary tables or masks would free
 nothing. The schedule determines when (schedule/moves.py).
 
-Tensors that a deferred weight gradient needs stay on the device from the input-gradient half of the backward on.
+Copies overlap with compute. On a GPU buffers are pinned, and the host waits for nothing. On a CPU the memory of the
+host is a second pool, of mapped files, so order and lifetimes are those of a GPU.
 """
 
-from collections.abc import Hashable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+import os
+import tempfile
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, cached_property
 from sys import getrefcount
+from time import perf_counter
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, UntypedStorage
 
-from .host_copies import Lane, Pairs, Wait, mapped_buffer, pinned_buffer
-
+_PROBE, _ROUNDS = 1 << 24, 16  # bytes, and copies each way, that measure the link; milliseconds on a GPU
 SMALLEST = 1 << 12  # bytes; smaller storages stay, since every copy costs a launch
 _ALIGNMENT = 1 << 9  # bytes
-# Host memory is taken in blocks, since units of different stages and segments differ in size. Pinning many small blocks
-# would take long.
+# Host memory is taken in blocks, since units differ in size. Pinning many small blocks would take long.
 _BLOCK, _PINNED_BLOCK = 1 << 20, 1 << 24
+
+# Waits for the end of copies: the running stream on a GPU, the running thread on a CPU.
+Wait = Callable[[], object]
+# Source and target, of one size.
+Pairs = list[tuple[Tensor, Tensor]]
 
 
 class _Storage:
     """A storage of the device, None while its bytes are on the host.
 
-    `leaves`: saved tensors that the graph itself refers to, for their gradients: the inputs of recomputed modules,
-    which Megatron detaches. The backward reads their values through handles.
+    `leaves` are saved tensors that the graph refers to, for their gradients: the inputs of recomputed modules, which
+    Megatron detaches. The backward reads their values through handles.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -49,7 +57,7 @@ class _Storage:
         return [getrefcount(leaf) for leaf in self.own_leaves()]
 
     def may_leave(self) -> bool:
-        """Whether it is only used by handles, and by leaves that only the graph refers to."""
+        """Whether only handles use it, and leaves that only the graph refers to."""
         own = 1 + self.references().count(_references_to_free_leaf())
         return self.num_bytes >= SMALLEST and torch._C._storage_Use_Count(self.here._cdata) == own
 
@@ -94,6 +102,35 @@ class _Away(NamedTuple):
     storages: list[_Storage]
     blocks: list[Tensor]
     departure: Wait
+
+
+class Lane:
+    """The copies of one direction, which run one after another: in a stream of a GPU, or in a thread on a CPU."""
+
+    def __init__(self, is_on_gpu: bool) -> None:
+        self._stream = torch.cuda.Stream() if is_on_gpu else None
+        self._thread = None if is_on_gpu else ThreadPoolExecutor(1, "seq1f1b-copies")
+
+    def copy(self, pairs: Pairs, after: Wait | None, span: AbstractContextManager) -> Wait:
+        """Start copies of computed tensors once `after` is over; they run inside `span`, and empty `pairs`.
+
+        Neither end may be freed before the returned wait.
+        """
+        if self._stream is None:
+            return self._thread.submit(_copy, pairs, after, span).result
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            _copy(pairs, after, span)
+            return self._stream.record_event().wait
+
+
+def _copy(pairs: Pairs, after: Wait | None, span: AbstractContextManager) -> None:
+    if after is not None:
+        after()
+    with span:
+        while pairs:  # removes them, so that an idle thread keeps no tensor alive
+            source, target = pairs.pop()
+            target.copy_(source, non_blocking=True)
 
 
 class HostMemory:
@@ -233,3 +270,41 @@ def _pairs(storages: Iterable[_Storage], blocks: list[Tensor]) -> Pairs:
 def taken(kept: Any) -> Any:
     """The tensor that `HostMemory.keep` was given."""
     return kept.tensor() if isinstance(kept, _Handle) else kept
+
+
+def link_rate(device: torch.device, when_ready: Callable[[], object]) -> float:
+    """Bytes/s between a device and its host, each way while both are in use; `when_ready` lets ranks start together."""
+    is_on_gpu = device.type == "cuda"
+    lanes = Lane(is_on_gpu), Lane(is_on_gpu)
+    here = torch.empty(2, _PROBE, dtype=torch.uint8, device=device)
+    there = torch.empty(2, _PROBE, dtype=torch.uint8, pin_memory=is_on_gpu)
+    pairs = (here[0], there[0]), (there[1], here[1])
+
+    def seconds(rounds: int) -> float:
+        start = perf_counter()
+        for end in [lane.copy([pair] * rounds, None, nullcontext()) for lane, pair in zip(lanes, pairs, strict=True)]:
+            end()
+        if is_on_gpu:
+            torch.cuda.synchronize()
+        return perf_counter() - start
+
+    seconds(1)  # touches all pages
+    when_ready()
+    return _ROUNDS * _PROBE / seconds(_ROUNDS)
+
+
+def pinned_buffer(num_bytes: int) -> Tensor:
+    """Pinned bytes of the host. Raises MemoryError if there are too few."""
+    buffer = torch.empty(num_bytes, dtype=torch.uint8)
+    # `pin_memory` would round the size up to a power of two.
+    error = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), num_bytes, 0)
+    if error.value != 0:
+        raise MemoryError(f"cudaHostRegister: error {error.value}")
+    return buffer
+
+
+def mapped_buffer(num_bytes: int) -> Tensor:
+    """Bytes of an unnamed temporary file. Raises OSError if the disk is full."""
+    with tempfile.NamedTemporaryFile(prefix="seq1f1b-") as file:  # the mapping outlives it
+        os.posix_fallocate(file.fileno(), 0, num_bytes)  # else a full disk would kill the process
+        return torch.from_file(file.name, shared=True, size=num_bytes, dtype=torch.uint8)

@@ -1,7 +1,7 @@
-"""Keys and values of one layer and one micro-batch, and the gradients that later segments leave for earlier ones.
+"""Keys and values of one layer and one micro-batch, and their gradients.
 
-Later segments attend to earlier ones. So in the backward, which visits the segments in reverse, every segment adds to
-the gradients of the keys and values before it (Seq1F1B, arXiv 2406.03488, section 3.2).
+The backward visits the segments in reverse, and every segment adds to the gradients of the keys and values before it
+(Seq1F1B, arXiv 2406.03488, section 3.2).
 """
 
 from collections.abc import Callable
@@ -16,10 +16,8 @@ from .kernels import Gradients
 
 class Rows:
     """One tensor [S, b, ...], preallocated and written segment by segment, and the gradient of its rows before the
-    segment that went backward last, as far back as later segments saw them.
-
-    Sums are kept in at least fp32: with a rounding to 16 bits in every segment, the error would grow with their number.
-    """
+    segment that went backward last, as far back as later segments saw them; in at least fp32, since with a rounding in
+    every segment the error would grow with their number."""
 
     def __init__(self, sequence_length: int) -> None:
         self._length = sequence_length
@@ -34,8 +32,8 @@ class Rows:
         self._rows[start:end].copy_(rows)
 
     def read(self, start: int, end: int) -> Tensor:
-        """The rows that the tokens `start` to `end` see, up to `end`; outside of the graph, since autograd would report
-        the writes of later segments."""
+        """The rows that the tokens `start` to `end` see, up to `end`; not in the graph, which later writes would
+        invalidate."""
         assert self._rows is not None, "segments went forward out of order"
         if end not in self._first:
             self._rows = taken(self._rows)
@@ -49,10 +47,10 @@ class Rows:
             self._first.clear()
 
     def exchange(self, start: int, end: int, grad: Tensor) -> Tensor:
-        """Leave gradients for earlier segments, and take those that later segments left for this one.
+        """The complete gradient [end − start, ...] of the rows of a segment: its part of `grad` and what later segments
+        left for it. The rest of `grad` is left for earlier segments.
 
-        `grad` [u, ...] comes from the segment's own queries, for the last u rows up to `end`; it is written to. Returns
-        the complete gradient [end − start, ...] of the segment.
+        `grad` [u, ...] comes from the segment's own queries, for the last u rows up to `end`; it is written to.
         """
         assert end == self._start, "segments went backward out of order"
         left, self._start = self._sum, start
@@ -83,8 +81,8 @@ class WindowRows(Rows):
         self._kept = {end: keep(rows) for end, rows in self._kept.items()}
 
     def trim(self, keeps_earlier: bool) -> None:
-        """Forget the rows of the latest segment that later ones do not see, and earlier segments unless
-        `keeps_earlier`; for forwards without a backward, or with one only after a repeated forward."""
+        """Forget what later segments do not see: rows of the latest segment, and earlier segments unless
+        `keeps_earlier`. For forwards without a backward, or with one only after a repeated forward."""
         end, rows = next(reversed(self._kept.items()))
         first = max(0, end - self._window)
         if keeps_earlier:
@@ -106,14 +104,12 @@ class WindowRows(Rows):
 
 
 class KVCache:
-    """The state of attention of one layer and one micro-batch, used outside of autograd's recording.
+    """Keys and values, each [S, b, g, d] for S tokens, b sequences, g KV heads of size d, preallocated.
 
-    Keys and values, each [S, b, g, d] for S tokens, b sequences, g KV heads of size d, are preallocated and never
-    concatenated. Bytes per token and layer, with e bytes an element: 2·b·g·d·e from the first forward of the
-    micro-batch to its last backward, and 2·b·g·d·max(e, 4) for the gradients from its first backward to its last.
-
-    With a `window`, keys and values are kept only for segments in flight and for the last `window` tokens of a trimmed
-    segment, gradients only for `window` tokens between two backwards.
+    Bytes per token and layer, with e bytes an element: 2·b·g·d·e from the first forward of the micro-batch to its last
+    backward, and 2·b·g·d·max(e, 4) for the gradients from its first backward to its last. With a `window`, keys and
+    values are kept for segments in flight and for the last `window` tokens of a trimmed segment, gradients for `window`
+    tokens between two backwards.
     """
 
     def __init__(self, sequence_length: int, window: int | None = None) -> None:
@@ -122,9 +118,8 @@ class KVCache:
 
     def write(self, start: int, end: int, key: Tensor, value: Tensor) -> None:
         """Store the keys [n, b, g, d] and values [n, b, g, e] of a segment, again if its forward is repeated."""
-        keys, values = self.rows
-        keys.write(start, end, key)
-        values.write(start, end, value)
+        for rows, of_segment in zip(self.rows, (key, value), strict=True):
+            rows.write(start, end, of_segment)
 
     def read(self, start: int, end: int) -> tuple[Tensor, Tensor]:
         """The keys and values [m, b, g, ...] that the segment sees; its own are the last."""
@@ -132,10 +127,8 @@ class KVCache:
         return keys.read(start, end), values.read(start, end)
 
     def exchange_gradients(self, start: int, end: int, grads: Gradients) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Exchange gradients as in `Rows`; the keys and values of the segment are not needed any more.
-
-        Returns the complete gradients of the segment's keys and values, and of the tensor from `take_prefix`.
-        """
+        """The complete gradients of the segment's keys and values, and of the tensor from `take_prefix`, see `Rows`;
+        the keys and values of the segment are not needed any more."""
         keys, values = self.rows
         return keys.exchange(start, end, grads.key), values.exchange(start, end, grads.value), None
 

@@ -1,9 +1,8 @@
 """Multi-latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) that keeps the latents of earlier segments, and
 the rotary part of their keys, which all heads share, instead of keys and values.
 
-A segment projects the latents of its prefix up again, together with its own, so that any kind of linear layer computes
-all gradients in its own backward. It keeps r + p numbers per token instead of h·(d + e); for DeepSeek-V3, 576 instead
-of 40960.
+A segment projects the latents of its prefix up again, together with its own, so any kind of linear layer computes all
+gradients in its own backward. DeepSeek-V3 keeps 576 numbers per token, r + p, instead of 40960, h·(d + e).
 """
 
 from collections.abc import Callable
@@ -25,11 +24,9 @@ LARGEST_SHARE = 1 / 8  # the largest time of projecting the prefix up again, rel
 
 
 def keep_latents(layer: torch.nn.Module) -> None:
-    """Make multi-latent attention keep latents if that takes little time and all gradients can be computed.
-
-    It cannot if the backward recomputes the projection or attention alone, from their arguments, if ranks share tokens
-    or heads, or in 8 bits, which need a context that the backward lacks.
-    """
+    """Make multi-latent attention keep latents if that takes little time and all gradients can be computed: not if the
+    backward recomputes the projection or attention alone, from their arguments, if ranks share tokens or heads, or in
+    8 bits, which need a context that the backward lacks."""
     if not isinstance(layer, MLASelfAttention) or not isinstance(layer.core_attention, SegmentAttention):
         return
     config, attention, projection = layer.config, layer.core_attention, layer.linear_kv_up_proj
@@ -71,11 +68,8 @@ def _with_prefix(
 
 
 class LatentCache(KVCache):
-    """Latents [S, b, r] and rotary keys [S, b, p] of one layer and one micro-batch, and their gradients.
-
-    `project_up` is the layer's projection, from latents [m, b, r] to the keys without positions and the values of all
-    heads, [m, b, h·(d + e)]; `size` is d.
-    """
+    """Latents [S, b, r] and rotary keys [S, b, p]. `project_up` is the layer's projection, from latents [m, b, r] to
+    the keys without positions and the values of all heads, [m, b, h·(d + e)]; `size` is d."""
 
     def __init__(self, sequence_length: int, project_up: Callable[[Tensor], tuple[Tensor, Any]], size: int) -> None:
         super().__init__(sequence_length)

@@ -1,8 +1,5 @@
-"""Hybrid models from Megatron's local layers; Megatron's own specification uses Transformer Engine's.
-
-Checkpoints use the names of Transformer Engine's layers, so either kind loads checkpoints of the other, and GPT
-checkpoints where Megatron translates them.
-"""
+"""Hybrid models from Megatron's local layers; Megatron's own specification uses Transformer Engine's. Checkpoints use
+the names of the latter, so either kind loads checkpoints of the other, and GPT checkpoints that Megatron translates."""
 
 from dataclasses import replace
 from typing import Any

@@ -3,9 +3,8 @@
 The last stage runs all forwards of a micro-batch before its first backward. Logits take 4·s·b·V/t bytes there, whatever
 the number of segments: 64 GiB for a million tokens, a vocabulary of 128k and 8 tensor-parallel ranks. Instead the stage
 keeps hidden states, 2·s·b·h/t bytes with sequence parallelism, and the backward repeats a product of 2·s·b·h·V/t FLOPs.
-
-Megatron's own output layer and cross entropy compute each piece, so all their features stay. The weight gradient of a
-piece is computed with its input gradient, in I if backwards are split: in W it would need the logits once more.
+Megatron's own output layer and cross entropy compute each piece. The weight gradient of a piece is computed with its
+input gradient, in I if backwards are split: in W it would need the logits once more.
 """
 
 from collections.abc import Callable, Iterable
@@ -26,11 +25,9 @@ WORTH = 8  # pieces, 2 GiB; fewer are kept, since the repeated product can take 
 
 
 def compute_loss_in_pieces(chunks: Iterable[torch.nn.Module], num_tokens: int, piece: int | None = PIECE) -> None:
-    """Make model chunks with an output layer compute their losses in pieces of `piece` logits; None keeps all logits.
-
-    `num_tokens` are those of a micro-batch on this context-parallel rank, s·b. Up to `WORTH` pieces of logits are kept
-    in any case. The latest call wins.
-    """
+    """Make model chunks with an output layer compute their losses in pieces of `piece` logits; None, or up to `WORTH`
+    pieces of logits for the `num_tokens` of a micro-batch on this context-parallel rank, s·b, keeps them. The latest
+    call wins."""
     for model in map(unwrap_model, chunks):
         layer = getattr(model, "output_layer", None)
         if not (isinstance(model, LanguageModule) and isinstance(layer, ColumnParallelLinear)) or layer.gather_output:
@@ -75,8 +72,8 @@ def _loss(model: LanguageModule, loss: Callable[[Tensor, Tensor], Tensor], label
 class Logits:
     """Logits [n, b, V/t] that are computed when needed: in pieces for `loss` and `max`, else whole.
 
-    `of(hidden, weight)` computes the logits of hidden states [n/t, b, h], a run of the tokens on each of `num_runs`
-    ranks, with the `weight` [V/t, h] of the layer. A piece has `length` tokens of each run.
+    `of(hidden, weight)` computes those of hidden states [n/t, b, h], a run of the tokens on each of `num_runs` ranks,
+    with the `weight` [V/t, h] of the layer. A piece has `length` tokens of each run.
     """
 
     of: Callable[[Tensor, Tensor], Tensor]
@@ -130,9 +127,7 @@ class Logits:
 
 class _LossOfPieces(torch.autograd.Function):
     """`loss(hidden, weight, labels)` of pieces of `length` places, joined; the backward runs each piece forward again.
-
-    Autograd would add up the gradients of the weight in its type. Here they add up in fp32, see `_alias`.
-    """
+    Gradients of the weight add up in fp32, see `_alias`."""
 
     @staticmethod
     def forward(ctx: Any, loss: Callable[..., Tensor], length: int, *inputs: Tensor) -> Tensor:
@@ -172,10 +167,8 @@ def _alias(weight: Tensor) -> Tensor:
 
 
 def _gradient(weight: Tensor, alias: Tensor) -> Tensor | None:
-    """The gradient of the weight; zeros, which only fire its hooks, if its `main_grad` has all of it.
-
-    Hooks ignore the gradient if a fused product, of kept logits in an earlier call, has marked the weight.
-    """
+    """The gradient of the weight; zeros, which only fire its hooks, if its `main_grad` has all of it. Hooks ignore the
+    gradient if a fused product, of kept logits in an earlier call, has marked the weight."""
     if not weight.requires_grad:
         return None
     main_grad = getattr(weight, "main_grad", None)

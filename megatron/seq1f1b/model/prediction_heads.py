@@ -18,11 +18,9 @@ from .segment import Segment, SegmentContext
 
 class LookAhead(NamedTuple):
     """The batch entries after each of a rank's r runs of tokens in a segment of b sequences: `entries[name]` [r, b,
-    depth], zeros beyond the end of the sequence.
-
-    `counts[d]` is the sum of the loss mask of the whole micro-batch, shifted by d tokens. If predictions stay within
-    documents, `ends_document` [b, n] marks the tokens of the runs that another document follows.
-    """
+    depth], zeros beyond the end of the sequence. `counts[d]` is the sum of the loss mask of the whole micro-batch,
+    shifted by d tokens. If predictions stay within documents, `ends_document` [b, n] marks tokens that another document
+    follows."""
 
     entries: dict[str, Tensor]
     counts: Tensor
@@ -30,10 +28,8 @@ class LookAhead(NamedTuple):
 
 
 class PredictionHeads:
-    """Replaces the shifts of Megatron's multi-token prediction during one step.
-
-    `ahead(segment)` returns what follows a segment, whose tokens are divided among `num_shares` context-parallel ranks.
-    """
+    """Replaces the shifts of Megatron's multi-token prediction during one step. `ahead(segment)` returns what follows a
+    segment, whose tokens are divided among `num_shares` context-parallel ranks."""
 
     def __init__(self, context: SegmentContext, ahead: Callable[[Segment], LookAhead], num_shares: int = 1) -> None:
         self._context = context

@@ -1,10 +1,9 @@
 """Recurrent layers by segments: gated delta nets (arXiv 2412.06464) and Mamba-2 (arXiv 2405.21060).
 
-A segment starts from the state after the previous segment, and its backward returns the gradient of that state. The
-state is that of the recurrence in fp32, [b, h, d_k, d_v] or [b, h, p, n], and the last input columns of the
-convolution. A layer provides one function, from its input and a state to its output and the next state. Kernels are
-those of Megatron's layers: flash-linear-attention, mamba-ssm and causal-conv1d on GPUs, plain PyTorch on CPUs and for
-delta nets in deterministic mode.
+A segment starts from the state after the previous segment, and its backward returns the gradient of that state: that of
+the recurrence in fp32, [b, h, d_k, d_v] or [b, h, p, n], and the last input columns of the convolution. A layer
+provides one function, from its input and a state to its output and the next state. Kernels are those of Megatron's
+layers.
 """
 
 from collections.abc import Callable
@@ -25,8 +24,7 @@ from .segment import Segment, SegmentContext
 
 # Tensors [b, ...] for b sequences.
 State = tuple[Tensor, ...]
-# From an input [n, b, ...] and the state before it, None at the start of a sequence, to output [n, b, ...] and next
-# state.
+# From an input [n, b, ...] and the state before it, None at the start of a sequence, to output and next state.
 Recurrence = Callable[[Tensor, State | None], tuple[Tensor, State]]
 
 
@@ -37,7 +35,6 @@ def run_recurrence(context: SegmentContext, layer: Any, recurrence: Recurrence, 
     next one, and lives from the forward of the segment to its backward.
     """
     segment = context.segment
-    assert segment is not None, "outside segments a layer runs by itself"
     if segment.is_whole_sequence:
         return _within_documents(recurrence, inputs, None, segment)[0]
     states: dict[int, State] = context.cache(layer, dict)  # after each segment, by its number
@@ -53,8 +50,8 @@ def run_recurrence(context: SegmentContext, layer: Any, recurrence: Recurrence, 
 
 
 class _Leave(torch.autograd.Function):
-    """Returns the output unchanged; its backward removes the leaves that stood for the state, and passes on their
-    gradients."""
+    """The output, unchanged; its backward removes the leaves that stood for the state, and passes their gradients
+    on."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, take: Callable[[], State], end: Callable, *state: Tensor) -> Tensor:
@@ -93,11 +90,8 @@ def _within_documents(
 def causal_convolution(
     convolve: Callable[[Tensor], Tensor], x: Tensor, before: Tensor | None, width: int
 ) -> tuple[Tensor, Tensor]:
-    """A causal convolution over `width` tokens of x [b, n, d] and the columns [b, width − 1, d] before it; `None` means
-    zeros.
-
-    `convolve` pads with zeros in front. Also returns the last columns, from which the next segment starts.
-    """
+    """A causal convolution over `width` tokens of x [b, n, d] and the columns [b, width − 1, d] before it, zeros if
+    they are None, and the last columns, from which the next segment starts. `convolve` pads with zeros in front."""
     if before is None:
         before = x.new_zeros(x.shape[0], width - 1, x.shape[2])
     x = torch.cat([before, x], 1)

@@ -16,8 +16,7 @@ from .segment import Segment
 
 
 def _at_segment(rotary: RotaryEmbedding, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Angles of the running segment. Model chunks share them, since each copy would take 4·d bytes a token, for d
-    rotary dimensions."""
+    """Angles of the running segment, which model chunks share: 4·d bytes a token, for d rotary dimensions."""
     segment = rotary.segment_context.segment
     if segment is None:
         return forward(*args, **kwargs)
@@ -53,8 +52,8 @@ def _of_documents(
 def _positions(segment: Segment, length: int) -> list[tuple[int, int]]:
     """The positions of the `length` tokens of a segment, from the first to the end of each document.
 
-    They are kept small, since rounding errors of angles in fp32 grow with them. Several sequences may have different
-    documents, so they share positions that count from their start: attention depends on differences only.
+    They are kept small, since rounding errors of angles in fp32 grow with them. Several sequences, whose documents may
+    differ, share positions that count from their start: attention depends on differences only.
     """
     documents = segment.documents
     if documents is None or len(documents) > 1 or length != segment.length:

@@ -58,9 +58,8 @@ def _with(config: Any, **changes: Any) -> Any:
 
 
 def _without_apex(init: Callable, layer: Any, *args: Any, config: Any, **options: Any) -> None:
-    """With gradient accumulation fusion, Transformer Engine's layers add to `main_grad` by themselves. The output layer
-    is Megatron's own, which needs apex's extension for that; here autograd makes its weight gradient, and DDP adds it.
-    """
+    """With gradient accumulation fusion, Transformer Engine's layers add to `main_grad` by themselves. Megatron's own
+    output layer would need apex's extension; here autograd makes its weight gradient, and DDP adds it."""
     # Layers inside a transformer layer name the buffer of their messages; they still need the extension.
     if options.get("tp_comm_buffer_name") or not config.gradient_accumulation_fusion:
         return init(layer, *args, config=config, **options)

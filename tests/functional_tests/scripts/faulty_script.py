@@ -21,7 +21,7 @@ import pretrain_gpt
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.training import checkpointing, get_args
 
-from megatron.seq1f1b.model import host_copies
+from megatron.seq1f1b.model import host_memory
 from megatron.seq1f1b.process import ranks
 from megatron.seq1f1b.runtime import interpreter
 
@@ -37,7 +37,7 @@ def main() -> None:
         elif where == "backward":
             interpreter.backward_step = before(interpreter.backward_step, what, int(iteration))
         elif where == "copy":
-            host_copies._copy = before(host_copies._copy, what, int(iteration))
+            host_memory._copy = before(host_memory._copy, what, int(iteration))
         elif where == "optimizer":
             for kind in subclasses(MegatronOptimizer):
                 if "step" in vars(kind):

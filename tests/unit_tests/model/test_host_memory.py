@@ -6,7 +6,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from megatron.seq1f1b.model import host_copies, host_memory
+from megatron.seq1f1b.model import host_memory
 from megatron.seq1f1b.model.host_memory import HostMemory
 
 SIZE = 64  # x 64 x 4 bytes are above the smallest that move
@@ -94,12 +94,12 @@ def test_blocks_of_the_host_serve_again(memory, made):
 
 def test_the_link_is_measured(monkeypatch):
     """Copies go each way between the moment at which all ranks are ready and the end."""
-    copied, ready, copy = [], [], host_copies._copy
+    copied, ready, copy = [], [], host_memory._copy
     counting = lambda pairs, *rest: copied.extend(pairs) or copy(pairs, *rest)  # noqa: E731
-    monkeypatch.setattr(host_copies, "_copy", counting)
-    monkeypatch.setattr(host_copies, "_PROBE", 1 << 20)
-    assert host_copies.link_rate(torch.device("cpu"), lambda: ready.append(len(copied))) > 1e6
-    assert ready == [2] and len(copied) == 2 + 2 * host_copies._ROUNDS
+    monkeypatch.setattr(host_memory, "_copy", counting)
+    monkeypatch.setattr(host_memory, "_PROBE", 1 << 20)
+    assert host_memory.link_rate(torch.device("cpu"), lambda: ready.append(len(copied))) > 1e6
+    assert ready == [2] and len(copied) == 2 + 2 * host_memory._ROUNDS
 
 
 def test_what_is_away_cannot_be_read(memory):
@@ -115,7 +115,7 @@ def test_a_copy_that_fails_ends_the_wait(memory, monkeypatch):
     def fails(*_):
         raise RuntimeError("the link is down")
 
-    monkeypatch.setattr(host_copies, "_copy", fails)
+    monkeypatch.setattr(host_memory, "_copy", fails)
     output = left(memory, "unit", torch.randn(SIZE, SIZE, requires_grad=True))
     memory.offload("unit", nullcontext())
     with pytest.raises(RuntimeError, match="the link is down"):

@@ -12,10 +12,7 @@ from .interface import AttentionRule, DocumentKernel, Gradients, Saved
 
 class TransformerEngineFused(DocumentKernel):
     """bf16 and fp16; head sizes that are multiples of 8; grouped KV heads; a window or packed documents, or dropout.
-
-    For Transformer Engine 2.20 and later. Tensors stay in Megatron's layout, sequence first. Packed documents need a
-    Hopper GPU or a later one.
-    """
+    For Transformer Engine 2.20 and later; packed documents need a Hopper GPU or a later one."""
 
     def __init__(self, rule: AttentionRule) -> None:
         from transformer_engine.pytorch.cpp_extensions import fused_attn

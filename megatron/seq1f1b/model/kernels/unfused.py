@@ -13,11 +13,8 @@ _FEWEST_ROWS = 128  # of a block within a smaller window, so that products are n
 
 @dataclass(frozen=True)
 class Unfused:
-    """Computes blocks of queries, with about `scores_at_once` scores in memory, in at least fp32.
-
-    It saves the log-sum-exp and, with dropout, the state of the random generator, which the host has without waiting
-    for a GPU; the backward computes the weights and the masks again.
-    """
+    """Computes blocks of queries, with about `scores_at_once` scores in memory, in at least fp32. It saves the
+    log-sum-exp and the state of the random generator if that draws; the backward computes weights and masks again."""
 
     rule: AttentionRule
     scores_at_once: int = 2**24
