@@ -17,7 +17,7 @@ from ..planning.planner.space import Question
 from ..planning.planner.way_out import by_use
 from ..planning.simulator.step import Prediction
 from ..report.text import aligned
-from ..schedule import FAMILIES, num_gathers
+from ..schedule import FAMILIES, Kind, partition_state
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,8 @@ def memory_by_stage(plan: Plan, question: Question) -> str:
     setup = plan.prediction.setup
     lines = [f"Memory at the peak of each pipeline rank, of {question.memory_limit:.1f} GiB:"]
     if setup.partitions_state and setup.family in FAMILIES:
-        gathers = num_gathers(FAMILIES[setup.family](setup.shape).order(0))
+        order = partition_state(FAMILIES[setup.family](setup.shape).order(0))
+        gathers = sum(action.kind is Kind.GATHER for action in order)
         lines.insert(0, f"The state is partitioned: rank 0 gathers weights of a model chunk {gathers} times a step.")
     for rank, memory in enumerate(plan.prediction.memory):
         layers = sum(setup.layers_per_stage[stage] for stage in setup.placement.stages_of(rank))

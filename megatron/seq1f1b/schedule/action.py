@@ -1,6 +1,7 @@
 """The actions of a rank: immutable, with a short text form."""
 
 import re
+import reprlib
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -52,14 +53,13 @@ class Action(NamedTuple):
 
 
 _TEXT = re.compile(r"([0-9]{1,9})([A-Z][A-Z_]*)(?:([0-9]{1,9})(?:\.([0-9]{1,9}))?)?")
-_SHOWN = 40  # characters of an invalid text that an error shows
 
 
 def parse_action(text: str) -> Action:
     """The inverse of `str(action)`; also reads `2F3` as `2F3.0`. Raises ValueError for any other text."""
     match = _TEXT.fullmatch(text.strip())
     if match is None or match[2] not in list(Kind) or (match[2] in CHUNK_KINDS) != (match[3] is None):
-        shown = text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
-        raise ValueError(f"not an action: {shown!r}; expected a form like 2F3.1, or 2REDUCE for a whole model chunk")
+        shown = reprlib.repr(text)
+        raise ValueError(f"not an action: {shown}; expected a form like 2F3.1, or 2REDUCE for a whole model chunk")
     kind, stage = Kind(match[2]), int(match[1])
     return Action(kind, stage) if kind in CHUNK_KINDS else Action(kind, stage, int(match[3]), int(match[4] or 0))

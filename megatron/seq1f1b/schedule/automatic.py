@@ -41,24 +41,24 @@ def auto(
     """
     costs = costs or Costs.uniform(shape)
     costs.check(shape)
-    named = {name: family(shape).schedule() for name, family in FAMILIES.items()}
+    clocks = [family(shape) for family in FAMILIES.values()]
+    named = [clock.schedule() for clock in clocks if split or clock.lag is None]
+    usual = FAMILIES["1f1b"](shape).schedule()
     if limits is None:
-        limits = max(peak_memory(named["1f1b"], costs))
+        limits = max(peak_memory(usual, costs))
     if isinstance(limits, (int, float)):
         limits = [limits] * shape.num_ranks
     limits = [limit * (1 + 1e-9) for limit in limits]  # sums of floats are not exact
     num_actions = 3 * shape.num_stages * shape.num_units
     enough, most_plans = 0.0, None
     if num_actions > _MANY_ACTIONS:
-        enough = (1 + _CLOSE) * shortest_makespan(simulate(named["1f1b"], costs))
+        enough = (1 + _CLOSE) * shortest_makespan(simulate(usual, costs))
         most_plans = max(1, _ACTIONS_OF_ALL_PLANS // num_actions)
     plans = islice(filter(None, _plans(shape, costs, limits, split)), most_plans)
 
     best: Schedule | None = None
     best_score: tuple[float, ...] = (inf,)
-    for schedule in chain(named.values(), plans):
-        if not split and any(action.kind is Kind.I for actions in schedule.ranks for action in actions):
-            continue
+    for schedule in chain(named, plans):
         peaks = peak_memory(schedule, costs)
         if any(peak > limit for peak, limit in zip(peaks, limits, strict=True)):
             continue
@@ -80,10 +80,8 @@ def shortest_makespan(timeline: Timeline) -> float:
 
 def _plans(shape: Shape, costs: Costs, limits: Sequence[float], split: bool) -> Iterator[Schedule | None]:
     scheduler = ListScheduler(shape, costs, limits, split)
-    # The order of 1F1B, with W only where a rank waits.
-    order = FAMILIES["1f1b"](shape).schedule().ranks
-    for patience in (0.0, 1.0) if split else (0.0,):
-        yield scheduler.plan(lambda _: 0.0, patience, orders=order)
+    for patience in (0.0, 1.0) if split else (0.0,):  # the order of 1F1B, with W only where a rank waits
+        yield scheduler.plan(lambda _: 0.0, patience, orders=FAMILIES["1f1b"](shape).schedule().ranks)
 
     # Order units as if micro-batches started one after another and each ran as fast as alone. A micro-batch with fewer
     # segments starts as if its first segments were missing.

@@ -67,7 +67,7 @@ class ScheduleChoice:
 
     @property
     def has_moves(self) -> bool:
-        """Whether the given schedule itself contains moves of activations."""
+        """Whether the given schedule contains moves of activations."""
         return self.given is not None and self.given.has_moves
 
     def plan(self, shape: Shape, lengths: Sequence[int], costs: CostsOfLengths | None) -> Clock | Schedule:

@@ -1,8 +1,8 @@
 """Clocks, from which the order of each rank follows.
 
-A family is a clock: a nominal tick for every action. A rank runs its actions in the order of their ticks. If every
-action has a later tick than its dependencies, no chain of dependencies and orders leads back in time, so the schedule
-has no cycle and cannot deadlock, whatever the real durations are. No rank waits for a tick: ticks only sort.
+A family is a clock: a nominal tick for every action. Ticks only sort: a rank runs its actions in the order of their
+ticks and waits for none. If every action has a later tick than its dependencies, the schedule has no cycle and cannot
+deadlock, whatever the real durations are.
 
 The backward pass mirrors the forward pass: the j-th unit in backward order at a stage does what the j-th unit in
 forward order does at the stage equally far from the other end. So a clock is one function and one number.
@@ -17,11 +17,8 @@ from math import ceil
 from .action import Action, Kind
 from .schedule import Schedule, Shape
 
-# The tick of the forward of a unit at a stage.
-Tick = Callable[[int, int], int]
-
-# For a rank, the number of other I between the I and the W of a unit.
-Lag = Callable[[int], int]
+Tick = Callable[[int, int], int]  # of the forward of a unit at a stage
+Lag = Callable[[int], int]  # for a rank, the number of other I between the I and the W of a unit
 
 
 @dataclass(frozen=True)
@@ -73,10 +70,7 @@ class Clock:
 
 
 def _split(order: Sequence[Action], ticks: Sequence[int], lag: int) -> tuple[list[Action], list[int]]:
-    """Replace every B by an I; its W follows `lag` I later.
-
-    The W come in the order of the I. No other action needs a W, so this cannot close a cycle.
-    """
+    """Every B becomes an I; its W follows `lag` I later. No other action needs a W, so this cannot close a cycle."""
     result: list[Action] = []
     result_ticks: list[int] = []
     waiting: deque[Action] = deque()

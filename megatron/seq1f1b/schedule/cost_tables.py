@@ -33,12 +33,8 @@ class Costs:
     @classmethod
     def uniform(cls, shape: Shape, f: float = 1.0, i: float = 1.0, w: float = 1.0, message: float = 0.0) -> "Costs":
         """Equal costs everywhere; memory counts the units in flight, from F to B or W."""
-
-        def table(value: float) -> Table:
-            return ((float(value),) * shape.num_segments,) * shape.num_stages
-
-        messages = table(message)
-        return cls(table(f), table(i), table(w), messages, messages, table(1), table(1))
+        values = (f, i, w, message, message, 1, 1)
+        return cls(*(((float(value),) * shape.num_segments,) * shape.num_stages for value in values))
 
     @classmethod
     def from_mapping(cls, shape: Shape, values: Mapping[str, Any]) -> "Costs":
@@ -56,10 +52,9 @@ class Costs:
             given = {"message_f": message, "message_b": message, **given}
         if "activation" in given:
             given.setdefault("kept", given["activation"])
-        unknown = set(given) - set(cls.__dataclass_fields__)
-        if unknown:
-            names = ", ".join([*cls.__dataclass_fields__, "message"])
-            raise ValueError(f"unknown cost {min(unknown)!r}; there are {names}")
+        names = cls.__dataclass_fields__
+        if unknown := given.keys() - names:
+            raise ValueError(f"unknown cost {min(unknown)!r}; there are {', '.join(names)}, message")
         costs = replace(cls.uniform(shape), **{name: _table(shape, name, value) for name, value in given.items()})
         costs.check(shape)
         return costs

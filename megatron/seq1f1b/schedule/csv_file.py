@@ -20,40 +20,33 @@ def read_csv(path: str | Path) -> Schedule:
     """A valid schedule of compute actions and moves; its sizes follow from the file.
 
     Empty cells and rows are skipped, and a missing segment is segment 0 (`2F3` is `2F3.0`). The placement is looped or
-    V-shaped, whichever puts the stages on the ranks that run them. Raises ValueError, with row and cell, for text that
-    is not an action, and ScheduleError for a schedule that cannot run; the message begins with the name of the file.
+    V-shaped, whichever puts the stages on the ranks that run them. Raises ScheduleError, with the name of the file, and
+    row and cell of a text that is not an action.
     """
-    reader, ranks = csv.reader(StringIO(read_text(path), newline="")), []
-    where = ""
+    reader, ranks, where = csv.reader(StringIO(read_text(path), newline="")), [], ""
     try:
         for row_number, row in enumerate(reader, start=1):
             actions = []
             for number, cell in enumerate(row, start=1):
                 where = f", row {row_number}, cell {number}"
-                if cell.strip():
-                    actions.append(_action(cell))
+                if not cell.strip():
+                    continue
+                actions.append(parse_action(cell))
+                if actions[-1].kind not in COMPUTE_KINDS + MOVE_KINDS:
+                    raise ValueError(f"{cell!r} is not F, B, I, W, OFFLOAD or RELOAD; lowering adds the others")
             if actions:
                 ranks.append(tuple(actions))
             where = ""
         schedule = Schedule(_shape_of(ranks), tuple(ranks))
         validate(schedule)
-    except ScheduleError as error:
-        raise ScheduleError(f"{path}: {error}") from None
     except (csv.Error, ValueError) as error:
-        raise ValueError(f"{path}{where}: {error}; a row is a rank, and a cell an action such as 2F3.1") from error
+        raise ScheduleError(f"{path}{where}: {error}") from None
     return schedule
-
-
-def _action(text: str) -> Action:
-    action = parse_action(text)
-    if action.kind not in COMPUTE_KINDS + MOVE_KINDS:
-        raise ValueError(f"{text!r} is not F, B, I, W, OFFLOAD or RELOAD; lowering adds the others")
-    return action
 
 
 def _shape_of(ranks: list[tuple[Action, ...]]) -> Shape:
     if not ranks:
-        raise ValueError("it holds no actions")
+        raise ValueError("it holds no actions; a row is a rank, and a cell an action such as 2F3.1")
     stages = 1 + max(action.stage for rank in ranks for action in rank)
     if stages % len(ranks):
         raise ValueError(f"{stages} stages do not divide evenly over {len(ranks)} rows")

@@ -37,11 +37,7 @@ def outcome(action: Action) -> Action:
 
 
 def message_needed(action: Action, shape: Shape) -> Action | None:
-    """The dependency that arrives from another rank, or None.
-
-    It is the dependency at the neighbouring stage. None if both stages are on the same rank (the turn of a V, or one
-    rank with several chunks): the value needs no message.
-    """
+    """The dependency at the neighbouring stage if that is on another rank, else None."""
     rank_of = shape.placement.rank_of
     messages = (each for each in dependencies(action, shape) if rank_of(each.stage) != rank_of(action.stage))
     return next(messages, None)

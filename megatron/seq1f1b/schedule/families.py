@@ -21,8 +21,7 @@ def one_f_one_b(shape: Shape) -> Clock:
     Seq1F1B-I (arXiv 2406.03488).
 
     Forwards and backwards of a rank have ticks of different parity, so they alternate as soon as both exist. At the
-    last stage the first backward comes right after the last segment of the first micro-batch. These two rules determine
-    the warm-up of each rank.
+    last stage the first backward comes right after the last segment of the first micro-batch. So the warm-up follows.
 
     One model chunk: min(P - r - 2 + k, m * k) forwards before the first pair of one forward and one backward. For
     P = 3, m = 2, k = 2, F and B of (micro-batch, segment):
@@ -61,9 +60,8 @@ def breadth_first(shape: Shape) -> Clock:
     """All units of a model chunk before the next chunk: the modular pipeline with layered gradient accumulation
     (arXiv 2106.02679).
 
-    The gradients of a chunk are complete, and their reduction starts, while the other chunks still go backward. The
-    parameters of a chunk are needed from its first forward on, and are gathered while the chunk before it runs (REDUCE
-    and GATHER of the lowered schedule).
+    The gradients of a chunk are reduced while the other chunks still go backward, and its parameters are gathered while
+    the chunk before it runs (REDUCE and GATHER of the lowered schedule).
     """
     units, fewest = shape.num_units, smallest_group(shape)
     # In a V, the last rank to end a chunk is the first to start the next one.

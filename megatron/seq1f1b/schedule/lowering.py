@@ -4,20 +4,18 @@ Adds the messages between ranks (SEND_*, RECV_*), the start of gathering paramet
 chunk (GATHER), and the start of reducing gradients after its last backward (REDUCE). Both disturb compute, so all ranks
 start them at about the same time, as with Megatron's --align-param-gather and --align-grad-reduce.
 
-A channel carries one payload (F or B) from one rank to one other: a FIFO without tags. A send follows the action that
-produces the value and does not block the rank. A receive is posted, without blocking, one compute action ahead of the
-action that needs it, so that the transfer overlaps with compute, or earlier if a later message of its channel is needed
-sooner.
+A channel carries one payload (F or B) from one rank to another: a FIFO without tags. Sends and receives do not block a
+rank. A send follows the action that produces the value. A receive is posted one compute action ahead of the action that
+needs it, so that the transfer overlaps with compute, or earlier if a later message of its channel is needed sooner.
 
 Why it cannot hang, if the compute actions alone have no cycle of dependencies:
 
 1. The receiver posts the receives of a channel in the order in which the sender computes, which is the order in which
    it sends. So the n-th receive meets the n-th send, without tags.
-2. A rank waits in one place only: in front of a compute action, for its message. Assume that some rank waits for ever.
-   Take the first compute action that never runs, in an order that respects all dependencies and the order of each rank.
-   Its sender has computed the value, so it has issued this send and all earlier ones of the channel; its own rank has
-   come to this action, so it has posted this receive and all earlier ones. All of them meet and the message arrives,
-   which contradicts the assumption.
+2. A rank waits only in front of a compute action, for its message. Assume that some rank waits for ever. Take the first
+   compute action that never runs, in an order that respects all dependencies and the order of each rank. Its sender has
+   computed the value, so it has issued this send and all earlier ones of the channel; its own rank has posted this
+   receive and all earlier ones. All of them meet and the message arrives, which contradicts the assumption.
 
 A communicator that runs its operations one after the other (NCCL) may therefore serve one channel on each rank, not
 both directions of a payload: rank 1 would post the receive of F1 from rank 0 ahead of computing F0, the send of F0 to
@@ -62,8 +60,7 @@ class Channel(NamedTuple):
     def communicator(self) -> tuple[Kind, bool, int]:
         """Payload, whether it goes to a higher rank, parity of the source.
 
-        Channels with equal values may share a communicator of all ranks: each rank has at most
-        one of them, so it only sends or only receives on it, and with one peer.
+        Channels with equal values may share a communicator of all ranks: each rank has at most one of them.
         """
         return self.payload, self.destination > self.source, self.source % 2
 
@@ -77,8 +74,7 @@ def channel_of(action: Action, placement: Placement) -> Channel:
 
 
 def channels_of(placement: Placement, rank: int) -> dict[tuple[Kind, int], Channel]:
-    """The channels between the stages of this rank and neighbouring stages on other ranks, by kind of message and
-    stage."""
+    """The channels between this rank and others, by kind of message and stage of this rank."""
     return {
         (kind, stage): channel_of(Action(kind, stage), placement)
         for stage in placement.stages_of(rank)
@@ -100,8 +96,8 @@ def lower(schedule: Schedule, one_queue: bool = False, in_turn: bool = False) ->
 def lower_rank(plan: Schedule | Clock, rank: int, one_queue: bool = False, in_turn: bool = False) -> list[Action]:
     """`lower` for one rank. A clock computes only the orders of this rank and its neighbours.
 
-    For a clock with many actions the ticks serve as nominal times, since simulating all ranks would take seconds. On
-    one queue, messages ordered by ticks cost up to 3 % of such a step, ordered by simulated times nothing.
+    For a clock with many actions the ticks serve as nominal times, since simulating all ranks would take seconds; on
+    one queue, messages in the order of ticks cost up to 3 % of such a step.
     """
     needs_times = one_queue or in_turn
     if isinstance(plan, Clock) and needs_times and plan.num_actions <= _SIMULATED:
@@ -139,11 +135,6 @@ def partition_state(lowered: Sequence[Action]) -> list[Action]:
             there = wanted
         result.append(action)
     return result + [Action(Kind.RELEASE, stage) for stage in there]
-
-
-def num_gathers(order: Sequence[Action]) -> int:
-    """How many times a rank gathers parameters of a model chunk in a step with a partitioned state."""
-    return sum(action.kind is Kind.GATHER for action in partition_state(order))
 
 
 def _lower_rank(shape: Shape, orders: Orders, rank: int, times: NominalTimes | None, in_turn: bool) -> list[Action]:
@@ -208,7 +199,8 @@ def _gathers(shape: Shape, order: Sequence[Action]) -> Iterator[tuple[int, Actio
     for stage in stages[:2]:
         yield 0, Action(Kind.GATHER, stage)
     for before, stage in pairwise(stages[1:]):
-        yield forwards[max(firsts[before] - _depth(shape, before), 0)], Action(Kind.GATHER, stage)
+        # The forwards of `before` start one tick later on each next rank.
+        yield forwards[max(firsts[before] - before % shape.num_ranks, 0)], Action(Kind.GATHER, stage)
 
 
 def _reductions(shape: Shape, order: Sequence[Action]) -> Iterator[tuple[int, Action]]:
@@ -216,10 +208,5 @@ def _reductions(shape: Shape, order: Sequence[Action]) -> Iterator[tuple[int, Ac
     ends = [index for index, action in enumerate(order) if action.kind in (Kind.B, Kind.W)]
     last = {order[index].stage: i for i, index in enumerate(ends)}
     for stage, i in last.items():
-        late = i + _depth(shape, stage)
+        late = i + stage % shape.num_ranks  # its backwards end that many ticks before those of the chunk's first stage
         yield ends[late] if late < len(ends) else len(order) - 1, Action(Kind.REDUCE, stage)
-
-
-def _depth(shape: Shape, stage: int) -> int:
-    """Position of a stage in its chunk: its forwards start that many ticks late, its backwards end that many early."""
-    return stage % shape.num_ranks

@@ -3,8 +3,7 @@
 A queue starts operations in the order of issue, and one that cannot start blocks all behind it. A send or receive
 cannot start before the previous one of its channel has ended, a compute action not before its message has arrived. With
 CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron demands for tensor parallelism before Blackwell, all streams of a rank
-share one queue; with fewer queues than streams, some do. The order made here cannot hang in any of these cases: more
-queues only block less.
+share one queue. The order made here cannot hang then, nor with more queues, which only block less.
 
 All ranks agree on one common order of operations, and each issues its own part of it. Compute actions are placed by
 nominal times (their starts if all take equally long, or the ticks of their clock), so each follows its dependencies. On
@@ -18,9 +17,9 @@ Why every operation starts: assume that some do not, and take the first of them 
 it has started, on all ranks, so its own queue is free, compute has ended, and each message whose send and receive come
 before it has arrived. A send or receive needs the message before; both ends of that message come before it. A compute
 action needs its own message. Follow the rules back from the send or receive of that message until one of them alone
-sets the point: either the computation of this or an earlier message, which is before its use, or the place of the
-receive of this or an earlier message, at most one action ahead of its use. Both are before the compute action. So it
-starts, whatever the real durations are, and however many messages a channel buffers.
+sets the point: the computation of this or an earlier message, or the place of the receive of this or an earlier
+message, at most one action ahead of its use. Both are before the compute action. So it starts, whatever the real
+durations are, and however many messages a channel buffers.
 
 In turn: where a GPU must not wait for a message while its rank starts a kernel, both ends of a message stand at one
 point of the common order, the later of their two, and each rank waits for the end of a message before it goes on. The
@@ -47,8 +46,7 @@ NominalTimes = Sequence[Sequence[float]] | Mapping[int, Sequence[float]]
 
 
 class Transfer(NamedTuple):
-    """A message from compute action number `sent` of `source`; its receive belongs ahead of action number `posted` of
-    `destination`."""
+    """A message from compute action `sent` of `source`; its receive comes ahead of action `posted` of `destination`."""
 
     send: Action
     receive: Action
@@ -73,8 +71,7 @@ def issue_order(
 ) -> Iterator[tuple[int, Action]]:
     """Sends and receives of a rank in order, each with the number of compute actions before it.
 
-    `channels` holds the messages of each of its channels, in order. With `in_turn` both ends of a message come at the
-    same point.
+    `channels` holds the messages of each of its channels, in order.
     """
     events: list[tuple[_Point, int, Transfer, Action]] = []  # at equal points both ends go by the messages
     for transfers in channels:
@@ -87,10 +84,7 @@ def issue_order(
 
 
 def _points(transfers: Sequence[Transfer], times: NominalTimes) -> Iterator[tuple[Transfer, _Point, _Point]]:
-    """The messages of a channel, each with the points of its send and of its receive.
-
-    If points are equal, the earlier message comes first.
-    """
+    """The messages of a channel, each with the points of its send and of its receive."""
     last_send = last_receive = (0.0, -1, -1, _BEFORE)
     for each in transfers:
         send = max((times[each.source][each.sent], each.source, each.sent, _AFTER), last_receive)

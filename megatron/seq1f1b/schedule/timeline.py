@@ -4,6 +4,7 @@ import json
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,13 +40,9 @@ class Timeline:
         return min(span.start for spans in self.ranks for span in spans)
 
     @property
-    def end(self) -> float:
-        return max(span.end for spans in self.ranks for span in spans)
-
-    @property
     def makespan(self) -> float:
         """The time from the first start to the last end on any rank."""
-        return self.end - self.start
+        return max(span.end for spans in self.ranks for span in spans) - self.start
 
     def busy(self, rank: int) -> float:
         """Time that the rank spends in compute actions (F, B, I, W)."""
@@ -65,8 +62,8 @@ class Timeline:
         return max((spans[-1].end - spans[0].start for spans in self.ranks if spans), default=0.0)
 
 
-def to_json(timeline: Timeline) -> dict[str, Any]:
-    """`{"meta": {...}, "ranks": [[{"kind": "F", "stage": 0, ..., "start": 0.0, "end": 1.0}]]}`."""
+def write_timeline(timeline: Timeline, path: str | Path) -> None:
+    """Writes `{"meta": {...}, "ranks": [[{"kind": "F", "stage": 0, ..., "start": 0.0, "end": 1.0}]]}`."""
     shape, placement = timeline.shape, timeline.shape.placement
     meta = {
         **timeline.meta,
@@ -85,29 +82,25 @@ def to_json(timeline: Timeline) -> dict[str, Any]:
         ]
         for spans in timeline.ranks
     ]
-    return {"meta": meta, "ranks": ranks}
+    with written_whole(path) as unfinished:
+        unfinished.write_text(json.dumps({"meta": meta, "ranks": ranks}) + "\n", encoding="utf-8")
 
 
-def from_json(data: Mapping[str, Any]) -> Timeline:
-    """The inverse of `to_json`. Raises one of UNUSABLE if `data` is no timeline."""
-    meta = dict(data["meta"])
-    ranks = tuple(tuple(map(_span, rows)) for rows in data["ranks"])
-    num_ranks, num_chunks, num_microbatches, num_segments = (
-        operator.index(meta.pop(f"num_{name}")) for name in ("ranks", "chunks", "microbatches", "segments")
-    )
-    placement = Placement(num_ranks, num_chunks, meta.pop("placement"))
-    shape = Shape(placement, num_microbatches, num_segments, tuple(meta.pop("unequal_segments", ())))
-    if num_ranks != len(ranks) or len(shape.unequal) not in (0, num_microbatches):
-        raise ValueError(f"it has {len(ranks)} ranks, and its sizes are those of {shape}")
-    for action, start, end in (span for spans in ranks for span in spans):
-        kind, stage, microbatch, segment = action
-        is_of_chunk = kind in CHUNK_KINDS and microbatch == segment == -1
-        if not 0 <= stage < shape.num_stages or not (
-            is_of_chunk or (0 <= microbatch < num_microbatches and 0 <= segment < shape.segments_of(microbatch))
-        ):
-            raise ValueError(f"{action} is not of {shape}")
-        if not -inf < start <= end < inf or end - start == inf:
-            raise ValueError(f"{action} lasts from {start} to {end}")
+def read_timeline(path: str | Path) -> Timeline:
+    """The inverse of `write_timeline`. Raises ValueError, with the name of the file, if it is no timeline."""
+    data = read_json(path)
+    try:
+        meta, ranks = dict(data["meta"]), tuple(tuple(map(_span, rows)) for rows in data["ranks"])
+        sizes = (meta.pop(f"num_{name}") for name in ("ranks", "chunks", "microbatches", "segments"))
+        num_ranks, num_chunks, num_microbatches, num_segments = map(operator.index, sizes)
+        placement = Placement(num_ranks, num_chunks, meta.pop("placement"))
+        shape = Shape(placement, num_microbatches, num_segments, tuple(meta.pop("unequal_segments", ())))
+        if num_ranks != len(ranks) or len(shape.unequal) not in (0, num_microbatches):
+            raise ValueError(f"it has {len(ranks)} ranks, and its sizes are those of {shape}")
+        for span in chain(*ranks):
+            _check(span, shape)
+    except UNUSABLE as error:
+        raise ValueError(f"{path} is no timeline: {reason(error)}; --pipeline-trace writes them") from error
     return Timeline(shape, ranks, meta.pop("time_unit", ""), meta)
 
 
@@ -116,15 +109,11 @@ def _span(row: Mapping[str, Any]) -> Span:
     return Span(Action(Kind(row["kind"]), *numbers), row["start"], row["end"])
 
 
-def write_timeline(timeline: Timeline, path: str | Path) -> None:
-    with written_whole(path) as unfinished:
-        unfinished.write_text(json.dumps(to_json(timeline)) + "\n", encoding="utf-8")
-
-
-def read_timeline(path: str | Path) -> Timeline:
-    """Raises ValueError, with the name of the file, if it is no timeline."""
-    data = read_json(path)
-    try:
-        return from_json(data)
-    except UNUSABLE as error:
-        raise ValueError(f"{path} is no timeline: {reason(error)}; --pipeline-trace writes them") from error
+def _check(span: Span, shape: Shape) -> None:
+    (kind, stage, microbatch, segment), start, end = span
+    is_unit = 0 <= microbatch < shape.num_microbatches and 0 <= segment < shape.segments_of(microbatch)
+    is_of_chunk = kind in CHUNK_KINDS and microbatch == segment == -1
+    if not 0 <= stage < shape.num_stages or not (is_unit or is_of_chunk):
+        raise ValueError(f"{span.action} is not of {shape}")
+    if not -inf < start <= end < inf or end - start == inf:
+        raise ValueError(f"{span.action} lasts from {start} to {end}")
