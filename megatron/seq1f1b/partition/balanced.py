@@ -8,8 +8,7 @@ from math import cos, pi, sqrt
 
 from .lengths import SegmentTime, check_length, positions, tile
 
-# Halvings of the interval that holds the longest time: to well below the time of one token.
-_BISECTIONS = 40
+_BISECTIONS = 40  # of the interval that holds the longest time: to well below the time of one token
 _WIDTHS = (0.4, 0.2, 0.1)  # step sizes of the search
 _LEAST = 0.05  # smallest weight of a segment; the mean is 1
 
@@ -26,14 +25,14 @@ def balanced(
     """Minimise the longest `time(start, end)` of a segment; returns lengths in tokens, first to last. With `weights`,
     one for each segment, times are in proportion to these.
 
-    A pipeline runs at the pace of its slowest stage, so `time` is the forward plus backward of a segment there. The
-    idea is the computation-wise partition of Seq1F1B (arXiv 2406.03488, section 3.4).
+    A pipeline runs at the pace of its slowest stage, so `time` is the forward plus backward of a segment there: the
+    computation-wise partition of Seq1F1B (arXiv 2406.03488, section 3.4) with measured or modelled times.
 
-    Lengths are multiples of `multiple_of`, and of up to 128 tokens where that does not spoil the balance; the first
-    segment, whose tokens are the cheapest, takes the remainder. No segment is shorter than `min_length`, unless the
-    sequence is too short for that. `documents` holds, for each sequence of the micro-batch, the start positions of its
-    documents, the first of them 0; `time` is then that of a sequence of one document. Raises ValueError if the sequence
-    is too short for so many segments, or not a multiple of `multiple_of`.
+    Lengths are multiples of `multiple_of`, and of up to 128 tokens if segments are long; the first segment, with the
+    cheapest tokens, takes the remainder. No segment is shorter than `min_length`, unless the sequence is too short for
+    that. `documents` holds, for each sequence of the micro-batch, the start positions of its documents, the first of
+    them 0; `time` is then that of a sequence of one document. Raises ValueError if the sequence is too short for so
+    many segments, or not a multiple of `multiple_of`.
     """
     check_length(sequence_length, num_segments, multiple_of)
     step = tile(sequence_length, num_segments, multiple_of)
@@ -70,8 +69,7 @@ def within_documents(time: SegmentTime, documents: Sequence[Sequence[int]], cuts
     """A function of two indices into the ascending positions `cuts`: the time of the tokens between them.
 
     Tokens attend within their own documents only. The time is that of a segment of a single document with as many
-    tokens, and with the average number of query-key pairs of the sequences in the micro-batch. Where such a segment
-    would begin before its document, `time` is extended linearly.
+    tokens, and with the average number of query-key pairs of the sequences in the micro-batch.
     """
     of_sequences = [_pairs_before(cuts, starts) for starts in documents]
     pairs = [sum(counts) / len(documents) for counts in zip(*of_sequences, strict=True)]
@@ -105,10 +103,10 @@ def shortest_step(
 ) -> tuple[int, ...]:
     """The lengths with the shortest step among `trials` cuts around `best`, which has equal times.
 
-    A step of few units fills and drains the pipeline for most of its time: a rank waits for the first segment of the
-    ranks before it, and the ranks after it wait for its last segment. So short first and last segments and long middle
-    ones are better. Two numbers describe such a cut: how much longer the middle is, and how much longer the end is than
-    the start. `cut` takes the relative times that segments should have; `seconds` returns the step time of a cut.
+    While a pipeline fills and drains, ranks wait for first and last segments, so in a step of few units short ones
+    there and long ones in the middle are better. Two numbers describe such a cut: how much longer the middle is, and
+    how much longer the end is than the start. `cut` takes the relative times of segments; `seconds` returns the time
+    of a step.
     """
     places = [(number + 0.5) / len(best) for number in range(len(best))]
     middle = end = 0.0
@@ -142,7 +140,6 @@ def uniform_comp(
     the remainder. Raises ValueError if rounding would leave an empty segment, or if the sequence is not a multiple.
     """
     check_length(sequence_length, num_segments, multiple_of)
-    # A segment of x tokens that ends at `end` costs (per_token + per_pair·end)·x − per_pair/2·x².
     quadratic = per_pair / 2
     target = (per_token * sequence_length + quadratic * sequence_length**2) / num_segments
     lengths: list[int] = []

@@ -17,10 +17,8 @@ class Task:
     `num_segments` is None, `terapipe` finds it and the other strategies leave the sequence whole.
 
     `time` is that of a segment on the slowest of `num_stages` stages. Kernels are at full speed for segments of
-    `full_speed_rows` tokens and more. A step runs `num_microbatches` sequences. `flops` are per token and per pair of a
-    query and a key, as `uniform_comp` counts them. `documents` holds, for each sequence of a micro-batch, the positions
-    that documents start at. `step` maps segment lengths to the time of a whole step; it is called for at most `trials`
-    cuts.
+    `full_speed_rows` tokens and more. A step runs `num_microbatches` sequences. `flops` are those of `uniform_comp`,
+    `documents` those of `balanced`. `step` maps lengths to the time of a step, and is called for at most `trials` cuts.
     """
 
     sequence_length: int
@@ -43,10 +41,6 @@ class Strategy:
     cut: Callable[[Task], tuple[int, ...]]
     needs: Literal["nothing", "flops", "time", "measured time"]
     follows_documents: bool = False
-
-    @property
-    def needs_time(self) -> bool:
-        return self.needs in ("time", "measured time")
 
 
 def _even(task: Task) -> tuple[int, ...]:
@@ -104,7 +98,7 @@ def cut_sequence(strategy: str, task: Task) -> tuple[int, ...]:
     Raises ValueError if an input that the strategy needs is missing, or if a segment would be empty.
     """
     used = STRATEGIES[strategy]
-    if (used.needs == "flops" and task.flops is None) or (used.needs_time and task.time is None):
+    if used.needs != "nothing" and (task.flops if used.needs == "flops" else task.time) is None:
         problem = (
             "--sequence-split-profile; write a trace with --pipeline-trace, or use --sequence-split-strategy balanced"
             if used.needs == "measured time"

@@ -39,8 +39,7 @@ def check_length(sequence_length: int, num_segments: int, multiple_of: int) -> N
 
 
 def tile(sequence_length: int, num_segments: int, multiple_of: int) -> int:
-    """The length in tokens that segments are rounded to: a multiple of `multiple_of`, and of the kernels' tile of 128
-    where segments are long enough to spare the rounding."""
+    """The multiple of `multiple_of` that segments are rounded to, for long segments also one of the kernels' tile."""
     size = lcm(multiple_of, _KERNEL_TILE)
     while size > multiple_of and sequence_length < _TILES_PER_SEGMENT * num_segments * size:
         size = size // 2 if size % (2 * multiple_of) == 0 else multiple_of
@@ -48,10 +47,7 @@ def tile(sequence_length: int, num_segments: int, multiple_of: int) -> int:
 
 
 def positions(sequence_length: int, step: int) -> list[int]:
-    """0, and every position a multiple of `step` before the end.
-
-    The remainder goes to the first segment, whose tokens are the cheapest.
-    """
+    """0, and every position a multiple of `step` before the end; the remainder is at the start."""
     return [0, *range(sequence_length - (sequence_length // step - 1) * step, sequence_length + 1, step)]
 
 
@@ -88,21 +84,14 @@ def read_lengths(file: str | Path, sequence_length: int, num_segments: int | Non
             f"{flag} must hold the lengths of the segments in tokens, positive integers such as "
             "'4096 2048 2048' or [4096, 2048, 2048]; correct the file"
         )
-    lengths = tuple(map(int, words))
-    if sum(lengths) != sequence_length:
-        raise ValueError(
-            f"the lengths in {flag} add up to {sum(lengths)}, not to --seq-length {sequence_length}; correct the file "
-            "or --seq-length"
-        )
-    if num_segments not in (None, len(lengths)):
-        raise ValueError(
-            f"{flag} holds {len(lengths)} segments, not --sequence-splits {num_segments}; drop --sequence-splits, the "
-            "file is enough"
-        )
+    lengths, problem = tuple(map(int, words)), None
     odd = [length for length in lengths if length % multiple_of]
-    if odd:
-        raise ValueError(
-            f"{flag} holds a segment of {odd[0]} tokens, which is not a multiple of {multiple_of}, as sequence "
-            "parallelism needs; correct the file"
-        )
+    if sum(lengths) != sequence_length:
+        problem = f"lengths that add up to {sum(lengths)}, not to --seq-length {sequence_length}"
+    elif num_segments not in (None, len(lengths)):
+        problem = f"{len(lengths)} segments, not --sequence-splits {num_segments}"
+    elif odd:
+        problem = f"a segment of {odd[0]} tokens, not a multiple of {multiple_of}, as sequence parallelism needs"
+    if problem:
+        raise ValueError(f"{flag} holds {problem}; correct the file or the flags")
     return lengths

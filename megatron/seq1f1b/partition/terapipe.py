@@ -5,10 +5,10 @@ Through a pipeline of K stages the segments of one sequence take
     T = Σ tᵢ + (K − 1) · max tⱼ        (equation 5)
 
 where tᵢ is the time of segment i on the slowest stage. For a given bound tmax on the longest time, the least sum
-S*(tmax) of segments that keep the bound is a shortest path over the positions of the sequence (equations 7 and 8), and
-T* is the least S*(tmax) + (K − 1) · tmax over all tmax (equation 6). The paper tries every time that a segment takes.
-Here intervals of tmax are halved, and dropped as soon as they can hold nothing better: S* never grows with tmax, so
-between two bounds S*(tmax) + (K − 1) · tmax is at least S* of the upper one plus K − 1 times the lower one.
+S*(tmax) of segments within the bound is a shortest path over the positions of the sequence (equations 7 and 8), and T*
+is the least S*(tmax) + (K − 1) · tmax over all tmax (equation 6). The paper tries every time that a segment takes. Here
+intervals of tmax are halved, and dropped if they hold nothing better: S* never grows with tmax, so between two bounds
+S*(tmax) + (K − 1) · tmax is at least S* of the upper one plus K − 1 times the lower one.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,11 +26,8 @@ from .lengths import SegmentTime, check_length, positions, tile
 # Relative tolerances: of the latency, and of the longest time among paths of equal total time.
 _TOLERANCE, _BALANCE_TOLERANCE = 1e-6, 1e-3
 
-# The most positions at which a sequence may be cut; twice as many take four times as long.
-_MOST_POSITIONS = 1024
-
-# The number of segments that the default step assumes where the number is free.
-_USUAL_SEGMENTS = 16
+_MOST_POSITIONS = 1024  # at which a sequence may be cut; twice as many take four times as long
+_USUAL_SEGMENTS = 16  # for the default step if the number of segments is free
 
 
 class Path(NamedTuple):
@@ -54,9 +51,9 @@ def terapipe(
 
     With `num_segments` None the number of segments is free; `time` must then have a part that does not shrink with the
     segment, or the shortest segments are always best. The sum of equation 5 counts `num_microbatches` times. Segments
-    are multiples of `step` tokens, a multiple of `multiple_of`, and the first takes the remainder; by default the step
-    is 128 tokens, longer for sequences above 131072 tokens and shorter where segments would be few steps long. Raises
-    ValueError if that leaves too few positions.
+    are multiples of `step` tokens, itself a multiple of `multiple_of`, and the first takes the remainder; by default
+    the step is 128 tokens, more for sequences above 131072 tokens, fewer for short segments. Raises ValueError if that
+    leaves too few positions.
     """
     check_length(sequence_length, num_segments or 1, multiple_of)
     if step is None:

@@ -15,8 +15,7 @@ from .lengths import even
 class Pack:
     """A micro-batch: sequences, by their numbers, one after the other, cut into segments of `lengths` tokens.
 
-    Only the first sequence may be in more than one segment, unless packs were made alike. The last segment is padded
-    where its length has to be a multiple.
+    Only the first sequence may be in more than one segment, unless packs were made alike. The last segment is padded.
     """
 
     sequences: tuple[int, ...]
@@ -39,9 +38,9 @@ def packs_of_step(
     """The micro-batches of each replica, from sequences of `lengths` tokens, in units of at most `most` tokens.
 
     `most` is a multiple of `multiple_of`, and so is every unit. Replicas get about equal sums of `work(length)`, and at
-    least one micro-batch each. The longest micro-batches come in the middle of a step, since at its ends stages wait
-    for one another. With `alike` the micro-batches of all replicas have equal numbers of segments, for collectives
-    between them.
+    least one micro-batch each. The longest micro-batches come in the middle of a step, since stages wait for one
+    another at its ends. With `alike`, for collectives between replicas, their micro-batches have equal numbers of
+    segments.
     """
     packs = _packs(lengths, most, multiple_of)
     work_of = {pack: sum(work(lengths[number]) for number in pack.sequences) for pack in packs}
@@ -85,9 +84,7 @@ def _packs(lengths: Sequence[int], most: int, multiple_of: int) -> list[Pack]:
 def _alike(packs: Sequence[Pack], multiple_of: int) -> list[Pack]:
     """The packs, each with as many segments as the longest has."""
     most = max(len(pack.lengths) for pack in packs)
+    cuts = (even(max(sum(pack.lengths), most * multiple_of), most, multiple_of) for pack in packs)
     return [
-        pack
-        if len(pack.lengths) == most
-        else Pack(pack.sequences, even(max(sum(pack.lengths), most * multiple_of), most, multiple_of))
-        for pack in packs
+        pack if len(pack.lengths) == most else Pack(pack.sequences, cut) for pack, cut in zip(packs, cuts, strict=True)
     ]

@@ -1,4 +1,4 @@
-"""What `--dry-run` does to a training script: Megatron's `pretrain` rehearses, in one process per pipeline stage."""
+"""With `--dry-run` Megatron's `pretrain` rehearses the launch, in one process per pipeline stage."""
 
 import json
 import logging
@@ -21,16 +21,16 @@ from ..process.patches import Patch, PatchTable, wrapping
 from ..process.ranks import end_with_parent
 from ..report import plot_memory
 
-# Arguments of Megatron that a rehearsal goes without: it reads no checkpoint and no values, and writes no file.
+# Arguments of Megatron that a rehearsal switches off: it reads no checkpoint and no values, and writes no file.
 _OFF = (
     *("load", "pretrained_checkpoint", "save", "async_save", "run_workload_inspector_server", "tp_comm_overlap"),
     *("check_weight_hash_across_dp_replicas_interval", "gpu_sniff_test_interval", "log_num_zeros_in_grad"),
     *("log_progress", "log_straggler", "profile"),
-    # The step of the optimizer before the one that is rehearsed would gather what no forward waits for.
+    # The optimizer's step before the rehearsed one would gather parameters that no forward waits for.
     "overlap_param_gather_with_optimizer_step",
 )
 _GPT2_WORDS = 50257
-_LONGEST = 4000  # characters of what a stage has printed
+_LONGEST = 4000  # characters of a stage's output
 
 
 def prepare(environment: Mapping[str, str]) -> None:
@@ -57,7 +57,7 @@ def patches() -> PatchTable:
 
 
 def _parse_for_the_real_device(parse_args: Callable, *args: Any, **kwargs: Any) -> Namespace:
-    """The launch is for GPUs unless `--device cpu` is given; it is not traced."""
+    """A launch is for GPUs unless `--device cpu` is given; no trace is written."""
     namespace = parse_args(*args, **kwargs)
     if getattr(namespace, "device", None) == "auto":  # Megatron also parses for itself, without our flags
         namespace.device = "cuda"
@@ -82,7 +82,7 @@ def _build_empty_tokenizer(build_tokenizer: Callable, args: Namespace) -> Any:
 
 
 def _rehearse(pretrain: Callable, *args: Any, **kwargs: Any) -> None:
-    """Rehearse the launch instead of Megatron's `pretrain`, print what was found and end the program."""
+    """Rehearse the launch, print the results and end the program."""
     from megatron.training import get_args
 
     from ..planning.costs.machine import GIB
@@ -94,8 +94,9 @@ def _rehearse(pretrain: Callable, *args: Any, **kwargs: Any) -> None:
     check(launch)
     vars(launch).update({"fake_process_group": True, "rerun_mode": "disabled", **dict.fromkeys(_OFF)})
     num_stages = launch.pipeline_model_parallel_size
-    of_one_stage = launch.tensor_model_parallel_size * launch.context_parallel_size
-    apart = of_one_stage if launch.use_tp_pp_dp_mapping else launch.world_size // num_stages
+    apart = launch.world_size // num_stages
+    if launch.use_tp_pp_dp_mapping:
+        apart = launch.tensor_model_parallel_size * launch.context_parallel_size
     ranks = range(0, apart * num_stages, apart)  # of one pipeline, from its first stage to its last
     stages = run_stages(lambda: Stage(launch).run(partial(pretrain, *args, **kwargs)), launch, ranks)
     report = RehearsalReport(in_words(launch), int(launch.device_memory * GIB), stages, stood_for(launch))
@@ -115,12 +116,12 @@ def _rehearse(pretrain: Callable, *args: Any, **kwargs: Any) -> None:
 def run_stages(run_stage: Callable[[], Any], args: Namespace, ranks: Sequence[int]) -> list[Any]:
     """The reports of the stages, in the order of `ranks`, their global ranks; ends the program as soon as one fails.
 
-    `run_stage` runs the stage of `args.rank`. Each stage has a fork of this process, which has imported and parsed
-    everything already, and as many run at once as there are cores.
+    `run_stage` runs the stage of `args.rank`, in a fork of this process, which has imported and parsed everything
+    already. As many stages run at once as there are cores.
     """
     from torch.multiprocessing import ProcessExitedException, start_processes
 
-    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # the end of a stage is told here
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # the end of a stage is reported below
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     slots = multiprocessing.get_context("fork").Semaphore(num_cores)
     with (

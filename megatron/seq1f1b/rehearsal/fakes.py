@@ -40,12 +40,14 @@ def patches(args: Namespace, as_one_kernel: Callable) -> PatchTable:
     """
     if args.device == "cpu":
         return _FOR_FAKES
-    compiled = tuple(
-        wrapping(f"megatron.core.fusions.fused_bias_{name}", as_one_kernel, "is not compiled here: leaves temporaries")
-        for name in _COMPILED
-    )
-    positions = _WITH_FUSED_POSITIONS if args.replaced_on_cpu["apply_rope_fusion"] else ()
-    return _FOR_FAKES + _ON_A_GPU + compiled + positions + (_WITH_TE if has_transformer_engine(args) else ())
+    fused, reason = "megatron.core.fusions.fused_bias_", "is not compiled here and makes temporaries"
+    table = [*_FOR_FAKES, *_ON_A_GPU, *(wrapping(fused + name, as_one_kernel, reason) for name in _COMPILED)]
+    if args.replaced_on_cpu["apply_rope_fusion"]:
+        table.append(Patch(f"{_ROPE}._apply_rotary_pos_emb_bshd", _fused_positions, "keeps more than one kernel"))
+    if has_transformer_engine(args):
+        # Transformer Engine allocates the gathered input of a linear layer for the call.
+        table.append(Patch(f"{_BUFFER}.get_tensor", _gathered_apart, "keeps a buffer for the input of a linear layer"))
+    return tuple(table)
 
 
 def _documents_of_step(step: Step, *_: Any) -> list[Documents]:
@@ -54,7 +56,7 @@ def _documents_of_step(step: Step, *_: Any) -> list[Documents]:
 
 
 def _lengths_of_step(step: Step, *_: Any) -> list[list[int]]:
-    """For units: in each replica one sequence as long as there can be, and the documents of the others."""
+    """For units: in each replica one sequence of the full length and the documents of the others."""
     others = document_lengths(step.seq_length) * (step.num_microbatches - 1)
     return [[step.seq_length, *others]] * step.groups.dp.size()
 
@@ -96,7 +98,7 @@ def _gathered_apart(_: Any, shape: tuple[int, ...], dtype: torch.dtype, *__: Any
 
 
 class _Kernel(torch.autograd.Function):
-    """A kernel of a GPU, by what it keeps for the backward: the weight, if it has one, and the tensors `kept`."""
+    """A kernel of a GPU; for the backward it keeps the weight, if it has one, and the tensors `kept`."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor | None, *kept: Tensor) -> Tensor:
@@ -110,41 +112,35 @@ class _Kernel(torch.autograd.Function):
 
 
 def _fused_norm(rows: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    """Keeps its input, in one piece, and a number for each row, as in Transformer Engine; PyTorch's RMS norm, away from
-    a GPU, the input twice in fp32."""
+    """Keeps its input and a number for each row, as in Transformer Engine; PyTorch's RMS norm on a CPU keeps the input
+    twice in fp32."""
     statistics = rows.new_empty(rows.shape[:-1], dtype=torch.float32)
     return _Kernel.apply(rows, weight, rows.detach().contiguous(), statistics)
 
 
 def _fused_positions(rows: Tensor, angles: Tensor, **_: Any) -> Tensor:
-    """Keeps the angles, which all layers share, as in Transformer Engine; Megatron's, cosines and sines of a layer."""
+    """Keeps the angles, which all layers share, as in Transformer Engine; Megatron keeps cosines and sines a layer."""
     return _Kernel.apply(rows, None, angles)
 
 
 _SEGMENTATION, _REPACKING = "megatron.seq1f1b.runtime.segmentation", "megatron.seq1f1b.runtime.repacking"
 _CHOICE = "megatron.seq1f1b.model.kernels.kernel_choice.KernelChoice"
 _TRAINING, _PARALLEL = "megatron.training.training", "megatron.core.tensor_parallel"
-_ROPE = "megatron.core.models.common.embeddings.rope_utils"
+_ROPE, _BUFFER = "megatron.core.models.common.embeddings.rope_utils", "megatron.core.utils.GlobalMemoryBuffer"
 _OBJECTS = ("broadcast_object_list", "send_object_list", "recv_object_list")
 _OTHERS = "reads what other ranks would send"
 
 _FOR_FAKES = (
     wrapping("torch.distributed.new_group", _fake_group, "makes gloo or NCCL look for the other ranks"),
-    Patch("torch.distributed.batch_isend_irecv", _one_after_the_other, "looks for what batches tensors of a device"),
+    Patch("torch.distributed.batch_isend_irecv", _one_after_the_other, "batches only tensors of a real device"),
     Patch("torch.distributed.all_gather_object", _own_object_everywhere, _OTHERS),
     *(Patch(f"torch.distributed.{name}", lambda *_, **__: None, _OTHERS) for name in _OBJECTS),
-    Patch("torch.distributed.Work.is_completed", lambda *_: True, "tests work that nobody does"),
+    Patch("torch.distributed.Work.is_completed", lambda *_: True, "is False: no message is really sent"),
     Patch("megatron.core.optimizer.optimizer.get_grad_norm_fp32", lambda *_, **__: math.nan, "reads every gradient"),
     Patch(f"{_TRAINING}.logical_and_across_model_parallel_group", lambda own, *_, **__: own, _OTHERS),
-    Patch(
-        f"{_TRAINING}.set_jit_fusion_options",
-        lambda *_, **__: None,
-        "warms kernels up on real tensors as large as a step's",
-    ),
+    Patch(f"{_TRAINING}.set_jit_fusion_options", lambda *_, **__: None, "warms kernels up on tensors as in a step"),
     wrapping(f"{_PARALLEL}.mappings._gather_along_first_dim", _own_counts_of_all, f"{_OTHERS}: tokens of experts"),
-    Patch(
-        f"{_PARALLEL}.random._get_share_storage", lambda: _share_storage, "compiles; shares memory, of which is none"
-    ),
+    Patch(f"{_PARALLEL}.random._get_share_storage", lambda: _share_storage, "compiles, and shares real memory"),
     Patch(f"{_SEGMENTATION}.documents_of_step", _documents_of_step, "looks for documents in tokens"),
     Patch(f"{_REPACKING}.Repacking._sequences", lambda *_: [], "looks for documents in tokens"),
     Patch(f"{_REPACKING}._of_all_replicas", _lengths_of_step, "lengths are those of documents in tokens"),
@@ -155,14 +151,6 @@ _ON_A_GPU = (
     Patch(f"{_CHOICE}.is_on_gpu", lambda *_: True, "tensors without values are on no GPU"),
     Patch(f"{_CHOICE}._fused", lambda _, rule, *__: CudaFlash(rule), "flash-attn, which may be missing, keeps as much"),
     Patch("torch.nn.functional.rms_norm", _fused_norm, "keeps more than the kernels of a GPU do"),
-)
-_WITH_FUSED_POSITIONS = (Patch(f"{_ROPE}._apply_rotary_pos_emb_bshd", _fused_positions, "keeps more than one kernel"),)
-_WITH_TE = (
-    Patch(
-        "megatron.core.utils.GlobalMemoryBuffer.get_tensor",
-        _gathered_apart,
-        "keeps a buffer for the gathered input of a linear layer, which Transformer Engine allocates for the call",
-    ),
 )
 # What Megatron compiles for a GPU.
 _COMPILED = (

@@ -1,4 +1,4 @@
-"""The launch in words: what cannot be rehearsed of it, what runs, and what stands for something else."""
+"""The launch in words: why it cannot be rehearsed, what runs, and what a rehearsal replaces."""
 
 from argparse import Namespace
 
@@ -6,7 +6,8 @@ _SHARES = (0.4, 0.3, 0.2)  # of a sequence, for its documents; one more has the 
 
 
 def check(args: Namespace) -> None:
-    """End the program if the launch is one that cannot be rehearsed."""
+    """End the program if the launch cannot be rehearsed."""
+    by_ring = sorted({*args.cp_comm_type} - {"a2a", "all_gather"})
     if args.num_experts and args.moe_token_dispatcher_type == "flex":
         raise SystemExit(
             "error: --moe-token-dispatcher-type flex sends tokens by kernels that a rehearsal lacks; rehearse with "
@@ -17,7 +18,6 @@ def check(args: Namespace) -> None:
             "error: Megatron's own schedules with packed documents cannot be rehearsed, since its local layers ignore "
             "where documents end; rehearse with --sequence-splits"
         )
-    by_ring = sorted({*args.cp_comm_type} - {"a2a", "all_gather"})
     if args.context_parallel_size > 1 and by_ring:
         raise SystemExit(
             f"error: --cp-comm-type {by_ring[0]} cannot be rehearsed, since it is a kernel of Transformer Engine; "
@@ -26,7 +26,7 @@ def check(args: Namespace) -> None:
 
 
 def has_transformer_engine(args: Namespace) -> bool:
-    """Whether Transformer Engine's layers run on the cluster, for which local layers stand here."""
+    """Whether Transformer Engine's layers run on the cluster; local layers replace them here."""
     return bool(args.device != "cpu" and args.replaced_on_cpu["transformer_impl"] == "transformer_engine")
 
 
@@ -65,18 +65,18 @@ def _schedule(args: Namespace) -> str:
 
 def stood_for(args: Namespace) -> list[str]:
     """Sentences, without their full stops, on what a GPU would run and a rehearsal does not."""
-    is_on_gpu, replaced, has_te = args.device != "cpu", args.replaced_on_cpu, has_transformer_engine(args)
+    is_on_gpu, fuses = args.device != "cpu", args.replaced_on_cpu["gradient_accumulation_fusion"]
     recurrent = {*(getattr(args, "hybrid_layer_pattern", None) or "")} & {"M", "G"}
     *lengths, last = map(str, document_lengths(args.seq_length))
     notes = (
-        (has_te, "Transformer Engine's layers by Megatron's local ones, which keep as much for the backward"),
+        (has_transformer_engine(args), "Transformer Engine's layers by Megatron's local ones, which keep as much"),
         (
             is_on_gpu and recurrent,
             "the kernels of recurrent layers by plain PyTorch, which keeps more for the backward",
         ),
         (
-            is_on_gpu and replaced["gradient_accumulation_fusion"],
-            "fused weight gradients by a temporary of the size of the weight, which the GPU will not need",
+            is_on_gpu and fuses,
+            "fused weight gradients by a temporary of the size of the weight, which a GPU does not need",
         ),
         (
             args.fp8 or args.fp4,

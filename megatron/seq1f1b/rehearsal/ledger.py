@@ -1,4 +1,4 @@
-"""What a step does: the bytes in memory at every moment, from the births and deaths of storages, and its messages."""
+"""The bytes in memory at every moment of a step, from the births and deaths of storages, and the step's messages."""
 
 import math
 import weakref
@@ -37,7 +37,7 @@ class Category(StrEnum):
 
 @dataclass(frozen=True)
 class Moment:
-    """One action of a step: bytes by category at its highest point, and bytes in all when it ends."""
+    """One action of a step: bytes by category at its highest point, and all bytes when it ends."""
 
     name: str
     peak: dict[Category, int]
@@ -63,7 +63,7 @@ class Message:
 
 @dataclass(slots=True, eq=False)
 class _Allocation:
-    """The memory of a storage from one size to the next; `moment` is the number of the moment of its birth."""
+    """The memory of a storage of one size; `moment` is the number of the moment of its birth."""
 
     size: int
     category: Category | None
@@ -71,13 +71,11 @@ class _Allocation:
 
 
 class Ledger(TorchDispatchMode):
-    """Enters every storage when it is allocated and when it is freed, and every message when it is sent or its receive
-    is posted. A category given later holds from birth on.
+    """Counts the bytes of storages while they live, and records messages when they are sent or their receive is posted.
 
-    It counts the bytes of tensors, not the blocks to which an allocator rounds them, and for flash attention the memory
-    that its kernel allocates during the call. `run(function, args, kwargs)` runs an operator.
-
-    It stands in for the tracer of a real step, and for its recorder, so that the interpreter reports all actions to it.
+    Bytes are those of tensors, not of an allocator's blocks, and for flash attention also those that its kernel
+    allocates during the call. `run(function, args, kwargs)` runs an operator. The ledger replaces the tracer and the
+    recorder of a real step, so the interpreter reports all actions to it.
     """
 
     def __init__(
@@ -90,7 +88,7 @@ class Ledger(TorchDispatchMode):
         self.groups: set[str] = set()  # process groups of several ranks that were used
         self._run = run
         self._moments: list[tuple[str, list[tuple[_Allocation, int]]]] = []  # each event adds or takes away its size
-        self._default = Category.ACTIVATIONS
+        self._default = Category.ACTIVATIONS  # the category of new storages until they are labelled
         self._alive: dict[int, tuple[_Allocation, weakref.ref]] = {}
         self._chunks: list[torch.nn.Module] = []
         self._last_stage = 0
@@ -101,11 +99,10 @@ class Ledger(TorchDispatchMode):
         self.fill_with(default)
 
     def fill_with(self, default: Category) -> None:
-        """Storages that are born from now on hold `default`."""
         self._default = default
 
     def label(self, tree: Any, category: Category | None) -> None:
-        """Record what the storages of the tensors in `tree` hold, from their births on; None is for the host's."""
+        """Set the category of the tensors in `tree`, from their births on; None is for tensors of the host."""
         for leaf in tree_leaves(tree):
             if isinstance(leaf, torch.Tensor) and (found := self._alive.get(leaf.untyped_storage()._cdata)):
                 found[0].category = category
@@ -121,7 +118,7 @@ class Ledger(TorchDispatchMode):
         return result
 
     def as_one_kernel(self, function: Callable, *args: Any, **options: Any) -> Any:
-        """Call a function that a GPU runs as one kernel: of what it allocates, only what it leaves behind counts."""
+        """Call a function that a GPU runs as one kernel: storages that it allocates and frees do not count."""
         events = self._moments[-1][1]
         first = len(events)
         result = function(*args, **options)
@@ -130,7 +127,6 @@ class Ledger(TorchDispatchMode):
         return result
 
     def moments(self) -> list[Moment]:
-        """All moments in order."""
         held, in_all, found = dict.fromkeys(Category, 0), 0, []
         for name, events in self._moments:
             highest, peak = in_all, dict(held)
@@ -148,7 +144,7 @@ class Ledger(TorchDispatchMode):
     def step(
         self, _: str, shape: Shape, chunks: Iterable[torch.nn.Module], group: dist.ProcessGroup, *__: Any
     ) -> Iterator["Ledger"]:
-        """As `Tracer.step`; the caches of `chunks` have keys and values, their output layers logits."""
+        """As `Tracer.step`; the caches of `chunks` hold keys and values, their output layers make logits."""
         self._chunks, self.stages = list(chunks), shape.placement.stages_of(group.rank())
         self._last_stage = shape.num_stages - 1
         for chunk in self._chunks:
@@ -159,12 +155,12 @@ class Ledger(TorchDispatchMode):
 
     @contextmanager
     def span(self, action: Action) -> Iterator[None]:
-        """As `Recorder.span`: the body is `action`. Copies run in threads, and their moments are those around them."""
+        """As `Recorder.span`: the body is `action`. Copies run in threads and belong to the moments around them."""
         if action.kind in MOVE_KINDS:
             yield
             return
+        # The last stage's backward makes gradients of logits until it has the gradient of the output layer's input.
         starts_at_logits = action.kind is not Kind.F and action.stage == self._last_stage
-        # Until the gradient of the output layer's input is there, a backward makes gradients of logits.
         self.begin(str(action), Category.LOGITS if starts_at_logits else Category.ACTIVATIONS)
         yield
         self.label(_kept_by_segments(self._chunks), Category.STATE)
@@ -204,12 +200,14 @@ class Ledger(TorchDispatchMode):
             return
         (tensor,), group, peer = args[0], dist.ProcessGroup.unbox(args[1]), args[2]
         ends = [dist.get_rank(), dist.get_process_group_ranks(group)[peer]]
-        messages = self.sent if operator is _SEND else self.received
+        messages = self.sent
         if operator is _RECEIVE:
             ends.reverse()
+            messages = self.received
             self.label(tensor, Category.MESSAGES)
-        dtype, num_bytes = str(tensor.dtype).removeprefix("torch."), tensor.numel() * tensor.element_size()
-        messages.append(Message(*ends, group.group_desc, tuple(tensor.shape), dtype, num_bytes, self._moments[-1][0]))
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        moment = self._moments[-1][0]
+        messages.append(Message(*ends, group.group_desc, tuple(tensor.shape), dtype, tensor.nbytes, moment))
 
     def _forget(self, key: int, _: Any) -> None:
         self._dies(self._alive.pop(key)[0])
@@ -227,7 +225,7 @@ class Ledger(TorchDispatchMode):
 
 
 def _kept_by_segments(chunks: Iterable[torch.nn.Module]) -> list[Any]:
-    """Keys, values and their gradients, and whatever else layers keep of a micro-batch from segment to segment."""
+    """Keys, values and their gradients, and all else that layers keep of a micro-batch from segment to segment."""
     contexts = {chunk.segment_context for chunk in chunks if hasattr(chunk, "segment_context")}
     caches = [cache if isinstance(cache, dict) else vars(cache) for context in contexts for cache in context.kept()]
     return [vars(leaf) if isinstance(leaf, Rows) else leaf for leaf in tree_leaves(caches)]
@@ -236,10 +234,9 @@ def _kept_by_segments(chunks: Iterable[torch.nn.Module]) -> list[Any]:
 def workspace_bytes(args: Sequence[Any]) -> int:
     """Bytes that the backward of flash attention 2 allocates while it runs, beyond what it returns.
 
-    It sums the gradient of the queries in fp32 before it rounds, at a head size that is a multiple of 32 (64 above
-    128), keeps one fp32 number a query and head (`dq_accum` and `softmax_d` in mha_bwd of
-    pytorch/aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp), and for grouped KV heads makes gradients
-    of keys and values for every query head.
+    It sums the gradient of the queries in fp32, at a head size that is a multiple of 32 (64 above 128), keeps one fp32
+    number a query and head (`dq_accum` and `softmax_d` in mha_bwd of pytorch/aten/src/ATen/native/transformers/cuda/
+    flash_attn/flash_api.cpp), and for grouped KV heads makes gradients of keys and values for every query head.
     """
     query, key = args[1], args[2]
     *sequences, length, heads, size = query.shape

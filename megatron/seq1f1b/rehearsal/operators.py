@@ -1,6 +1,6 @@
-"""Operators on tensors that have shapes and storages, but neither values nor memory: PyTorch's meta tensors.
+"""Operators on PyTorch's meta tensors, which have shapes and storages, but neither values nor memory.
 
-A FakeTensorMode does the same, but takes four times as long, mostly to find an operator in its cache.
+A FakeTensorMode does the same but takes four times as long, mostly to find an operator in its cache.
 """
 
 import math
@@ -18,19 +18,19 @@ _MOST_INDICES = 2**12  # of a range that keeps its values: experts, not tokens
 
 
 class WithoutValues:
-    """Runs an operator; what it makes has no values, unless all its inputs have some.
+    """Runs an operator; its results have no values, unless all its inputs have some.
 
     A floating-point number that is read from a tensor without values is NaN, a truth value is False: so an optimizer
     finds no overflow and clips nothing. Reading a whole number raises ValueError, since sizes could follow from it.
 
-    With experts, each token chooses `topk` of them, each equally often: Megatron counts tokens by summing a map of
-    booleans [tokens, experts]; these sums have values, and so has all that is computed from nothing else.
+    With experts, each token chooses `topk` of them, each equally often. Megatron counts tokens by sums of a map of
+    booleans [tokens, experts]; these sums have values.
     """
 
     def __init__(self, topk: int = 0, num_experts: int | None = None) -> None:
         self._topk, self._num_experts = topk, num_experts
-        # By operator and the forms of its arguments, the forms of its results: working them out in Python takes PyTorch
-        # ten times as long as making the tensors.
+        # The forms of results, by operator and the forms of its arguments: PyTorch takes ten times as long to work them
+        # out as to make the tensors.
         self._results: dict[tuple, list] = {}
         self._runs_always: set[Any] = set()  # operators that return views, or one of their arguments
 
@@ -57,7 +57,6 @@ class WithoutValues:
         return self._result(function, args, kwargs)
 
     def _result(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """What `function(*args, **kwargs)` returns."""
         if function in self._runs_always:
             return function(*args, **kwargs)
         key = function, _form_of(args), _form_of(tuple(kwargs.items()))
@@ -95,9 +94,8 @@ def _unknown(dtype: torch.dtype) -> Any:
 
 def _communicated(function: Any, args: tuple) -> Any:
     """What a collective returns; it writes its results to tensors among its arguments."""
-    results = tuple(
-        FakeWork().boxed() if "Work" in str(result.type) else args[0] for result in function._schema.returns
-    )
+    returns = function._schema.returns
+    results = tuple(FakeWork().boxed() if "Work" in str(result.type) else args[0] for result in returns)
     return results[0] if len(results) == 1 else results
 
 
@@ -111,7 +109,7 @@ def _made(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) ->
 
 
 def _form_of(value: Any) -> Any:
-    """All that the form of a result depends on; of a tensor its size, strides and type."""
+    """The size, strides and type of a tensor; types and values of all else."""
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype
     if isinstance(value, (tuple, list)):

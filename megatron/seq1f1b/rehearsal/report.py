@@ -1,7 +1,4 @@
-"""What a rehearsal found: per stage, as a whole against the memory of a device, and as text for a terminal.
-
-Both ends of a channel must agree on its messages.
-"""
+"""The results of a rehearsal by stage, their verdict, as text and as JSON. Both ends of a channel must agree."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -17,21 +14,18 @@ from .ledger import Category, Message, Moment
 
 CANNOT_PROVE = (
     "how NCCL orders and times the messages: here none ever waits. schedule/lowering.py shows why that cannot hang",
-    "messages on their way: each is counted as gone when it is sent, and stays until the other rank takes it",
+    "messages on their way: each is counted as gone when it is sent, but stays until the other rank takes it",
     "the numbers: tensors have no values here, so neither losses nor overflows",
     "the kernels: that each one runs, how fast, and what it allocates meanwhile, but for flash attention's backward",
     "fragmentation of the allocator, which takes a few per cent where sizes vary",
-    "the other ranks of a stage, which are taken to be like the one that was rehearsed",
+    "the other ranks of a stage: each is assumed to be like the rehearsed one",
 )
 
 
 @dataclass(frozen=True)
 class StageReport:
-    """What the rehearsal of one pipeline rank found.
-
-    `rank` is the global rank that was rehearsed, `stages` those that it holds. `outside` counts the bytes of a GPU
-    beside all tensors, by formula, `host_bytes` the activations that wait in the memory of the host.
-    """
+    """The results of one pipeline rank, by its global `rank` and its `stages`. `outside` counts the bytes beside all
+    tensors, by formula, `host_bytes` the activations in the memory of the host."""
 
     rank: int
     stages: list[int]
@@ -54,22 +48,18 @@ class StageReport:
 
 
 class RehearsalReport:
-    """All stages of one pipeline, in their order; `device_memory` in bytes, `launch` describes the launch.
-
-    `problems` are the reasons why the launch cannot work, each a sentence without its full stop.
-    """
+    """All stages of one pipeline, in their order; `device_memory` is in bytes. Each of `problems` is a reason why the
+    launch cannot work, a sentence without its full stop."""
 
     def __init__(self, launch: str, device_memory: int, stages: list[StageReport], notes: list[str]) -> None:
         self.launch, self.device_memory, self.stages, self.notes = launch, device_memory, stages, notes
         self._sent = [message for stage in stages for message in stage.sent]
         self._mismatches = mismatches(self._sent, (message for stage in stages for message in stage.received))
-        number, fullest = max(enumerate(stages), key=lambda each: each[1].needed)
-        largest, size = max(fullest.fullest.peak.items(), key=lambda item: item[1])
-        self._most = (
-            f"{in_words(fullest.needed)} on pipeline rank {number}, {at(fullest.fullest.name)}, of which {largest} "
-            f"{in_words(size)}"
-        )
-        self._free = device_memory - fullest.needed
+        number, stage = max(enumerate(stages), key=lambda each: each[1].needed)
+        largest, size = max(stage.fullest.peak.items(), key=lambda item: item[1])
+        most, moment = f"{in_words(stage.needed)} on pipeline rank {number}", at(stage.fullest.name)
+        self._most = f"{most}, {moment}, of which {largest} {in_words(size)}"
+        self._free = device_memory - stage.needed
         self.problems = list(self._mismatches)
         if self._free < 0:
             num_full = sum(stage.needed > device_memory for stage in stages)
@@ -94,10 +84,7 @@ class RehearsalReport:
     def as_text(self) -> str:
         """The table, the verdict, and what they do not cover."""
         lines = [f"Rehearsed: {self.launch}", "", *self._table(), "", *self._verdict(), ""]
-        for title, notes in (
-            ("Stood for by something else here:", self.notes),
-            ("Not proved by a rehearsal:", CANNOT_PROVE),
-        ):
+        for title, notes in ("Replaced in this rehearsal:", self.notes), ("Not proved by a rehearsal:", CANNOT_PROVE):
             lines += [title, *(f"  - {note}." for note in notes)] if notes else []
         return "\n".join(lines)
 
@@ -147,7 +134,7 @@ class RehearsalReport:
 
 
 def at(moment: str) -> str:
-    """When something happens, in words: `2F3.1` is in the forward of stage 2 for segment 1 of micro-batch 3."""
+    """A moment in words: `2F3.1` is in the forward of stage 2 for segment 1 of micro-batch 3."""
     action = moment.removeprefix("after ")
     if not action[0].isdigit():
         return f"at the {moment}"
@@ -157,10 +144,8 @@ def at(moment: str) -> str:
 
 
 def mismatches(sent: Iterable[Message], received: Iterable[Message]) -> list[str]:
-    """One sentence, without its full stop, for each channel on which both ends disagree.
-
-    `sent` and `received` have the messages of all ranks, those of each rank in its order.
-    """
+    """One sentence, without its full stop, for each channel on which both ends disagree; messages in the order of each
+    rank."""
     ends: dict[tuple[int, int, str], tuple[list[Message], list[Message]]] = defaultdict(lambda: ([], []))
     for side, messages in enumerate((sent, received)):
         for message in messages:

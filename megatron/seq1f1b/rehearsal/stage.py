@@ -21,11 +21,11 @@ from .report import StageReport
 
 
 class _Ended(BaseException):
-    """Leaves Megatron's `pretrain` after the step that was rehearsed."""
+    """Leaves Megatron's `pretrain` after the rehearsed step."""
 
 
 class Stage:
-    """One pipeline stage, which goes through Megatron's `pretrain` up to the end of its first step."""
+    """Runs Megatron's `pretrain` for one pipeline stage up to the end of its first step."""
 
     def __init__(self, args: Namespace) -> None:
         self._args = args
@@ -104,7 +104,7 @@ class Stage:
             return reports
 
         with self.ledger:
-            # Adam makes its moments in its first step, so a step as all later ones comes after it.
+            # Adam makes its moments in its first step; the rehearsed step is one like all later ones.
             self.ledger.begin("first optimizer step", Category.TEMPORARY)
             step["optimizer"].step()
             for part in getattr(step["optimizer"], "chained_optimizers", [step["optimizer"]]):
@@ -114,7 +114,7 @@ class Stage:
         raise _Ended
 
     def _data(self, *_: Any, **__: Any) -> tuple[Any, Any, Any]:
-        """The data iterators of the launch; their batches are not counted."""
+        """The data iterators of the launch; their batches, on the host, are not counted."""
         self._args.do_train, self._args.do_valid, self._args.do_test = True, False, False
         return RerunDataIterator(self.uncounted(fake_batches(self._args))), None, None
 

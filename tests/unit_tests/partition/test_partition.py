@@ -59,7 +59,7 @@ def test_lengths_from_a_file(file, text):
     [(text, "positive integers .*; correct the file") for text in ("", "# nothing", "1024 -5", "1024 0", "1e3 24")]
     + [(text, "positive integers .*; correct the file") for text in ('{"lengths": [1]}', "[1024, true]", "9" * 12)]
     + [("4096 4095", "add up to 8191, not to --seq-length 8192"), ("2048 6144", "2 segments, not --sequence-splits 3")]
-    + [("1 4096 4095", "a segment of 1 tokens, which is not a multiple of 8"), (None, "lengths cannot be read")],
+    + [("1 4096 4095", "a segment of 1 tokens, not a multiple of 8"), (None, "lengths cannot be read")],
 )
 def test_files_that_do_not_fit_are_refused(file, text, problem):
     if text is not None:
