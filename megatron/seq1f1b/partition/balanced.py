@@ -69,7 +69,7 @@ def within_documents(time: SegmentTime, documents: Sequence[Sequence[int]], cuts
     """A function of two indices into the ascending positions `cuts`: the time of the tokens between them.
 
     Tokens attend within their own documents only. The time is that of a segment of a single document with as many
-    tokens, and with the average number of query-key pairs of the sequences in the micro-batch.
+    tokens and the average number of query-key pairs of the sequences in the micro-batch; it may begin before 0.
     """
     of_sequences = [_pairs_before(cuts, starts) for starts in documents]
     pairs = [sum(counts) / len(documents) for counts in zip(*of_sequences, strict=True)]

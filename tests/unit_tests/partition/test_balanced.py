@@ -1,4 +1,4 @@
-"""The balanced partition: equal costs, up to rounding, of packed sequences, too."""
+"""The balanced partition: equal costs, up to rounding, of packed sequences, too; cuts tried by the step they make."""
 
 import itertools
 import random
@@ -17,6 +17,7 @@ from megatron.seq1f1b.partition import (
     uniform_comp,
     within_documents,
 )
+from megatron.seq1f1b.partition.balanced import shortest_step
 from megatron.seq1f1b.planning.costs.flops import authors_flops
 from megatron.seq1f1b.planning.costs.model_shape import ModelShape
 from megatron.seq1f1b.planning.costs.stage_costs import A100, CPU_CORE, AnalyticTime, analytic_costs, bottleneck_time
@@ -117,14 +118,6 @@ def test_no_segment_is_shorter_than_the_minimum():
     assert len(balanced(4096, 6, cost, min_length=768)) == 6, "an impossible minimum is given up"
 
 
-@pytest.mark.parametrize("num_segments", [2, 4, 8])
-@pytest.mark.parametrize("tokens", [16384, 24576, 32768, 65536, 131072])
-def test_better_balanced_than_the_authors_own_cuts(tokens, num_segments):
-    cost = pace(GPT_7B)
-    theirs = imbalance(uniform_comp(tokens, num_segments, *authors_flops(GPT_7B)), cost)
-    assert imbalance(balanced(tokens, num_segments, cost), cost) < theirs
-
-
 def test_a_cpu_takes_the_better_of_long_and_equal_segments():
     small = ModelShape(4, 256, 1024, 4, 64, 512)
     costs = analytic_costs(small, [1] * 4, CPU_CORE)
@@ -179,3 +172,36 @@ def test_a_long_sequence_is_cut_with_few_looks_at_the_cost():
     documents = packed(131072, 500, 1)
     balanced(131072, 16, lambda start, end: looks.append(start) or COST(start, end), documents=documents)
     assert len(looks) < 20000
+
+
+def in_proportion(length, weights):
+    return balanced(length, len(weights), lambda start, end: end - start, weights=weights)
+
+
+@given(count=st.integers(2, 12), trials=st.integers(0, 30), best=st.data())
+@settings(max_examples=50, deadline=None)
+def test_no_step_that_was_seen_is_shorter(count, trials, best):
+    wanted = best.draw(st.lists(st.integers(1, 4000), min_size=count, max_size=count))
+    seen = []
+
+    def seconds(lengths):
+        assert sum(lengths) == 65536 and min(lengths) > 0 and len(lengths) == count
+        seen.append(sum((a - b) ** 2 for a, b in zip(lengths, wanted, strict=True)))
+        return seen[-1]
+
+    start = in_proportion(65536, [1] * count)
+    found = shortest_step(start, partial(in_proportion, 65536), seconds, trials)
+    assert len(seen) <= 1 + trials
+    assert seconds(found) == min(seen) and (trials or found == start)
+
+
+def test_a_long_middle_is_found():
+    def seconds(lengths):
+        return abs(sum(lengths[2:6]) / sum(lengths) - 0.7)
+
+    found = shortest_step((8192,) * 8, partial(in_proportion, 65536), seconds, trials=30)
+    assert seconds(found) < 0.05 < seconds((8192,) * 8)
+
+
+def test_times_are_in_proportion_to_weights():
+    assert in_proportion(6400, [1, 2, 5]) == (800, 1600, 4000)

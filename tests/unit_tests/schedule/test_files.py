@@ -14,6 +14,7 @@ from megatron.seq1f1b.schedule import (
     Span,
     Timeline,
     build,
+    moved,
     read_csv,
     read_timeline,
     simulate,
@@ -46,12 +47,17 @@ UNIT = ("stage", "chunk", "microbatch", "segment")
 
 
 @fixed
-@given(st.sampled_from(list(FAMILIES)), shapes(ranks=4, microbatches=4, segments=3, chunks=3))
-def test_schedules_and_timelines_out_and_in(tmp_path_factory, family, shape):
+@given(
+    st.sampled_from(list(FAMILIES)),
+    shapes(ranks=4, microbatches=4, segments=3, chunks=3),
+    st.sampled_from([0, 0.5]),
+)
+def test_schedules_and_timelines_out_and_in(tmp_path_factory, family, shape, offloads):
     path, schedule = tmp_path_factory.mktemp("files") / "file", build(family, shape)
-    write_csv(schedule, path)
+    with_moves = moved(schedule, offloads)
+    write_csv(with_moves, path)
     again = read_csv(path)
-    assert again.ranks == schedule.ranks
+    assert again.ranks == with_moves.ranks and again.without_moves().ranks == schedule.ranks
     # The file does not show which one it is where a V and a loop are the same.
     assert (again.shape == shape) or not shape.placement.turns or shape.num_ranks == 1
 

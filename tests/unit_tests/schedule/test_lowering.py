@@ -164,14 +164,3 @@ def test_an_order_whose_messages_nobody_sends_is_refused():
     broken = Schedule(schedule.shape, (schedule.ranks[0][1:], schedule.ranks[1]))
     with pytest.raises(ValueError, match="rank 1 needs messages that rank 0 does not send"):
         lower(broken)
-
-
-def test_breadth_first_reduces_a_chunk_while_others_go_backward():
-    actions = lower_rank(build("breadth-first", Shape(Placement(2, 3), 4)), 0)
-    kinds = [(action.kind, action.stage) for action in actions if action.kind in (Kind.B, Kind.REDUCE)]
-    assert kinds == [(Kind.B, 4)] * 4 + [(Kind.REDUCE, 4)] + [(Kind.B, 2)] * 4 + [(Kind.REDUCE, 2)] + [
-        (Kind.B, 0)
-    ] * 4 + [(Kind.REDUCE, 0)]
-    gathers = [actions.index(Action(Kind.GATHER, stage)) for stage in (0, 2, 4)]
-    firsts = [actions.index(Action(Kind.F, stage, 0, 0)) for stage in (0, 2, 4)]
-    assert max(gathers[:2]) < firsts[0] < gathers[2] < firsts[1] < firsts[2]
