@@ -6,12 +6,11 @@ Every data-parallel replica of the reference sees all micro-batches.
 """
 
 import re
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from math import inf, isclose
-from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -46,25 +45,21 @@ class References:
     def __init__(self) -> None:
         self._found = {}
 
-    def of(self, model: Model, layout: Layout, cases: list[Case]) -> list[tuple]:
+    def of(self, model: Model, layout: Layout, cases: Iterable[Case]) -> list[tuple]:
         """For each case: reports, gradients, logged auxiliary losses."""
         ranks = Layout(
             tensor=layout.tensor, sequence_parallel=layout.sequence_parallel, expert_tensor=layout.expert_tensor
         )
-        cases = [replace(case, packed=case.packed and _form(model, ranks, case.packed)) for case in cases]
-        model = plain(model)
-        chunks = None
-        found = []
+        whole, chunks, found = plain(model), None, []
         for case in cases:
+            packed = case.packed and _form(model, ranks, case.packed)
+            case = replace(case, m=case.m * replicas_of(layout), packed=packed)
             lengths = case.lengths if case.mask == "segment" else None
-            key = model, ranks, case.m * replicas_of(layout), case.mask, lengths, case.packed, case.batch
+            key = whole, ranks, case.m, case.mask, lengths, case.packed, case.batch
             if key not in self._found:
-                chunks = chunks or build(model, ranks)
-                whole = replace(case, m=case.m * replicas_of(layout))
-                self._found[key] = (
-                    *run(forward_backward_no_pipelining, chunks, whole, 0, 1),
-                    logged(whole.m, model.layers, model.auxiliary),
-                )
+                chunks = chunks or build(whole, ranks)
+                step = run(forward_backward_no_pipelining, chunks, case, 0, 1)
+                self._found[key] = *step, logged(case.m, whole.layers, whole.auxiliary)
             found.append(self._found[key])
         return found
 
@@ -85,15 +80,6 @@ def _form(model: Model, ranks: Layout, form: str) -> str:
     return "rolls" if form == "cu_seqlens" and dict(model.config).get("mtp_num_layers") else "mask"
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """What one rank found in a case: the number of gradients, the largest relative error, and what is wrong."""
-
-    gradients: int
-    worst: float
-    wrong: list[tuple[float, str]]
-
-
 def patches_of(model: Model) -> list[Patch]:
     """What Megatron's recurrent layers compute in fp32 stays in fp64 where the model is in fp64: such rounding would
     hide what an exact model is to show. However small they are, losses are computed in pieces, multi-latent attention
@@ -109,102 +95,75 @@ def patches_of(model: Model) -> list[Patch]:
 
 
 @contextmanager
-def counted_attention() -> Iterator[SimpleNamespace]:
-    """Inside, `calls` counts the forwards of kernels of attention."""
-    count = SimpleNamespace(calls=0)
+def counted_attention() -> Iterator[list]:
+    """Inside, the list grows by one with every forward of a kernel of attention."""
+    calls = []
 
     def counting(forward):
-        def counted(kernel, *tensors):
-            count.calls += 1
-            return forward(kernel, *tensors)
+        def counted(*given):
+            calls.append(None)
+            return forward(*given)
 
         return counted
 
     kernels = (f"{kernel.__module__}.{kernel.__name__}.forward" for kernel in (CpuFlash, Unfused))
     with patched([Patch(name, counting, "counts", wraps=True) for name in kernels]):
-        yield count
+        yield calls
 
 
-@contextmanager
-def without_recomputation(chunks: list[torch.nn.Module]) -> Iterator[None]:
-    """Inside, the layers keep all their activations."""
-    modules = (module for chunk in chunks for module in chunk.modules())
-    configs = [each.config for each in modules if hasattr(getattr(each, "config", None), "recompute_granularity")]
-    for config in configs:
-        config.recompute_granularity = None
-    try:
-        yield
-    finally:
-        for config in configs:
-            config.recompute_granularity = "full"
-
-
-def compare(
-    references: References, model: Model, layout: Layout, cases: dict[str, Case]
-) -> Iterator[tuple[str, Verdict]]:
-    """Run the cases, consecutive steps of one model in one layout, and yield what this rank found in each."""
-    expectations = references.of(model, layout, list(cases.values()))
+def compare(references: References, model: Model, layout: Layout, cases: Iterable[Case]) -> Iterator[dict[str, float]]:
+    """Run the cases, consecutive steps of one model in one layout; of each, the relative errors of all that this rank
+    finds, by name, infinite for what is wrong in another way."""
+    expectations = references.of(model, layout, cases)
     chunks = build(model, layout)
     first, replicas = parallel_state.get_data_parallel_rank(), replicas_of(layout)
-    for (name, case), expected in zip(cases.items(), expectations, strict=True):
-        expected_reports, expected_grads, expected_logs = expected
-        cut = segmentation(case)
-        piece = piece_of(case, layout)
-        schedule = ScheduleChoice(case.family, layout.style)
-        executor = PipelineExecutor(schedule, cut, piece=piece)
-        step = partial(run, executor, chunks, first=first, step=replicas, groups=groups_of(layout))
+    step = partial(run, chunks=chunks, first=first, step=replicas, groups=groups_of(layout))
+    for case, (expected, expected_grads, expected_logs) in zip(cases, expectations, strict=True):
+        usual, executor = (
+            PipelineExecutor(
+                ScheduleChoice(case.family, layout.style), segmentation(case), piece=piece_of(case, layout)
+            )
+            for _ in range(2)
+        )
         if model.offloads:
             executor.offload(model.offloads)
         if model.keeps_attention:
             executor.keep_attention()
-        # An evaluation of fewer micro-batches, the training step, and an evaluation.
-        evaluated, _ = step(case=replace(case, m=1), forward_only=True)
-        with counted_attention() as kept:
-            reports, grads = step(case=case)
+        evaluated, _ = step(executor, case=replace(case, m=1), forward_only=True)
+        with counted_attention() as calls:
+            reports, grads = step(executor, case=case)
         logs = logged(case.m, model.layers, model.auxiliary)
-        evaluated_again, _ = step(case=case, forward_only=True)
+        evaluated_again, _ = step(executor, case=case, forward_only=True)
 
         errors = {name: error(grad, expected_grads[name]) for name, grad in grads.items()}
-        for got, wanted in (
-            (evaluated, expected_reports[:replicas]),
-            (reports, expected_reports),
-            (evaluated_again, expected_reports),
+        for what, got, wanted in (
+            ("the evaluation of one", evaluated, expected[:replicas]),
+            ("the step", reports, expected),
+            ("the evaluation", evaluated_again, expected),
         ):
             if case.packed == "units":
                 got, wanted = in_all(got, wanted, layout)
             else:
                 wanted = wanted[first::replicas] if has_loss(layout) else []
             if len(got) != len(wanted):
-                errors[f"{len(got)} reports instead of {len(wanted)}"] = inf
+                errors[f"{len(got)} reports of {what} instead of {len(wanted)}"] = inf
             for microbatch, (mine, theirs) in enumerate(zip(got, wanted, strict=False)):
-                errors[f"loss of micro-batch {microbatch}"] = error(mine["lm loss"], theirs["lm loss"])
-        wrong = sorted((size, name) for name, size in errors.items() if not size <= TOLERANCE[model.dtype])
-        if model.keeps_attention:
-            with without_recomputation(chunks), counted_attention() as plain:
-                _, plain_grads = step(case=case)
-            logged(case.m, model.layers, model.auxiliary)  # and forgotten
-            wrong += not_bitwise(grads, plain_grads)
-            wrong += [(inf, f"{kept.calls} calls of kernels, not {plain.calls}")] * (kept.calls != plain.calls)
+                errors[f"loss of micro-batch {microbatch} in {what}"] = error(mine["lm loss"], theirs["lm loss"])
+        for name, value in expected_logs.items():
+            if not isclose(logs[name], value, rel_tol=2e-6):  # Megatron keeps what it logs in fp32
+                errors[name] = inf
         if model.offloads:
             has_moved = Kind.OFFLOAD in {span.action.kind for span in executor.recorder.spans()}
-            wrong += [(inf, "nothing moved")] * (has_moved != bool(executor._context.host_memory.most_bytes))
-            executor = PipelineExecutor(schedule, cut, piece=piece)
-            if model.keeps_attention:
-                executor.keep_attention()
-            _, plain_grads = run(executor, chunks, case, first, replicas, groups=groups_of(layout))
+            if has_moved != bool(executor._context.host_memory.most_bytes):
+                errors["nothing moved"] = inf
+        if model.offloads or model.keeps_attention:
+            with counted_attention() as usual_calls:
+                _, usual_grads = step(usual, case=case)
             logged(case.m, model.layers, model.auxiliary)  # and forgotten
-            wrong += not_bitwise(grads, plain_grads)
-        # Megatron keeps what it logs in fp32.
-        wrong += [
-            (logs[name] / value - 1, name)
-            for name, value in expected_logs.items()
-            if not isclose(logs[name], value, rel_tol=2e-6)
-        ]
-        yield name, Verdict(len(grads), max(errors.values(), default=0.0), wrong)
-
-
-def not_bitwise(grads: dict[str, torch.Tensor], plain: dict[str, torch.Tensor]) -> list[tuple[float, str]]:
-    return [(inf, f"{name}, not bitwise") for name, grad in grads.items() if not grad.equal(plain[name])]
+            errors |= {f"{name}, not bitwise": inf for name, grad in grads.items() if not grad.equal(usual_grads[name])}
+            if model.keeps_attention and 0 < len(usual_calls) <= len(calls):
+                errors[f"{len(calls)} calls of kernels, {len(usual_calls)} where none is kept"] = inf
+        yield errors
 
 
 def piece_of(case: Case, layout: Layout) -> int | None:
@@ -218,13 +177,18 @@ def segmentation(case: Case) -> Segmentation:
     def lengths(length: int) -> tuple[int, ...]:
         return case.lengths
 
+    def pack(found, replicas, alike):
+        return packs_of_step(found, case.lengths[0], case.multiple, replicas, alike=alike)
+
+    def by_documents(length, documents):
+        cost = AnalyticTime(per_token=1.0, per_pair=0.5)
+        return balanced(length, case.k, cost, multiple_of=2, documents=documents)
+
     if case.packed == "units":
-
-        def pack(found, replicas, alike):
-            return packs_of_step(found, case.lengths[0], case.multiple, replicas, alike=alike)
-
         return Repacking(lengths, Packing(0), pack)
-    return Segmentation(case.k, lengths, Packing(0, cut_by_documents(case)) if case.packed else None)
+    # Split by documents, lengths differ from one micro-batch to the next.
+    packing = Packing(0, by_documents if case.split == "documents" else None)
+    return Segmentation(case.k, lengths, packing if case.packed else None)
 
 
 def in_all(got: list[dict], wanted: list[dict], layout: Layout) -> tuple[list[dict], list[dict]]:
@@ -236,14 +200,6 @@ def in_all(got: list[dict], wanted: list[dict], layout: Layout) -> tuple[list[di
     return [{"lm loss": total}], [{"lm loss": sum(report["lm loss"] for report in wanted)}]
 
 
-def cut_by_documents(case: Case):
-    """For an executor: lengths that differ from one micro-batch to the next, if the case is split by documents."""
-    if case.split != "documents":
-        return None
-    cost = AnalyticTime(per_token=1.0, per_pair=0.5)
-    return lambda length, documents: balanced(length, case.k, cost, multiple_of=2, documents=documents)
-
-
 def run_cases(names: Container[str]) -> None:
     """The cases of these names that have as many ranks as there are; rank 0 prints a line for each."""
     patched(OUTPUT_LAYER)  # as `install` does where Transformer Engine is there without apex
@@ -253,21 +209,22 @@ def run_cases(names: Container[str]) -> None:
         if not cases or group.ranks != dist.get_world_size():
             continue
         with patched(patches_of(group.model)):
-            for name, verdict in compare(references, group.model, group.layout, cases):
-                found: list[Verdict] = [None] * dist.get_world_size()
-                dist.all_gather_object(found, verdict)
+            found = compare(references, group.model, group.layout, cases.values())
+            for name, errors in zip(cases, found, strict=True):
+                of_ranks: list[dict[str, float]] = [{}] * dist.get_world_size()
+                dist.all_gather_object(of_ranks, errors)
                 if dist.get_rank() == 0:
-                    print(f"case {name}: {in_words(found)}", flush=True)
+                    print(f"case {name}: {in_words(of_ranks, TOLERANCE[group.model.dtype])}", flush=True)
 
 
-def in_words(verdicts: list[Verdict]) -> str:
-    """Of all ranks."""
-    wrong = [(rank, *each) for rank, verdict in enumerate(verdicts) for each in verdict.wrong]
-    if not wrong:
-        gradients, worst = sum(each.gradients for each in verdicts), max(each.worst for each in verdicts)
-        return f"equal, {gradients} gradients, worst {worst:.1e}"
-    rank, size, what = max(wrong, key=lambda each: each[1])
-    return f"{len(wrong)} values differ, the worst by {size:.1e}: {what}, on rank {rank}"
+def in_words(of_ranks: list[dict[str, float]], tolerance: float) -> str:
+    """A verdict on the errors of all ranks."""
+    found = [(size, f"{name}, on rank {rank}") for rank, errors in enumerate(of_ranks) for name, size in errors.items()]
+    wrong = [(size, what) for size, what in found if not size <= tolerance]
+    size, what = max(wrong or found)
+    if wrong:
+        return f"{len(wrong)} of {len(found)} values differ, the worst by {size:.1e}: {what}"
+    return f"equal, {len(found)} values, worst {size:.1e}"
 
 
 def verdicts_in(log: str) -> dict[str, str]:
