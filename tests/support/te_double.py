@@ -6,16 +6,16 @@ te_operators.py take the place of its CUDA kernels.
 """
 
 import enum
-import functools
 import importlib
 import importlib.metadata
 import importlib.util
+import inspect
 import os
 import sys
-from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -24,25 +24,11 @@ from megatron.seq1f1b.process.patches import Patch, patched
 from support import te_operators
 
 PACKAGE, EXTENSION = "transformer_engine", "transformer_engine_torch"
-
-# Enumerations whose members Transformer Engine looks up by name or by order.
-_ENUMERATIONS = {
-    "DType": "kByte kInt32 kFloat32 kFloat16 kBFloat16 kFloat8E4M3 kFloat8E5M2 kFloat4E2M1",
-    "FP8FwdTensors": "GEMM1_INPUT GEMM1_WEIGHT GEMM1_OUTPUT GEMM2_INPUT GEMM2_WEIGHT GEMM2_OUTPUT "
-    "GEMM3_INPUT GEMM3_WEIGHT GEMM3_OUTPUT",
-    "FP8BwdTensors": "GRAD_OUTPUT1 GRAD_INPUT1 GRAD_OUTPUT2 GRAD_INPUT2 GRAD_OUTPUT3 GRAD_INPUT3",
-    "CommOverlapType": "RS AG",
-    "NVTE_Fused_Attn_Backend": "NVTE_F16_arbitrary_seqlen NVTE_FP8 NVTE_No_Backend",
+# Enumerations of the extension whose members Transformer Engine compares with its own.
+_COMPARED = {
+    "DType": [*te_operators.DTYPES, "kFloat8E4M3", "kFloat8E5M2", "kFloat4E2M1"],
+    "NVTE_Fused_Attn_Backend": ["NVTE_F16_arbitrary_seqlen", "NVTE_FP8", "NVTE_No_Backend"],
 }
-_OPERATORS = (
-    te_operators.generic_gemm,
-    te_operators.get_num_cublas_streams,
-    te_operators.te_general_grouped_gemm,
-    te_operators.rmsnorm_fwd,
-    te_operators.rmsnorm_bwd,
-    te_operators.layernorm_fwd,
-    te_operators.layernorm_bwd,
-)
 
 
 def load() -> None:
@@ -73,55 +59,43 @@ def load() -> None:
     sys.modules[f"{PACKAGE}.pytorch.optimizers"] = None  # type: ignore[assignment]
 
 
-class _AnyMember(type):
-    """An enumeration that a CPU has no use for: every member is 0."""
+class Member(int):
+    """A member of an enumeration, with its name."""
 
-    def __getattr__(cls, name: str) -> int:
+    name: str
+
+
+class Enumeration(type):
+    """Another enumeration: a name becomes a member when it is looked up for the first time."""
+
+    def __getattr__(cls, name: str) -> Member:
         if name.startswith("__"):
             raise AttributeError(name)
-        return 0
+        member = Member(len(vars(cls)))
+        member.name = name
+        setattr(cls, name, member)
+        return member
 
 
 def _extension() -> ModuleType:
-    """The module; what is neither an operator nor an enumeration of ours raises NotImplementedError when called."""
-    module = ModuleType(EXTENSION)
+    """The module; what is neither of te_operators.py nor an enumeration raises NotImplementedError when called."""
+    module: Any = ModuleType(EXTENSION)
     module.__spec__ = ModuleSpec(EXTENSION, None)
-    for name, members in _ENUMERATIONS.items():
+    vars(module).update(inspect.getmembers(te_operators, inspect.isfunction))
+    for name, members in _COMPARED.items():
         setattr(module, name, enum.IntEnum(name, members, start=0))
-    for operator in _OPERATORS:
-        setattr(module, operator.__name__, operator)
 
     def missing(name: str) -> Any:
+        def unavailable(*args: Any, **kwargs: Any) -> None:
+            raise NotImplementedError(f"{EXTENSION}.{name} is a CUDA kernel that has no double")
+
         if name.startswith("__"):
             raise AttributeError(name)
-        found = _AnyMember(name, (), {}) if name[0].isupper() else _unavailable(name)
-        setattr(module, name, found)
-        return found
+        setattr(module, name, Enumeration(name, (), {}) if name[0].isupper() else unavailable)
+        return getattr(module, name)
 
-    module.__getattr__ = missing  # type: ignore[method-assign]
+    module.__getattr__ = missing
     return module
-
-
-def _unavailable(name: str) -> Callable[..., None]:
-    def unavailable(*args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError(f"{EXTENSION}.{name} is a CUDA kernel that has no double")
-
-    return unavailable
-
-
-def _made_without_gpu(init: Callable[..., None]) -> Callable[..., None]:
-    """The constructor of a layer, which requires a visible GPU and then does not use it."""
-
-    @functools.wraps(init)
-    def initialize(layer: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-        is_available = torch.cuda.is_available
-        torch.cuda.is_available = lambda: True
-        try:
-            init(layer, *args, **kwargs)
-        finally:
-            torch.cuda.is_available = is_available
-
-    return initialize
 
 
 def _prepare_forward(
@@ -137,10 +111,6 @@ def _prepare_forward(
     layer.set_activation_dtype(inp)
     layer.init_fp8_metadata(num_gemms=num_gemms)
     return inp if allow_non_contiguous else inp.contiguous()
-
-
-def _attend(*args: Any, **kwargs: Any) -> None:
-    raise NotImplementedError("Transformer Engine's attention has CUDA kernels that have no double")
 
 
 def _placeholder(shape: list[int], dtype: torch.dtype, zero: bool = False) -> Tensor:
@@ -164,9 +134,9 @@ _OF_TORCH = (
 )
 _BASE = f"{PACKAGE}.pytorch.module.base.TransformerEngineBaseModule"
 _OF_ITS_LAYERS = (
-    Patch(f"{_BASE}.__init__", _made_without_gpu, "refuses to make a layer where no GPU is visible", wraps=True),
+    # It requires a visible GPU and then does not use it.
+    Patch(f"{_BASE}.__init__", mock.patch("torch.cuda.is_available", lambda: True), "refuses CPUs", wraps=True),
     Patch(f"{_BASE}.prepare_forward", _prepare_forward, "refuses CPU tensors"),
-    Patch(f"{PACKAGE}.pytorch.DotProductAttention.forward", _attend, "refuses CPU tensors by an assertion"),
     *(
         Patch(f"{PACKAGE}.pytorch.module.{name}.get_dummy_wgrad", _placeholder, "makes it on a GPU")
         for name in ("base", "linear", "layernorm_linear", "grouped_linear")
