@@ -36,20 +36,15 @@ class Page:
         # chrome://tracing is one of these.
         (folder / "Local State").write_text(json.dumps({"internal_only_uis_enabled": True}))
         with open(folder / "browser.log", "w") as log:
-            self.process = subprocess.Popen(
-                ["bash", "-c", shell, program, *flags, "about:blank"],
-                pass_fds=passed,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+            command = ["bash", "-c", shell, program, *flags, "about:blank"]
+            outputs = {"stdout": log, "stderr": log}
+            self.process = subprocess.Popen(command, pass_fds=passed, start_new_session=True, **outputs)
         for end in (theirs_in, theirs_out, *passed):
             os.close(end)
         self._from, self._to = os.fdopen(ours_in, "rb"), os.fdopen(ours_out, "wb")
         self._count, self._session, self.problems = 0, None, []
         target = next(each for each in self._ask("Target.getTargets")["targetInfos"] if each["type"] == "page")
-        attached = self._ask("Target.attachToTarget", targetId=target["targetId"], flatten=True)
-        self._session = attached["sessionId"]
+        self._session = self._ask("Target.attachToTarget", targetId=target["targetId"], flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log"):
             self._ask(f"{domain}.enable")
 
@@ -122,20 +117,10 @@ def browser(folder: Path) -> Iterator[Page]:
 @contextmanager
 def served(folder: Path) -> Iterator[str]:
     """The address at which the files of a folder are served."""
-    handler = functools.partial(Silent, directory=str(folder))
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(folder))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
         thread.join()
-
-
-class Silent(http.server.SimpleHTTPRequestHandler):
-    extensions_map = http.server.SimpleHTTPRequestHandler.extensions_map | {
-        ".mjs": "text/javascript",
-        ".wasm": "application/wasm",
-    }
-
-    def log_message(self, *_: Any) -> None:
-        pass

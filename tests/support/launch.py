@@ -6,7 +6,6 @@ import os
 import pickle
 import random
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -66,25 +65,13 @@ def torchrun(
     options: Sequence[str] = (),
 ) -> Job:
     """Run ``script`` under torchrun, as a user does; `options` are torchrun's own."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *options]
+    command = ["timeout", "--kill-after=60", str(patient(timeout)), sys.executable, "-m", "torch.distributed.run"]
+    command += ["--standalone", *options, f"--nproc-per-node={ranks}", str(script), *map(str, flags)]
     # A file, not a pipe, which the manager of a checkpoint holds open after its rank was killed.
     with tempfile.TemporaryFile("w+", errors="replace") as log:
-        process = subprocess.Popen(
-            [*command, f"--nproc-per-node={ranks}", str(script), *map(str, flags)],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=os.environ | ENVIRONMENT | (env or {}),
-            start_new_session=True,
-        )
-        try:
-            process.wait(timeout=patient(timeout))
-        finally:
-            # The ranks too, which are in torchrun's session.
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+        code = subprocess.run(command, stdout=log, stderr=log, env=os.environ | ENVIRONMENT | (env or {})).returncode
         log.seek(0)
-        return Job(process.returncode, log.read())
+        return Job(code, log.read())
 
 
 class Launcher:
@@ -104,7 +91,6 @@ class Launcher:
             stdout=subprocess.PIPE,
             text=True,
             env=os.environ | ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests", *packages)))},
-            start_new_session=True,
         )
 
     def __call__(
@@ -150,14 +136,9 @@ class Launcher:
         return [pickle.loads(file.with_suffix(f".{rank}").read_bytes()) for rank in range(ranks)]
 
     def close(self) -> None:
-        self._zygote.stdin.close()
-        try:
-            self._zygote.wait(timeout=patient(10))
-        except subprocess.TimeoutExpired:
-            pass
-        finally:
-            if self._zygote.poll() is None:
-                os.killpg(self._zygote.pid, signal.SIGKILL)
+        """Its ranks end with it."""
+        self._zygote.kill()
+        self._zygote.communicate()
 
 
 def free_port() -> int:

@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -49,27 +50,25 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=30 State=UP
 """
 
 
+@dataclass(frozen=True)
 class Cluster:
     """Jobs on the running cluster; the folder holds its state and the logs."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    folder: Path
 
     def environment(self, **settings: str) -> dict[str, str]:
         own = {"MODEL_SIZE": "tiny", "SLURM_CONF": str(self.folder / "slurm.conf")}
         return environment(**own | settings)
 
     def ask(self, *command: str) -> str:
-        run = subprocess.run(command, env=self.environment(), capture_output=True, text=True, timeout=60)
+        run = subprocess.run(command, env=self.environment(), stdout=subprocess.PIPE, text=True, timeout=60)
         return run.stdout.strip()
 
     def submit(self, script: str, log: Path, *words: str, cwd: Path = ROOT, options=(), **settings: str) -> str:
         """The id of a new job with the arguments `words`."""
         command = ["sbatch", "--parsable", f"--output={log}", *options, script, *words]
         env = self.environment(LOG_DIR=f"{log}.ranks") | settings
-        run = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=60)
-        assert run.stdout.strip().isdigit(), run.stderr
-        return run.stdout.strip()
+        return subprocess.check_output(command, cwd=cwd, env=env, text=True, timeout=60).strip()
 
     def state(self, job: str) -> str:
         """The state of a job and its exit code, as Slurm writes them; nothing if Slurm does not answer."""
@@ -113,16 +112,15 @@ def running_cluster() -> Iterator[Cluster]:
         # Not pytest's folder: munge wants one that every user may enter, with a short name.
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="slurm-")))
         configure(folder)
-        namespaces = stack.enter_context(network())
+        namespaces = network(stack)
         cluster = Cluster(folder)
         munge = folder / "munge"
         files = [f"--{name}-file={munge / name}" for name in ("key", "pid", "seed", "log")]
         start(stack, cluster, "munged", "munged", "--foreground", "--force", f"--socket={munge / 'socket'}", *files)
         cluster.wait_for("munge's socket", (munge / "socket").exists)
         start(stack, cluster, "slurmctld", "slurmctld", "-D")
-        (folder / "hosts").write_text(
-            "127.0.0.1 localhost\n" + "".join(f"{NETWORK}.{i} {node}\n" for i, node in enumerate(NODES, 1))
-        )
+        hosts = [f"{NETWORK}.{i} {node}\n" for i, node in enumerate(NODES, 1)]
+        (folder / "hosts").write_text("".join(["127.0.0.1 localhost\n", *hosts]))
         for node, namespace in zip(NODES, namespaces, strict=True):
             # Not `ip netns exec`, which hides the control groups that slurmd looks for.
             inside = ("nsenter", f"--net=/run/netns/{namespace}", "unshare", "--uts", "--mount")
@@ -142,27 +140,25 @@ def require_slurm() -> None:
         pytest.skip(f"not installed: {', '.join(missing)} (Debian: slurmctld slurmd slurm-client munge iproute2)")
 
 
-@contextmanager
-def network() -> Iterator[list[str]]:
-    """The namespaces of the nodes, on a bridge with this machine."""
+def network(stack: ExitStack) -> list[str]:
+    """The namespaces of the nodes, on a bridge with this machine, while the stack lasts."""
     bridge = f"seqbr{os.getpid() % 100000}"
     names = [f"{bridge}-{node}" for node in NODES]
-    with ExitStack() as stack:
-        if ip("link", "add", bridge, "type", "bridge") != 0:
-            pytest.skip("network namespaces cannot be made here")
-        stack.callback(ip, "link", "del", bridge)
-        ip("addr", "add", f"{NETWORK}.254/24", "dev", bridge)
-        ip("link", "set", bridge, "up")
-        for i, name in enumerate(names, 1):
-            ip("netns", "add", name)
-            stack.callback(ip, "netns", "del", name)
-            end = f"{bridge}.{i}"
-            ip("link", "add", end, "type", "veth", "peer", "name", "eth0", "netns", name)
-            ip("link", "set", end, "master", bridge, "up")
-            ip("-n", name, "addr", "add", f"{NETWORK}.{i}/24", "dev", "eth0")
-            for device in ("lo", "eth0"):
-                ip("-n", name, "link", "set", device, "up")
-        yield names
+    if ip("link", "add", bridge, "type", "bridge") != 0:
+        pytest.skip("network namespaces cannot be made here")
+    stack.callback(ip, "link", "del", bridge)
+    ip("addr", "add", f"{NETWORK}.254/24", "dev", bridge)
+    ip("link", "set", bridge, "up")
+    for i, name in enumerate(names, 1):
+        ip("netns", "add", name)
+        stack.callback(ip, "netns", "del", name)
+        end = f"{bridge}.{i}"
+        ip("link", "add", end, "type", "veth", "peer", "name", "eth0", "netns", name)
+        ip("link", "set", end, "master", bridge, "up")
+        ip("-n", name, "addr", "add", f"{NETWORK}.{i}/24", "dev", "eth0")
+        for device in ("lo", "eth0"):
+            ip("-n", name, "link", "set", device, "up")
+    return names
 
 
 def ip(*words: str) -> int:
@@ -184,16 +180,8 @@ def configure(folder: Path) -> None:
 
 
 def start(stack: ExitStack, cluster: Cluster, name: str, *command: str) -> None:
-    """Start a daemon, that the stack stops."""
+    """Start a daemon, which ends with the stack."""
     with open(cluster.folder / f"{name}.log", "w") as log:
         daemon = subprocess.Popen(command, env=cluster.environment(), stdout=log, stderr=log)
-    stack.callback(stop, daemon)
-
-
-def stop(daemon: subprocess.Popen) -> None:
-    daemon.terminate()
-    try:
-        daemon.wait(15)
-    except subprocess.TimeoutExpired:
-        daemon.kill()
-        daemon.wait()
+    stack.callback(daemon.wait)
+    stack.callback(daemon.kill)
