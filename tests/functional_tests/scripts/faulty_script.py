@@ -32,20 +32,20 @@ def main() -> None:
         ranks._PATIENCE = 1  # seconds, in which others wait for the rank that is gone
     if fault and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" and fault[3] in (os.environ["RANK"], "both"):
         what, where, iteration, _ = fault
-        if where == "forward":
-            pretrain_gpt.forward_step = before(pretrain_gpt.forward_step, what, int(iteration))
-        elif where == "backward":
-            interpreter.backward_step = before(interpreter.backward_step, what, int(iteration))
-        elif where == "copy":
-            host_memory._copy = before(host_memory._copy, what, int(iteration))
-        elif where == "optimizer":
-            for kind in subclasses(MegatronOptimizer):
-                if "step" in vars(kind):
-                    kind.step = before(kind.step, what, int(iteration))
-        else:
-            saving = checkpointing.dist_checkpointing
-            saving.save = before(saving.save, what, int(iteration))
+        for owner, name in places()[where]:
+            setattr(owner, name, before(getattr(owner, name), what, int(iteration)))
     pretrain_gpt.main(pretrain_gpt.gpt_config_from_args, {})
+
+
+def places() -> dict[str, list[tuple[object, str]]]:
+    """The functions before which a fault happens."""
+    return {
+        "forward": [(pretrain_gpt, "forward_step")],
+        "backward": [(interpreter, "backward_step")],
+        "copy": [(host_memory, "_copy")],
+        "save": [(checkpointing.dist_checkpointing, "save")],
+        "optimizer": [(kind, "step") for kind in subclasses(MegatronOptimizer) if "step" in vars(kind)],
+    }
 
 
 def subclasses(kind: type) -> list[type]:
