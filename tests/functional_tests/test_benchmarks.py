@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from support.launch import ROOT
 
 TINY = ("--seq-length", "64", "--hidden-size", "32", "--repeats", "1")
@@ -29,19 +31,19 @@ def test_schedules_side_by_side_with_their_measured_times(launch, tmp_path):
         assert all(len(row) == 2 and min(row) > 0 for table in entry["seconds"].values() for row in table)
 
 
-def test_v_shaped_chunks_beside_megatrons_own_schedule(launch):
-    flags = [*TINY, "--placement", "v", "--num-chunks", "2", "--schedule", "megatron", "auto", "--sequence-splits", "2"]
-    job = launch(2, flags, script=ROOT / "tools" / "benchmark.py", timeout=300).check()
-    rows = job.log.split("model chunks on a rank: 2 in a V")[1].splitlines()[2:4]
-    assert rows[0].startswith("Megatron's own 1F1B ") and rows[1].startswith("auto, k = 2, balanced, V ")
-
-
-def test_context_parallel_ranks_share_the_segments_of_a_pipeline(launch):
-    flags = [*TINY, "--context-parallel-size", "2", "--sequence-splits", "2"]
-    job = launch(4, flags, script=ROOT / "tools" / "benchmark.py", timeout=300).check()
-    assert "2 pipeline ranks of 2 context-parallel ranks" in job.log
-    rows = job.log.split("model chunks on a rank: 1")[1].splitlines()[2:4]
-    assert rows[0].startswith("Megatron's own 1F1B ") and rows[1].startswith("1f1b, k = 2, balanced ")
+@pytest.mark.parametrize(
+    "ranks, flags, title, row",
+    [
+        (2, "--placement v --num-chunks 2 --schedule megatron auto", ": 2 in a V", "auto, k = 2, balanced, V "),
+        (4, "--context-parallel-size 2", "2 pipeline ranks of 2 context-parallel ranks", "1f1b, k = 2, balanced "),
+    ],
+    ids=["V", "CP"],
+)
+def test_other_layouts_beside_megatrons_own_schedule(launch, ranks, flags, title, row):
+    words = [*TINY, *flags.split(), "--sequence-splits", "2"]
+    log = launch(ranks, words, script=ROOT / "tools" / "benchmark.py", timeout=300).check().log
+    first, second = log.partition("model chunks on a rank")[2].splitlines()[2:4]
+    assert title in log and first.startswith("Megatron's own 1F1B ") and second.startswith(row)
 
 
 def test_the_loss_in_pieces_beside_kept_logits(launch):

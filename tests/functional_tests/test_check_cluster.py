@@ -35,11 +35,7 @@ def test_what_would_stop_a_training_is_a_sentence_each():
 @pytest.mark.parametrize(
     "driver, cuda, why",
     [
-        (
-            "535.183.01",
-            "13.0",
-            "(driver 535.183.01), but PyTorch 2.13 sees none: CUDA 13.0 needs driver 580.65",
-        ),
+        ("535.183.01", "13.0", "(driver 535.183.01), but PyTorch 2.13 sees none: CUDA 13.0 needs driver 580.65"),
         ("580.65.06", "13.0", "look at CUDA_VISIBLE_DEVICES"),
         ("535.183.01", "12.6", "look at CUDA_VISIBLE_DEVICES"),
         ("535.183.01", None, "it is built for CPUs"),

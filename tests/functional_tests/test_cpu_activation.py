@@ -81,18 +81,11 @@ def test_schedules_do_without_torch():
 
 
 @pytest.mark.parametrize(
-    "flags, is_wanted",
-    [
-        (["pretrain_gpt.py", "--device", "cpu"], True),
-        (["--device=cpu"], True),
-        ([], False),
-        (["--device", "auto"], False),
-        (["--device", "cuda"], False),
-    ],
+    "flags", ["pretrain_gpt.py --device cpu", "--device=cpu", "", "--device auto", "--device cuda"]
 )
-def test_a_visible_gpu_is_used_unless_the_flag_is_cpu(monkeypatch, caplog, flags, is_wanted):
+def test_a_visible_gpu_is_used_unless_the_flag_is_cpu(monkeypatch, caplog, flags):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert cpu.wanted(flags) == is_wanted
+    assert cpu.wanted(flags.split()) == ("cpu" in flags)
     assert not caplog.records
 
 

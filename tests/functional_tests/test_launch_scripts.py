@@ -13,6 +13,7 @@ from support.patience import patient
 
 TORCHRUN = "scripts/pretrain_gpt.sh"
 ITERATIONS = 4
+NO_COUNTS = ("TP", "x"), ("PP", "0"), ("SEQUENCE_SPLITS", "-4"), ("TRAIN_ITERS", "1e3"), ("NUM_MICRO_BATCHES", "two")
 COMMAND = ["bash", TORCHRUN, "--train-iters", ITERATIONS]
 
 
@@ -55,11 +56,7 @@ def test_a_hybrid_model_in_segments_has_the_same_losses(launch, tmp_path):
         ({"PYTHON": "no/such/python"}, "PYTHON=no/such/python does not run: run bash scripts/setup.sh"),
         ({"DATA_PATH": "no/such/data"}, "there is no no/such/data.idx"),
         ({"PRECISION": "fp4"}, "PRECISION=fp4 is unknown"),
-        ({"TP": "x"}, "TP=x is not a positive integer."),
-        ({"PP": "0"}, "PP=0 is not a positive integer."),
-        ({"SEQUENCE_SPLITS": "-4"}, "SEQUENCE_SPLITS=-4 is not a positive integer."),
-        ({"TRAIN_ITERS": "1e3"}, "TRAIN_ITERS=1e3 is not a positive integer."),
-        ({"NUM_MICRO_BATCHES": "two"}, "NUM_MICRO_BATCHES=two is not a positive integer."),
+        *(({name: value}, f"{name}={value} is not a positive integer.") for name, value in NO_COUNTS),
         ({"EVAL_ITERS": "-1"}, "EVAL_ITERS=-1 is not a number of iterations."),
         ({"DEVICE": "tpu"}, "DEVICE=tpu is unknown: take cuda or cpu."),
         ({"RECOMPUTE": "yes"}, "RECOMPUTE=yes is neither 0 nor 1."),

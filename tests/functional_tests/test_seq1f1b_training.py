@@ -25,6 +25,7 @@ EXPERTS = (
     "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 --disable-bias-linear --moe-z-loss-coeff 1e-2 "
     "--moe-token-dispatcher-type alltoall --moe-shared-expert-intermediate-size 32"
 )
+SHARED_EXPERTS = "--expert-model-parallel-size 2 --use-distributed-optimizer"
 BALANCED = "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2"
 BIASED = "--moe-router-load-balancing-type none --moe-router-enable-expert-bias --moe-router-score-function sigmoid"
 PREDICTION = "--mtp-num-layers 2 --untie-embeddings-and-output-weights --position-embedding-type rope"
@@ -46,23 +47,16 @@ BALANCED_FOUR = f"{FOUR} --sequence-split-strategy balanced"
 # Ranks in a pipeline of two, flags of both runs, flags of ours.
 RUNS = {
     "one micro-batch a unit": (2, "", "--pipeline-schedule 1f1b"),
-    "segments": (2, "", FOUR),
     "the authors' flags": (2, "", "--pipe-sp-splits 3 --pipe-sp-strategy uniform_comp"),
-    "zb-h1": (2, "", f"--pipeline-schedule zb-h1 {FOUR}"),
     "multi-latent attention": (2, LATENT, BALANCED_FOUR),
     "experts with a bias": (2, f"{EXPERTS} {BIASED}", BALANCED_FOUR),
-    "expert parallel": (
-        4,
-        f"{EXPERTS} {BALANCED} --expert-model-parallel-size 2 --use-distributed-optimizer",
-        BALANCED_FOUR,
-    ),
+    "expert parallel": (4, f"{EXPERTS} {BALANCED} {SHARED_EXPERTS}", BALANCED_FOUR),
     # The embedding and the loss on stages of their own, and the two chunks between them not alike.
     "layout": (2, "--pipeline-model-parallel-layout E|t|ttt|L", BALANCED_FOUR),
     "prediction before the loss": (2, f"{PREDICTION} --pipeline-model-parallel-layout Ettttmm|L", BALANCED_FOUR),
     "hybrid": (2, RECURRENT, FOUR),
-    # Tensor-parallel ranks without data allocate by segment; data-parallel ranks reduce once.
+    # Tensor-parallel ranks without data allocate by segment.
     "TP 2 with SP": (4, "--tensor-model-parallel-size 2 --sequence-parallel", "--sequence-splits 3"),
-    "DP 2 with overlap": (4, OVERLAP, "--sequence-splits 3"),
     **{
         f"chunks, {name}": (4, CHUNKS, f"--pipeline-schedule {name} --sequence-splits 2")
         for name in ("1f1b", "zb-h1", "breadth-first")
@@ -123,13 +117,10 @@ def test_a_chunk_reduces_while_the_other_goes_backward(launch, tmp_path, align):
     launch(4, [*PIPELINE, *flags.split(), *trace]).check()
     traces = [read_timeline(tmp_path / f"iteration-3-pipeline-{first}.json") for first in (0, 1)]
     for timeline, rank in itertools.product(traces, range(2)):
-        placement, spans = timeline.shape.placement, timeline.ranks[rank]
-        first, last = placement.stages_of(rank)
-        by_action = {str(span.action): span for span in spans}
-        ends = {
-            (span.action.kind, span.action.stage): span.end for span in spans if span.action.kind in (Kind.F, Kind.B)
-        }
-        assert by_action[f"{last}REDUCE"].start < ends[Kind.B, first]
+        first, last = timeline.shape.placement.stages_of(rank)
+        by_action = {str(span.action): span for span in timeline.ranks[rank]}
+        backwards = [span for span in timeline.ranks[rank] if span.action.kind is Kind.B]
+        assert by_action[f"{last}REDUCE"].start < max(span.end for span in backwards if span.action.stage == first)
         assert by_action[f"{first}REDUCE"].end > by_action[f"{last}REDUCE"].start
         for stage in (first, last):
             gather = by_action[f"{stage}GATHER"]
@@ -156,7 +147,7 @@ PARTITIONED = {
 }
 
 
-@pytest.mark.parametrize("case", few_of(PARTITIONED, ("breadth-first", "TP 2 with SP", "bf16")))
+@pytest.mark.parametrize("case", few_of(PARTITIONED, ("TP 2 with SP", "bf16")))
 def test_a_partitioned_state_trains_as_a_whole_one(launch, case):
     """The same losses and gradient norms, digit for digit, of six steps of Adam."""
     flags = PARTITIONED[case].split()
