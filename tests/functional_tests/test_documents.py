@@ -16,7 +16,8 @@ PIPELINE = ("--pipeline-model-parallel-size", "2")
 EVALUATE = ("--eval-iters", "1", "--eval-interval", "2")
 # Three chunks on a rank, which are gathered and reduced in turns.
 PARTITIONED = ("--pipeline-model-parallel-layout", "E|t|t|t|t|L", "--use-distributed-optimizer", "--partition-state")
-RESET = ("--reset-attention-mask", "--reset-position-ids", "--eod-mask-loss")
+RESET = "--reset-attention-mask --reset-position-ids --eod-mask-loss"
+BY_LENGTHS = "--dataloader-inter-document-masking --eod-mask-loss"
 
 
 @pytest.fixture(scope="module")
@@ -37,43 +38,41 @@ def training(launch, tmp_path_factory):
 def masked(launch, training):
     """The losses of Megatron's own attention with a mask of s × s; on one stage, since the middle ones of its own
     schedules get no mask."""
-    return launch(1, [*training, *RESET, "--attention-backend", "local"]).check()
+    return launch(1, [*training, *RESET.split(), "--attention-backend", "local"]).check()
 
 
 def test_documents_matter(launch, training, masked):
-    flags = [flag for flag in RESET if flag != "--reset-attention-mask"]
-    unmasked = launch(1, [*training, *flags, "--attention-backend", "local"]).check()
+    unmasked = launch(1, [*training, *RESET.split()[1:], "--attention-backend", "local"]).check()
     assert unmasked.losses() != pytest.approx(masked.losses(), abs=1e-3)
 
 
 @pytest.mark.parametrize(
     "flags",
     [
-        pytest.param("--pipeline-schedule 1f1b", marks=pytest.mark.exhaustive),
-        "--sequence-splits 4",
-        "--sequence-splits 3 --sequence-split-strategy balanced --num-layers-per-virtual-pipeline-stage 1",
+        pytest.param(f"{RESET} --pipeline-schedule 1f1b", marks=pytest.mark.exhaustive),
+        f"{RESET} --sequence-splits 4",
+        f"{RESET} --sequence-splits 3 --sequence-split-strategy balanced --num-layers-per-virtual-pipeline-stage 1",
+        # Every document of this corpus is one of the index, so lengths and tokens mark the same ones.
+        f"{BY_LENGTHS} --sequence-splits 4",
     ],
 )
 def test_losses_are_those_of_megatrons_own_mask(launch, training, masked, flags):
-    job = launch(2, [*training, *PIPELINE, *RESET, *flags.split()]).check()
+    job = launch(2, [*training, *PIPELINE, *flags.split()]).check()
     assert job.losses() == pytest.approx(masked.losses(), abs=1e-5)
     assert len(job.losses("lm loss value")) >= 2
     assert job.losses("lm loss value") == pytest.approx(masked.losses("lm loss value"), abs=1e-5)
 
 
-def test_documents_of_the_packed_format(launch, training, masked):
-    """Every document of this corpus is one of the index, so lengths and tokens mark the same ones."""
-    flags = ["--dataloader-inter-document-masking", "--eod-mask-loss", "--sequence-splits", "4"]
-    job = launch(2, [*training, *PIPELINE, *flags]).check()
-    assert job.losses() == pytest.approx(masked.losses(), abs=1e-5)
-    refused = launch(2, [*training, *PIPELINE, *flags[:2]])
-    assert refused.code != 0 and "add --sequence-splits or --pipeline-schedule" in refused.log
-
-
 def test_units_of_equal_size(launch, training):
     """Whatever ranks a sequence goes to, and whatever it shares a unit with, losses are those of packed sequences."""
-    flags = [*training, "--dataloader-inter-document-masking", "--reset-position-ids", "--eod-mask-loss"]
-    flags += ["--calculate-per-token-loss", "--micro-batch-size", "1"]
+    flags = [
+        *training,
+        *BY_LENGTHS.split(),
+        "--reset-position-ids",
+        "--calculate-per-token-loss",
+        "--micro-batch-size",
+        "1",
+    ]
     prefix = training[training.index("--data-path") + 1]
     flags += ["--data-path", "0.3", prefix, "0.7", prefix]  # a blend, whose batches have the number of a data set
     whole = launch(2, [*flags, *PIPELINE, "--pipeline-schedule", "1f1b"]).check()
