@@ -208,15 +208,15 @@ def test_ranks_that_disagree_all_raise_before_a_message():
         assert "rank 0 has" not in str(refusal.value)
 
 
-def failing_step(is_stuck=False):
-    """Rank 1 raises in its second call; if it is stuck, rank 0 in its fourth, when nobody has received what it sent."""
-    calls, failing = [], (0, 4) if is_stuck else (1, 2)
+def fails_at(rank: int, number: int, others_wait: bool = False):
+    """A forward step that raises in its `number`-th call on a rank; the other one may be stuck."""
+    calls = []
 
     def step(data_iterator, model):
         calls.append(None)
-        if is_stuck and dist.get_rank() == 1:
+        if others_wait and dist.get_rank() != rank:
             time.sleep(90)
-        if (dist.get_rank(), len(calls)) == failing:
+        if (dist.get_rank(), len(calls)) == (rank, number):
             raise KeyError("no more data")
         return forward_step(data_iterator, model)
 
@@ -229,18 +229,17 @@ def test_after_a_failure_no_rank_takes_a_step():
     rank, failing, model, collection = dist.get_rank(), executor(timeout=5), stage(), groups()
     kind, place = (KeyError, "rank 1 failed at 1F1.0, among") if rank else (RuntimeError, "rank 0 failed at 0B")
     with pytest.raises(kind, match=place):
-        run(failing, model, failing_step(), pg_collection=collection)
+        run(failing, model, fails_at(1, 2), pg_collection=collection)
     with pytest.raises(RuntimeError, match=rf"an earlier step of this pipeline failed \({kind.__name__}: "):
         run(failing, model, pg_collection=collection)
 
 
-def fail(is_stuck: bool) -> None:
-    """Nobody catches the error; where a rank is stuck, the message that the failing one has sent is not taken."""
-    schedule, step = ScheduleChoice("gpipe" if is_stuck else "1f1b"), failing_step(is_stuck)
-    run(executor(schedule, timeout=600), stage(), step, 6, pg_collection=groups())
+def fail_while_stuck() -> None:
+    """Rank 0 raises in its fourth call, when nobody has received what it sent, and nobody catches the error."""
+    step = fails_at(0, 4, others_wait=True)
+    run(executor(ScheduleChoice("gpipe"), timeout=600), stage(), step, 6, pg_collection=groups())
 
 
-@pytest.mark.parametrize("is_stuck, place", [(False, "1 failed at 1F1.0"), (True, "0 failed at 0F3.0")])
-def test_a_failing_rank_ends_its_job_and_names_its_action(launch, is_stuck, place):
-    with pytest.raises(AssertionError, match=rf"(?s)^exit code 1;.*pipeline rank {place}, among"):
-        launch.call(2, fail, timeout=60, is_stuck=is_stuck)
+def test_a_failing_rank_ends_a_job_that_is_stuck(launch):
+    with pytest.raises(AssertionError, match=r"(?s)^exit code 1;.*pipeline rank 0 failed at 0F3.0, among"):
+        launch.call(2, fail_while_stuck, timeout=60)
