@@ -23,12 +23,9 @@ from megatron.seq1f1b.runtime.v_chunks import at_stage, building
 SIZES: dict[str, int | None] = {}  # of the groups that there are
 
 
-def use_ranks(layout: Layout) -> None:
-    """Assign ranks their parts; keeps the process groups if they fit, and destroys them otherwise.
-
-    Megatron only forgets its groups, but each of gloo's costs threads that wake up a hundred times a second.
-    """
-    sizes = {
+def sizes_of(layout: Layout) -> dict[str, int | None]:
+    """By the names that Megatron's groups and its configuration have in common."""
+    return {
         "tensor_model_parallel_size": layout.tensor,
         "pipeline_model_parallel_size": layout.pipeline,
         "virtual_pipeline_model_parallel_size": layout.chunks if layout.chunks > 1 else None,
@@ -36,6 +33,14 @@ def use_ranks(layout: Layout) -> None:
         "expert_model_parallel_size": layout.expert,
         "expert_tensor_parallel_size": layout.expert_tensor or layout.tensor,
     }
+
+
+def use_ranks(layout: Layout) -> None:
+    """Assign ranks their parts; keeps the process groups if they fit, and destroys them otherwise.
+
+    Megatron only forgets its groups, but each of gloo's costs threads that wake up a hundred times a second.
+    """
+    sizes = sizes_of(layout)
     if sizes == SIZES:
         return
     if SIZES:
@@ -54,15 +59,10 @@ def build(model: Model, layout: Layout) -> list[torch.nn.Module]:
     destroy_moe_metrics_tracker()
     MTPLossLoggingHelper.tracker.clear()
     config = model.transformer_config(
-        tensor_model_parallel_size=layout.tensor,
-        pipeline_model_parallel_size=layout.pipeline,
-        virtual_pipeline_model_parallel_size=layout.chunks if layout.chunks > 1 else None,
+        **sizes_of(layout),
         sequence_parallel=layout.sequence_parallel,
         pipeline_model_parallel_layout=layout.parts,
-        context_parallel_size=layout.context,
         cp_comm_type="all_gather" if layout.gathers_keys else "a2a",
-        expert_model_parallel_size=layout.expert,
-        expert_tensor_parallel_size=layout.expert_tensor,
     )
     config.finalize_model_grads_func = finalize_model_grads
     chunks = []
@@ -138,32 +138,23 @@ def named(chunks):
         for name, param in chunk.named_parameters():
             if name.startswith("decoder.layers."):
                 _, _, local, rest = name.split(".", 3)
+                layer = chunk.decoder.layers[int(local)]
                 if rest.startswith("mlp.experts.local_experts."):
-                    rest = _of_all_experts(rest, chunk.decoder.layers[int(local)].mlp.local_expert_indices)
+                    *path, number, linear, parameter = rest.split(".")
+                    rest = ".".join((*path, str(layer.mlp.local_expert_indices[int(number)]), linear, parameter))
                 rest = GROUPED.sub(r"mlp.experts.local_experts.\2.\1.weight", rest)
-                rest = LOCAL_NAMES.get(rest, rest)
-                name = f"decoder.layers.{chunk.decoder.layers[int(local)].layer_number - 1}.{rest}"
+                name = f"decoder.layers.{layer.layer_number - 1}.{LOCAL_NAMES.get(rest, rest)}"
             if name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
                 name = "embedding.word_embeddings.weight"
             yield name, param
-
-
-def _of_all_experts(name: str, indices: list[int]) -> str:
-    *path, local, linear, parameter = name.split(".")
-    return ".".join((*path, str(indices[int(local)]), linear, parameter))
 
 
 def initial(name: str, param: torch.Tensor) -> torch.Tensor:
     """Weights large enough that attention is far from uniform; replicated parameters are the same on every rank."""
     shard = 0
     if getattr(param, "tensor_model_parallel", False):
-        of_experts = "local_experts" in name
-        get_rank = (
-            parallel_state.get_expert_tensor_parallel_rank
-            if of_experts
-            else parallel_state.get_tensor_model_parallel_rank
-        )
-        shard = get_rank()
+        kind = "expert_tensor" if "local_experts" in name else "tensor_model"
+        shard = getattr(parallel_state, f"get_{kind}_parallel_rank")()
     generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {shard}".encode()))
     noise = torch.randn(param.shape, generator=generator)
     if "conv1d" in name:
