@@ -21,22 +21,18 @@ def pipeline(size: int, *flags: str) -> tuple[str, ...]:
 
 CHUNKS = ("--num-virtual-stages-per-pipeline-rank", "2")
 IN_A_V = ("--pipeline-placement", "v", "--pipeline-schedule", "auto")
+UNEVEN = ("--pipeline-model-parallel-layout", "E|t|ttt|L")
+TWO_EVEN = ("--sequence-splits", "2", "--sequence-split-strategy", "even")
 TENSOR = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
 # Ranks and flags: pipeline, tensor and data parallelism, schedules, segments, cuts, chunks, placements.
 LAYOUTS = {
     "one rank": (1, ()),
     "Megatron's own 1F1B": (2, pipeline(2)),
     "Seq1F1B": (2, pipeline(2, "--sequence-splits", "4")),
-    "zero bubble, even": (
-        2,
-        pipeline(2, "--pipeline-schedule", "zb-h1", "--sequence-splits", "2", "--sequence-split-strategy", "even"),
-    ),
+    "zero bubble, even": (2, pipeline(2, "--pipeline-schedule", "zb-h1", *TWO_EVEN)),
     "chunks": (2, pipeline(2, *CHUNKS, "--sequence-splits", "3")),
     "V": (2, pipeline(2, *CHUNKS, *IN_A_V, "--sequence-splits", "2")),
-    "V of uneven chunks": (
-        2,
-        pipeline(2, "--pipeline-model-parallel-layout", "E|t|ttt|L", *IN_A_V, "--sequence-splits", "3"),
-    ),
+    "V of uneven chunks": (2, pipeline(2, *UNEVEN, *IN_A_V, "--sequence-splits", "3")),
     "DP 2": (2, ("--sequence-splits", "2")),
     "partitioned state": (4, pipeline(2, *CHUNKS, "--pipeline-schedule", "breadth-first", "--partition-state")),
     "TP 2": (2, (*TENSOR, "--sequence-splits", "2")),

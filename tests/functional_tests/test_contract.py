@@ -3,6 +3,7 @@
 Each runs the same calls, on models without any code of Megatron's; on eight ranks, in pairs of tensor-parallel ones.
 """
 
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -45,16 +46,15 @@ def groups_by_hand(*sizes: int) -> dict:
     return {"p2p_communicator": P2PCommunicator(collection.pp, config), "pg_collection": collection}
 
 
-class Timers:
-    """Stands in for Megatron's."""
+def timers(started: list) -> Callable[..., SimpleNamespace]:
+    """Stands in for Megatron's; adds what is started to the list."""
 
-    def __init__(self) -> None:
-        self.started = []
-
-    def __call__(self, name: str, log_level: int | None = None) -> SimpleNamespace:
+    def timer(name: str, log_level: int | None = None) -> SimpleNamespace:
         return SimpleNamespace(
-            start=lambda barrier=False: self.started.append((name, log_level, barrier)), stop=lambda: None
+            start=lambda barrier=False: started.append((name, log_level, barrier)), stop=lambda: None
         )
+
+    return timer
 
 
 def chunks(count: int = 1, ranks: int = RANKS, **config) -> list[Stage]:
@@ -76,8 +76,8 @@ def integers(data_iterator, model):
 def seen(function, count: int, m: int, ranks: int = RANKS, config: dict | None = None, per_token_loss=False, **given):
     """All that a caller can observe of one call on a new model: what it returns, gradients, hooks, timers."""
     model = chunks(count, ranks, **(config or {}))
-    timers, finalized = Timers(), []
-    model[0].config.timers = timers
+    started, finalized = [], []
+    model[0].config.timers = timers(started)
     model[0].config.calculate_per_token_loss = per_token_loss
 
     def finalize(model, num_tokens, *, pg_collection, force_all_reduce) -> None:
@@ -86,7 +86,7 @@ def seen(function, count: int, m: int, ranks: int = RANKS, config: dict | None =
 
     model[0].config.finalize_model_grads_func = finalize
     reports = call(function, model, m, **given)
-    compute = [entry for entry in timers.started if function is OURS or not entry[0].endswith(("-recv", "-send"))]
+    compute = [entry for entry in started if function is OURS or not entry[0].endswith(("-recv", "-send"))]
     return {
         "reports": [{name: float(value) for name, value in report.items()} for report in reports],
         "gradients": [None if p.grad is None else p.grad.tolist() for chunk in model for p in chunk.parameters()],
