@@ -27,13 +27,6 @@ def test_flags_are_keywords_in_a_program(sentence, keywords):
     assert str(error.value) == keywords
 
 
-def test_a_sentence_of_the_programs_own_stays():
-    own = ValueError("a sentence of the program's own")
-    with pytest.raises(ValueError) as error, keywords_in_errors():
-        raise own
-    assert error.value is own
-
-
 @pytest.mark.parametrize(
     "options, sentence",
     [

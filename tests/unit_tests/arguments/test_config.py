@@ -41,14 +41,6 @@ def pipeline_config(args):
     return arguments.pipeline_config(args, run, RunCosts(args, run))
 
 
-def follows_documents(args):
-    return pipeline_config(args).follows_documents
-
-
-def wants_segment_attention(args):
-    return pipeline_config(args).wants_segment_attention
-
-
 @pytest.mark.parametrize(
     "flags, schedule, num_segments, strategy",
     [
@@ -84,13 +76,6 @@ def test_buffers_of_tp_comm_overlap_have_a_segments_length():
         Overlay(schedules.get_forward_backward_func, patches).use(config)
         importlib.import_module("megatron.training.initialize")._initialize_tp_communicators()
     assert seen == [4096] and args.seq_length == 16384
-
-
-def test_chunks_lie_in_a_v_where_that_is_asked():
-    flags, chunks = ("--pipeline-schedule", "auto"), {"virtual_pipeline_model_parallel_size": 2}
-    config = pipeline_config(parsed(*flags, "--pipeline-placement", "v", **chunks))
-    assert config.places_chunks_in_a_v and config.schedule == ScheduleChoice("auto", placement="v")
-    assert not pipeline_config(parsed(*flags, **chunks)).places_chunks_in_a_v
 
 
 @pytest.mark.parametrize("ranks, microbatches, least_gain", [(2, 1, 0.04), (4, 1, 0.05), (4, 2, 0.01), (4, 4, 0)])
@@ -265,13 +250,14 @@ def test_a_file_whose_sizes_contradict_the_flags_is_refused(file, megatron):
 
 
 def test_layers_without_fast_attention_get_ours_unless_declined():
-    backend, local = (argparse.Namespace(name=name) for name in ("auto", "local"))
-    assert wants_segment_attention(parsed(attention_backend=backend))
-    assert not wants_segment_attention(parsed(attention_backend=local))
-    assert not wants_segment_attention(parsed(attention_backend=backend, qk_clip=True))
-    theirs = {"transformer_impl": "transformer_engine", "attention_backend": backend}
-    assert not wants_segment_attention(parsed("--device", "cuda", **theirs))
-    assert wants_segment_attention(parsed("--device", "cpu", **theirs))  # theirs has no kernels there
+    def get_ours(*flags, backend="auto", **megatron):
+        args = parsed(*flags, attention_backend=argparse.Namespace(name=backend), **megatron)
+        return pipeline_config(args).wants_segment_attention
+
+    assert get_ours() and not get_ours(backend="local") and not get_ours(qk_clip=True)
+    assert not get_ours("--device", "cuda", transformer_impl="transformer_engine")
+    assert get_ours("--device", "cpu", transformer_impl="transformer_engine")  # its kernels are for GPUs
+    assert not get_ours(reset_attention_mask=True)
 
 
 def test_balanced_looks_at_the_slowest_stage():
@@ -334,14 +320,14 @@ def test_too_short_segments_warn_with_a_number_that_is_enough(caplog):
 
 @pytest.mark.parametrize("flag", ["reset_attention_mask", "sft", "dataloader_inter_document_masking"])
 def test_our_schedules_keep_documents_apart_as_the_flags_ask(flag):
-    packed, backend = {flag: True}, argparse.Namespace(name="auto")
-    assert follows_documents(parsed("--sequence-splits", "4", **packed))
-    assert follows_documents(parsed("--pipeline-schedule", "1f1b", **packed))
-    assert not follows_documents(parsed("--sequence-splits", "4"))
+    def follows(*flags, **megatron):
+        return pipeline_config(parsed(*flags, **megatron)).follows_documents
+
+    packed, whole = {flag: True}, ("--pipeline-schedule", "1f1b")
+    assert follows("--sequence-splits", "4", **packed) and follows(*whole, **packed)
+    assert not follows("--sequence-splits", "4") and not follows(**packed)
     # A model that segments cannot serve keeps Megatron's attention, and with it Megatron's way to mark documents.
-    assert not follows_documents(parsed("--pipeline-schedule", "1f1b", context_parallel_size=2, **packed))
-    assert not follows_documents(parsed(**packed))
-    assert not wants_segment_attention(parsed(transformer_impl="local", attention_backend=backend, **packed))
+    assert not follows(*whole, context_parallel_size=2, **packed)
 
 
 @pytest.mark.parametrize("feature", [{"qk_clip": True}, {"window_size": (4, 2)}, {"moe_expert_capacity_factor": 1.0}])

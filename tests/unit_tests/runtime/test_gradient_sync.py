@@ -36,40 +36,27 @@ def syncs_of(chunks, ends_last=False, **hooks) -> list[GradientSync]:
     return gradient_syncs(SimpleNamespace(**{**none, **given}), chunks, ends_last)
 
 
-@pytest.mark.parametrize("num_chunks", [1, 2])
-def test_hooks_reduce_in_the_last_backward_of_their_chunk(num_chunks):
+@pytest.mark.parametrize(
+    "num_chunks, is_aligned, ends_last",
+    [(1, False, False), (2, False, False), (1, True, False), (2, True, False), (1, True, True)],
+)
+def test_hooks_reduce_in_the_last_backward_or_one_call_does(num_chunks, is_aligned, ends_last):
     chunks = [Chunk() for _ in range(num_chunks)]
-    syncs = syncs_of(chunks, no_sync_func=[chunk.no_sync for chunk in chunks])
+    hooks = {"grad_sync_func": [chunk.hook for chunk in chunks]} if is_aligned else {}
+    syncs = syncs_of(chunks, ends_last, no_sync_func=[chunk.no_sync for chunk in chunks], **hooks)
+    by_hooks = ends_last or not is_aligned
     assert not any(chunk.may_reduce for chunk in chunks)
     for last, sync in enumerate(syncs):
         for _ in ("input-gradient half", "weight-gradient half"):
             with sync.last_backward():
-                assert [chunk.may_reduce for chunk in chunks] == [index == last for index in range(num_chunks)]
+                expected = [index == last and by_hooks for index in range(num_chunks)]
+                assert [chunk.may_reduce for chunk in chunks] == expected
             assert not chunks[last].may_reduce
     for sync in syncs:
+        sync.reduce()
         sync.close()
     assert all(chunk.may_reduce for chunk in chunks)
-
-
-@pytest.mark.parametrize("num_chunks", [1, 2])
-def test_aligned_reduction_is_started_by_one_call_per_chunk(num_chunks):
-    chunks = [Chunk() for _ in range(num_chunks)]
-    hooks = [chunk.hook for chunk in chunks]
-    syncs = syncs_of(chunks, no_sync_func=[chunk.no_sync for chunk in chunks], grad_sync_func=hooks)
-    for chunk, sync in zip(chunks, syncs, strict=True):
-        with sync.last_backward():
-            assert not chunk.may_reduce
-        sync.reduce()
-    assert [chunk.called for chunk in chunks] == [[[chunk.weight]] for chunk in chunks]
-
-
-def test_a_rank_that_nobody_waits_for_reduces_by_hooks():
-    chunk = Chunk()
-    [sync] = syncs_of([chunk], ends_last=True, no_sync_func=[chunk.no_sync], grad_sync_func=[chunk.hook])
-    with sync.last_backward():
-        assert chunk.may_reduce
-    sync.reduce()
-    assert chunk.called == []
+    assert [chunk.called for chunk in chunks] == [[] if by_hooks else [[chunk.weight]] for chunk in chunks]
 
 
 def test_parameters_are_gathered_where_megatron_asks_for_it():

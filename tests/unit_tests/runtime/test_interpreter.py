@@ -9,6 +9,7 @@ import torch
 from megatron.seq1f1b.runtime import Tracer
 from megatron.seq1f1b.runtime.interpreter import Interpreter
 from megatron.seq1f1b.schedule import Kind
+from support.linear_stages import BATCH, HIDDEN, SEQUENCE
 from support.one_rank import Batches, Stage, executor, forward_step, run
 
 
@@ -49,26 +50,15 @@ def is_of_a_step(kept) -> bool:
 
 
 def test_a_failure_names_the_action_and_those_around_it(alone):
-    def step(data_iterator, model):
-        calls.append(None)
-        if len(calls) == 3:
-            raise KeyError("no more data")
-        return forward_step(data_iterator, model)
-
-    calls = []
-    with pytest.raises(KeyError) as failure:
-        run(executor(), Stage(), step=step)
-    notes = "\n".join(failure.value.__notes__)
-    assert "pipeline rank 0 failed at 0F1.0, among 0F0.0 0F0.1 0B0.1" in notes
+    batches = iter([{"tokens": torch.ones(BATCH, SEQUENCE, HIDDEN)}])
+    with pytest.raises(StopIteration) as failure:
+        run(executor(), Stage(), data_iterator=batches)
+    assert "pipeline rank 0 failed at 0F1.0, among 0F0.0 0F0.1 0B0.1" in "\n".join(failure.value.__notes__)
 
 
 def test_kinds_of_actions_can_be_given_handlers(alone, monkeypatch):
-    def reduce(interpreter: Interpreter, action) -> None:
-        reduced.append(str(action))
-        usual(interpreter, action)
-
-    reduced, usual = [], Interpreter.HANDLERS[Kind.REDUCE]
-    monkeypatch.setitem(Interpreter.HANDLERS, Kind.REDUCE, reduce)
+    reduced = []
+    monkeypatch.setitem(Interpreter.HANDLERS, Kind.REDUCE, lambda _, action: reduced.append(str(action)))
     run(executor(), Stage())
     assert reduced == ["0REDUCE"]
 

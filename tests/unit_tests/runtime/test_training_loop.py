@@ -2,6 +2,7 @@
 
 from argparse import Namespace
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -54,13 +55,9 @@ def test_an_iteration_shows_tokens_idle_shares_and_memory(monkeypatch):
 )
 def test_the_first_iteration_is_printed_within_an_interval(log_interval, iteration, prints_besides):
     """Megatron keeps a loss that it printed early for the next line, which would show the mean of both."""
-    seen = []
-
-    def upstream(*_, is_first_iteration):
-        seen.append(is_first_iteration)
-
+    upstream = Mock()
     loop(log_interval=log_interval, curr_iteration=iteration - 1).training_log(upstream, is_first_iteration=True)
-    assert seen == [prints_besides]
+    upstream.assert_called_once_with(is_first_iteration=prints_besides)
 
 
 def test_documents_and_micro_batches_are_those_of_the_step(alone, monkeypatch):
@@ -72,29 +69,18 @@ def test_documents_and_micro_batches_are_those_of_the_step(alone, monkeypatch):
         assert found.report_experts(lambda tracker, scale, iteration: (scale, iteration), None, 0.5, 3) == (scale, 3)
 
 
-def failing(error):
-    def upstream(*_, **__):
-        raise error
-
-    return upstream
-
-
-def test_without_a_folder_nothing_is_saved():
-    loop(save=None).save(pytest.fail, 7)
-
-
 def test_a_failed_save_names_the_folder_and_its_space(tmp_path):
     """torch raises a CheckpointException, which is no Exception and names no disk."""
     with pytest.raises(CheckpointException) as error:
-        loop(save=str(tmp_path)).save(failing(CheckpointException("write", {})), 6)
-    assert error.value.__notes__[0].startswith(
-        f"the checkpoint of iteration 6 was not saved; none is complete; {tmp_path} has "
-    )
+        loop(save=str(tmp_path)).save(Mock(side_effect=CheckpointException("write", {})), 6)
+    words = f"the checkpoint of iteration 6 was not saved; none is complete; {tmp_path} has "
+    assert error.value.__notes__[0].startswith(words)
+    loop(save=None).save(pytest.fail, 7)
 
 
 def test_a_checkpoint_at_which_megatron_exits_is_an_error():
     with pytest.raises(RuntimeError, match="cannot load /saved; what it printed last is the reason"):
-        loop(load="/saved").load(failing(SystemExit()))
+        loop(load="/saved").load(Mock(side_effect=SystemExit))
 
 
 @pytest.mark.parametrize("redirects, how", [((), "spawn"), (REDIRECTS, "fork")], ids=["GPU", "CPU"])
