@@ -1,4 +1,4 @@
-"""The flags of a launch of Megatron, read and written without Megatron: what a planner decides, and what it leaves."""
+"""The flags of a launch of Megatron, read and written without Megatron: those that a planner decides, and the rest."""
 
 import argparse
 import shlex
@@ -18,14 +18,12 @@ from ..schedule import FAMILY_NAMES, Shape
 from .model_flags import add_every_model_flag
 from .parsing import check_size, count, read_known, with_values
 
-# What --offload-modules moves of attention, its norm included.
+# The modules of attention for --offload-modules, its norm included.
 _OF_ATTENTION = "attn_norm qkv_linear core_attn attn_proj"
 _MOST_ACTIONS = 1_000_000
 _PREDICTED = ("balanced", "even", "uniform_comp")  # ways to cut
-# A plan chooses the schedule and the cut; those of these flags have no prediction beside it.
+# Flags of schedules and cuts that a plan does not predict.
 _CHOSEN = ("pipeline_schedule_file", "sequence_split_file", "sequence_split_profile", "pipeline_placement")
-
-
 # The flags that a plan decides.
 _COUNTS = """
     seq-length micro-batch-size global-batch-size tensor-model-parallel-size pipeline-model-parallel-size
@@ -41,8 +39,8 @@ _SWITCHES = """
 
 
 def read_launch(words: Sequence[str]) -> argparse.Namespace:
-    """Read the flags of a launch; a flag that is not given is None. `unread` has those that change nothing in a
-    prediction, each with its values."""
+    """Read the flags of a launch; a flag that is not given is None. `unread` has the flags that change no prediction,
+    each with its values."""
     launch, others = read_known(words, add_every_model_flag, _add_positions, _add_decided)
     if launch.recompute_activations:  # as Megatron does
         launch.recompute_granularity = "selective"
@@ -183,43 +181,40 @@ def _chunks_and_layers(launch: argparse.Namespace, ranks: int, num_layers: int) 
 
 
 def decided_flags(candidate: Candidate, by_megatron: bool = False) -> list[str]:
-    """All that the planner decides: each item is a flag with its values. Those for Megatron's own schedules, with
-    `by_megatron`, have no flag of this package."""
+    """The flags that the planner decides, each item with its values; none of this package with `by_megatron`."""
     setup = candidate.setup
-    return [
-        f"--seq-length {setup.sequence_length}",
-        f"--tensor-model-parallel-size {setup.tensor_parallel}",
-        f"--pipeline-model-parallel-size {setup.pipeline_parallel}",
-        f"--micro-batch-size {setup.micro_batch_size}",
-        f"--global-batch-size {setup.global_batch_size}",
-        "--use-distributed-optimizer",
-        *_exchanges(setup),
-        *_memory(setup),
-        *_pipeline(candidate, by_megatron),
-    ]
-
-
-def _exchanges(setup: TrainingSetup) -> Iterator[str]:
-    if setup.overlaps_data_parallel:
-        yield "--overlap-grad-reduce --overlap-param-gather"
-    if setup.partitions_state:
-        yield "--partition-state"
-    if setup.sequence_parallel:
-        yield f"--sequence-parallel{' --tp-comm-overlap' * setup.hides_tensor_exchange}"
-    if setup.context_parallel > 1:
-        shares_heads = setup.model.num_heads % (setup.tensor_parallel * setup.context_parallel) == 0
-        kind, *sizes = (setup.cp_comm_type or ("a2a" if shares_heads else "all_gather")).split()
-        yield f"--context-parallel-size {setup.context_parallel} --cp-comm-type {kind}"
-        if sizes:
-            yield f"--hierarchical-context-parallel-sizes {' '.join(sizes)}"
-    if setup.model.experts is not None:
-        yield f"--expert-model-parallel-size {setup.expert_parallel} --expert-tensor-parallel-size 1"
-    if setup.hides_experts:
-        yield "--overlap-moe-expert-parallel-comm"
+    context, segments = setup.context_parallel, len(setup.segments)
+    shares_heads = setup.model.num_heads % (setup.tensor_parallel * context) == 0
+    exchange, *sizes = (setup.cp_comm_type or ("a2a" if shares_heads else "all_gather")).split()
+    in_units, in_segments = candidate.unit_tokens is not None, candidate.unit_tokens is None and segments > 1
+    ours = {
+        f"--pipeline-schedule {setup.family}": True,
+        f"--unit-tokens {candidate.unit_tokens}": in_units,
+        "--calculate-per-token-loss": in_units,
+        f"--sequence-splits {segments}": in_segments,
+        f"--sequence-split-strategy {candidate.strategy}": in_segments,
+    }
+    flags = {
+        f"--seq-length {setup.sequence_length}": True,
+        f"--tensor-model-parallel-size {setup.tensor_parallel}": True,
+        f"--pipeline-model-parallel-size {setup.pipeline_parallel}": True,
+        f"--micro-batch-size {setup.micro_batch_size}": True,
+        f"--global-batch-size {setup.global_batch_size}": True,
+        "--use-distributed-optimizer": True,
+        "--overlap-grad-reduce --overlap-param-gather": setup.overlaps_data_parallel,
+        "--partition-state": setup.partitions_state,
+        f"--sequence-parallel{' --tp-comm-overlap' * setup.hides_tensor_exchange}": setup.sequence_parallel,
+        f"--context-parallel-size {context} --cp-comm-type {exchange}": context > 1,
+        f"--hierarchical-context-parallel-sizes {' '.join(sizes)}": context > 1 and sizes,
+        f"--expert-model-parallel-size {setup.expert_parallel} --expert-tensor-parallel-size 1": setup.model.experts,
+        "--overlap-moe-expert-parallel-comm": setup.hides_experts,
+        **dict.fromkeys((*_memory(setup), *_layout(setup, by_megatron)), True),
+        **({} if by_megatron else ours),
+    }
+    return [flag for flag, is_set in flags.items() if is_set]
 
 
 def _memory(setup: TrainingSetup) -> Iterator[str]:
-    """What is computed again, and what moves to the host."""
     if setup.recomputed_share < 1:
         layers = round(setup.recomputed_share * max(setup.layers_per_stage))
         yield f"--recompute-granularity full --recompute-method block --recompute-num-layers {layers}"
@@ -240,30 +235,21 @@ def _memory(setup: TrainingSetup) -> Iterator[str]:
             yield "--no-gradient-accumulation-fusion"
 
 
-def _pipeline(candidate: Candidate, by_megatron: bool) -> Iterator[str]:
-    """How layers are spread over stages, unless each rank has one equal part, and the schedule."""
-    setup = candidate.setup
-    ranks, chunks, count = setup.pipeline_parallel, setup.placement.num_chunks, setup.num_microbatches
+def _layout(setup: TrainingSetup, by_megatron: bool) -> Iterator[str]:
+    """How layers are spread over stages, unless each rank has one equal part; groups of Megatron's micro-batches."""
+    ranks, chunks, microbatches = setup.pipeline_parallel, setup.placement.num_chunks, setup.num_microbatches
     layers, pattern = setup.layers_per_stage, setup.model.pattern
     if pattern is not None:
         ends = [*accumulate(layers)]
         stages = (pattern[end - count : end] for end, count in zip(ends, layers, strict=True))
         yield f"--hybrid-layer-pattern {shlex.quote('|'.join(stages))}"
     elif len(set(layers)) > 1:
-        stages = "|".join("t" * count for count in layers) + "m" * setup.model.prediction_depth
-        yield f"--pipeline-model-parallel-layout {shlex.quote(f'E{stages}L')}"
+        text = "|".join("t" * count for count in layers) + "m" * setup.model.prediction_depth
+        yield f"--pipeline-model-parallel-layout {shlex.quote(f'E{text}L')}"
     elif chunks > 1:
         yield f"--num-virtual-stages-per-pipeline-rank {chunks}"
-    if by_megatron:
-        # Megatron refuses a last group of fewer micro-batches than there are ranks.
-        if chunks > 1 and count % ranks:
-            size = next(size for size in range(ranks + 1, count + 1) if not 0 < count % size < ranks)
-            yield f"--microbatch-group-size-per-virtual-pipeline-stage {size}"
-        return
-    yield f"--pipeline-schedule {setup.family}"
-    if candidate.unit_tokens is not None:
-        yield f"--unit-tokens {candidate.unit_tokens}"
-        yield "--calculate-per-token-loss"
-    elif len(setup.segments) > 1:
-        yield f"--sequence-splits {len(setup.segments)}"
-        yield f"--sequence-split-strategy {candidate.strategy}"
+    # Megatron refuses a last group of fewer micro-batches than there are ranks.
+    if by_megatron and chunks > 1 and microbatches % ranks:
+        sizes = range(ranks + 1, microbatches + 1)
+        size = next(size for size in sizes if not 0 < microbatches % size < ranks)
+        yield f"--microbatch-group-size-per-virtual-pipeline-stage {size}"

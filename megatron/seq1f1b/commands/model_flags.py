@@ -20,8 +20,7 @@ PRESETS: Mapping[str, str] = MappingProxyType(tomllib.loads(Path(__file__).with_
 def gpt_of(parameters: float) -> str:
     """A GPT with about `parameters` beside embeddings: 128 times as wide as deep, as GPT-3 175B, heads of 128."""
     layers = max(8, 8 * round((parameters / (12 * 128**2)) ** (1 / 3) / 8))
-    sizes = f"--num-layers {layers} --hidden-size {128 * layers} --num-attention-heads {layers}"
-    return f"{sizes} --vocab-size 51200"
+    return f"--num-layers {layers} --hidden-size {128 * layers} --num-attention-heads {layers} --vocab-size 51200"
 
 
 def preset(name: str) -> ModelShape:
@@ -31,14 +30,9 @@ def preset(name: str) -> ModelShape:
 
 def training_flags(sequence_length: int) -> list[str]:
     """The flags to train a preset with: rotary positions, 16 bit, no dropout; each item is a flag with its values."""
-    return [
-        "--untie-embeddings-and-output-weights",
-        "--position-embedding-type rope",
-        f"--max-position-embeddings {sequence_length}",
-        "--hidden-dropout 0",
-        "--attention-dropout 0",
-        "--bf16",
-    ]
+    positions = "--position-embedding-type rope", f"--max-position-embeddings {sequence_length}"
+    dropout = "--hidden-dropout 0", "--attention-dropout 0"
+    return ["--untie-embeddings-and-output-weights", *positions, *dropout, "--bf16"]
 
 
 def add_model_flags(parser: argparse.ArgumentParser, **defaults: int | None) -> None:
