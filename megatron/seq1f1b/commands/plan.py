@@ -32,9 +32,8 @@ from ..planning.planner.way_out import way_out
 from . import plan_text
 from .launch_flags import as_given, decided_flags, model_sizes_in, read_launch, undecided
 from .launch_rules import LaunchRules
-from .lengths_file import read_histogram
 from .model_flags import PRESETS, model_of, preset, training_flags
-from .parsing import PICTURES, Parser, amount, amount_or_0, count, count_up_to, output_path, with_values
+from .parsing import PICTURES, Parser, amount, amount_or_0, count, count_up_to, output_path, read_histogram, with_values
 
 # What keeps the sequences of a launch apart.
 _APART = ("--sft", "--dataloader-inter-document-masking", "--reset-attention-mask")

@@ -40,9 +40,8 @@ def main(argv: list[str] | None = None) -> None:
     parser = Parser(__doc__)
     names = ", ".join(machine_names())
     parser.add_argument("--machine", metavar="NAME", help=f"{names}, or a file; default: the nearest to this device")
-    parser.add_argument(
-        "--output", type=output_path(".toml"), default="machine.toml", help="a .toml; default: machine.toml"
-    )
+    output = {"default": "machine.toml", "help": "a .toml; default: machine.toml"}
+    parser.add_argument("--output", type=output_path(".toml"), **output)
     args = parser.parse_args(argv)
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")  # of the packages that Megatron does without
@@ -74,8 +73,8 @@ class DeviceTimer:
             self.sizes = {"memory_gib": found.total_memory / 2**30, "multiprocessors": found.multi_processor_count}
         else:
             torch.set_num_threads(1)
-        self.rank, self.num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-        self.ranks_in_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        names = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
+        self.rank, self.num_ranks, self.ranks_in_node = (int(os.environ.get(name, names[name])) for name in names)
         if self.num_ranks > 1:
             dist.init_process_group("nccl" if self._is_on_gpu else "gloo")
             self._node, _ = dist.new_subgroups(self.ranks_in_node)
@@ -100,12 +99,7 @@ class DeviceTimer:
     def small_kernel(self) -> float:
         """From the start of one to the start of the next."""
         number = torch.zeros((), **self._type)
-
-        def add() -> None:
-            for _ in range(_SMALL_KERNELS):
-                number.add_(1)
-
-        return self._seconds(add) / _SMALL_KERNELS
+        return self._seconds(lambda: [number.add_(1) for _ in range(_SMALL_KERNELS)]) / _SMALL_KERNELS
 
     def move(self, num_bytes: int) -> float:
         """Read half of so many bytes of the device, and write as many."""

@@ -7,7 +7,7 @@ import pytest
 
 from megatron.seq1f1b import commands
 from megatron.seq1f1b.commands import plan, plan_text
-from megatron.seq1f1b.commands.lengths_file import read_histogram
+from megatron.seq1f1b.commands.parsing import read_histogram
 from megatron.seq1f1b.planning.costs.machine import read_machine
 
 SMALL = "--num-layers 8 --hidden-size 1024 --num-attention-heads 8 --gpus 4 --seq-length 8192 --global-batch-size 4"

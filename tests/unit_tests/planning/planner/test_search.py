@@ -7,16 +7,8 @@ import pytest
 
 from megatron.seq1f1b.commands.plan_text import breakdown
 from megatron.seq1f1b.planning.costs.model_shape import DeltaNet, Experts, Mamba
-from megatron.seq1f1b.planning.planner.search import (
-    Search,
-    fitted,
-    least_bytes,
-    least_seconds,
-    least_seconds_away,
-    least_seconds_cut,
-    least_seconds_of,
-    predict_candidate,
-)
+from megatron.seq1f1b.planning.planner import search
+from megatron.seq1f1b.planning.planner.search import Search, fitted, predict_candidate
 from megatron.seq1f1b.planning.planner.space import all_sizes, cuts, families, numbers_of_segments, setups, spread
 from megatron.seq1f1b.planning.planner.way_out import way_out
 from megatron.seq1f1b.report.frontier import Point, frontier
@@ -65,14 +57,11 @@ def test_what_does_not_fit_moves_to_the_host_if_that_is_fastest():
     assert best in moving
     for each in moving:
         setup, seconds = each.candidate.setup, each.prediction.seconds * (1 + 1e-9)
-        assert least_seconds_away(setup, question.room, len(setup.segments)) <= seconds
-    # A host that is full, or a link that is slow, is no use.
+        assert search.least_seconds_away(setup, question.room, len(setup.segments)) <= seconds
+    # A full host, a slow link or enough memory: nothing moves.
+    assert Search(small(host_gib=100)).best() == Search(small()).best()
     for other in (replace(question, host_gib=0.01), linked(1e6, memory_gib=1.45, host_gib=2, recomputes=("none",))):
         assert Search(other).best(1) == Search(replace(other, host_gib=0)).best(1)
-
-
-def test_where_memory_does_not_press_nothing_moves():
-    assert Search(small(host_gib=100)).best() == Search(small()).best()
 
 
 def test_megatron_alone_may_move_what_its_modules_keep():
@@ -86,17 +75,17 @@ def test_megatron_alone_may_move_what_its_modules_keep():
 def test_bounds_are_bounds(everything):
     for each in everything:
         setup = each.candidate.setup
-        assert least_seconds(setup, small().machine) <= each.prediction.seconds * (1 + 1e-9)
-        assert least_bytes(setup, len(setup.segments)) <= each.memory_gib * 2**30 * (1 + 1e-9)
+        assert search.least_seconds(setup, small().machine) <= each.prediction.seconds * (1 + 1e-9)
+        assert search.least_bytes(setup, len(setup.segments)) <= each.memory_gib * 2**30 * (1 + 1e-9)
 
 
 def test_no_candidate_of_a_set_up_is_below_its_bound():
     for sizes, setup in ((each, setup) for each in all_sizes(small()) for setup in spread(small(), each)):
         for family, segments in product(families(small(), setup), numbers_of_segments(small(), setup)):
-            least = least_seconds_of(sizes, small().machine, segments)
-            closer = least_seconds_cut(replace(setup, family=family), small().machine, segments)
+            least = search.least_seconds_of(sizes, small().machine, segments)
+            closer = search.least_seconds_cut(replace(setup, family=family), small().machine, segments)
             for each in cuts(setup, family, segments):
-                assert max(least, closer) <= least_seconds(each.setup, small().machine) * (1 + 1e-9)
+                assert max(least, closer) <= search.least_seconds(each.setup, small().machine) * (1 + 1e-9)
 
 
 def test_the_state_is_partitioned_where_that_is_faster():
@@ -126,10 +115,10 @@ def test_what_is_not_accepted_takes_no_part(everything):
 
 def test_winners_with_too_many_actions_for_auto_are_named(monkeypatch):
     monkeypatch.setattr("megatron.seq1f1b.planning.planner.search.MOST_ACTIONS_OF_AUTO", 0)
-    search = Search(small(families=("zb-h1", "auto"), accepts=lambda each: each.setup.pipeline_parallel == 4))
-    found = search.best(3)
+    of_four = Search(small(families=("zb-h1", "auto"), accepts=lambda each: each.setup.pipeline_parallel == 4))
+    found = of_four.best(3)
     assert {each.candidate.setup.family for each in found} == {"zb-h1"}
-    assert search.too_long_for_auto == {
+    assert of_four.too_long_for_auto == {
         replace(each.candidate, setup=replace(each.candidate.setup, family="auto")) for each in found
     }
 
@@ -147,6 +136,7 @@ def test_what_cannot_be_divided_is_a_sentence_with_a_way_out():
     sentence = str(way_out(question))
     assert "7 devices" in sentence and "; --global-batch-size 7 can be divided" in sentence
     assert Search(small(num_devices=7, global_batch_size=7)).best()
+    assert "no configuration fits 0 GiB" in str(way_out(small(memory_gib=0)))
 
 
 @pytest.mark.parametrize(
@@ -178,3 +168,55 @@ def test_recurrent_heads_are_shared_equally():
     assert {each.tensor_parallel * each.context_parallel for each in found} == {1, 2}
     assert not any(each.hides_experts for each in found)
     assert not Mamba(heads=8, head_dim=64, groups=3, state_dim=16).shared_by(2, 1)
+
+
+def sizes(setup) -> tuple[int, int, int, int]:
+    return setup.tensor_parallel, setup.context_parallel, setup.pipeline_parallel, setup.data_parallel
+
+
+# Changes to a question, and what holds of every set-up of its answer.
+QUESTIONS = {
+    "one device": ({"num_devices": 1}, lambda setup: sizes(setup) == (1, 1, 1, 1)),
+    "a length that nothing divides": (
+        {"sequence_length": 4099},
+        lambda setup: sizes(setup)[:2] == (1, 1) and sum(setup.segments) == 4099,
+    ),
+    "fewer tokens than segments": ({"sequence_length": 2}, lambda setup: len(setup.segments) <= 2),
+    "fewer sequences than devices": (
+        {"global_batch_size": 1},
+        lambda setup: setup.data_parallel == setup.num_microbatches == 1,
+    ),
+    "a batch that few divide": (
+        {"num_devices": 6, "global_batch_size": 3},
+        lambda setup: setup.data_parallel in (1, 3),
+    ),
+    "a single layer": ({"model": replace(MODEL, num_layers=1)}, lambda setup: setup.pipeline_parallel == 1),
+    "an odd number of heads": ({"model": replace(MODEL, num_heads=7)}, lambda setup: setup.tensor_parallel == 1),
+}
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_an_unusual_question_has_a_sensible_answer(name):
+    changes, holds = QUESTIONS[name]
+    found = Search(small(**changes)).best(20)
+    assert found and all(holds(each.candidate.setup) and each.prediction.bubble >= 0 for each in found)
+
+
+def test_one_pipeline_rank_runs_segments_where_these_save_memory():
+    """Recomputation of a wide layer is that of a segment, and few heads have keys and values to keep."""
+    model = replace(MODEL, num_kv_heads=1, ffn_hidden_size=8192)
+    alone = small(model=model, num_devices=1, sequence_length=131072, recomputes=("full",), memory_gib=70)
+    whole, cut = (Search(replace(alone, segments=segments)).best(1)[0] for segments in ((1,), (8,)))
+    assert len(cut.candidate.setup.segments) == 8 and cut.memory_gib < whole.memory_gib
+
+
+def test_auto_is_shown_where_it_is_faster_and_only_there():
+    question = small(families=("1f1b", "auto"), memory_gib=3, chunks=(1,))
+    found = Search(replace(question, accepts=lambda each: each.setup.pipeline_parallel > 1)).best(12)
+
+    def by_auto(plan):
+        return replace(plan.candidate, setup=replace(plan.candidate.setup, family="auto"))
+
+    named = {by_auto(each): each.prediction.seconds for each in found if each.candidate.setup.family == "1f1b"}
+    automatic = [each for each in found if each.candidate.setup.family == "auto"]
+    assert automatic and all(each.prediction.seconds < named.get(each.candidate, 1.0) for each in automatic)
