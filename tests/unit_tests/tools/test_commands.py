@@ -10,12 +10,6 @@ from megatron.seq1f1b import commands
 from support.patience import patient
 
 
-def test_help_lists_every_command(capsys):
-    assert commands.main(["--help"]) == 0
-    printed = capsys.readouterr().out
-    assert all(f"  {name}" in printed and what in printed for name, (_, what) in commands.COMMANDS.items())
-
-
 @pytest.mark.parametrize(
     "words, sentence",
     [
@@ -29,14 +23,14 @@ def test_what_is_no_command_ends_with_a_sentence(capsys, words, sentence):
     assert capsys.readouterr().err.startswith(sentence)
 
 
-def test_a_command_names_itself_in_its_help(capsys, monkeypatch):
+def test_help_and_the_version(capsys, monkeypatch):
+    assert commands.main(["--help"]) == 0
+    printed = capsys.readouterr().out
+    assert all(f"  {name}" in printed and what in printed for name, (_, what) in commands.COMMANDS.items())
     monkeypatch.setattr(sys, "argv", ["seq1f1b"])
     with pytest.raises(SystemExit) as stop:
         commands.main(["check", "--help"])
     assert stop.value.code == 0 and "usage: seq1f1b check" in capsys.readouterr().out
-
-
-def test_the_version_is_that_of_the_distribution(capsys):
     assert commands.main(["--version"]) == 0
     assert capsys.readouterr().out == f"seq1f1b {version('megatron-seq1f1b')}\n"
 

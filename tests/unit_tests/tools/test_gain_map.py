@@ -7,7 +7,7 @@ import pytest
 from megatron.seq1f1b.commands import gain_map
 from megatron.seq1f1b.commands.plan_text import Gain
 from megatron.seq1f1b.planning.planner.search import Search
-from unit_tests.planning.planner.question import MODEL, small
+from unit_tests.planning.planner.question import MODEL
 
 WORDS = "--model llama3-8b --seq-length 8192 --machine a100-80gb --gpus 2 4 --tokens 16384 32768 --bandwidths 10 100"
 
@@ -25,14 +25,6 @@ WORDS = "--model llama3-8b --seq-length 8192 --machine a100-80gb --gpus 2 4 --to
 )
 def test_a_gain_below_the_error_is_printed_as_such(ours, megatron, words):
     assert str(Gain(ours, megatron, 0.08)) == words
-
-
-def test_megatron_alone_takes_part_with_whole_sequences():
-    question = small(num_devices=4, chunks=(1, 2))
-    ours, megatron = (Search(each).best(1)[0].prediction for each in (question, question.of_megatron()))
-    setup = megatron.setup
-    assert (setup.segments, setup.family, setup.keeps_logits) == ((8192,), "1f1b", True)
-    assert megatron.seconds >= ours.seconds
 
 
 def test_a_map_is_continued_where_it_was_left(tmp_path, monkeypatch, capsys):

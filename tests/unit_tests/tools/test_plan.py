@@ -29,13 +29,6 @@ def test_a_launch_is_planned_predicted_as_it_is_and_explained(tmp_path, capsys):
     )
 
 
-def test_where_segments_gain_their_flags_are_what_is_printed(monkeypatch, capsys):
-    monkeypatch.setattr(plan_text.Gain, "is_of_segments", True)
-    assert commands.main(["plan", *SMALL.split(), "--best", "1"]) == 0
-    printed = capsys.readouterr().out
-    assert "--pipeline-schedule" in printed[printed.index("Flags of the best:") :] and "Runner-up" not in printed
-
-
 @pytest.mark.parametrize("more, is_partitioned", [("", True), ("--log-params-norm", False)])
 def test_a_partitioned_state_is_planned_unless_a_flag_forbids_it(capsys, more, is_partitioned):
     words = "--num-layers 24 --hidden-size 1024 --num-attention-heads 8 --group-query-attention --num-query-groups 1"
@@ -66,17 +59,19 @@ def test_plans_with_different_parts_are_explained(monkeypatch):
     assert lines[-1].endswith("spends most of its difference on: tensor-parallel collectives.")
 
 
-def test_a_rehearsal_has_the_memory_of_the_whole_device(monkeypatch, tmp_path):
-    """It takes off what lies outside the allocator itself."""
+def test_a_rehearsal_has_the_memory_of_the_whole_device(monkeypatch, tmp_path, capsys):
+    """It takes off what lies outside the allocator itself. Flags of segments that gain are printed and rehearsed."""
+    monkeypatch.setattr(plan_text.Gain, "is_of_segments", True)
     script, seen = tmp_path / "pretrain.py", []
     script.write_text("")
-    monkeypatch.setattr(
-        plan.subprocess, "run", lambda command, env: seen.extend(command) or SimpleNamespace(returncode=0)
-    )
-    words = f"{SMALL} --best 1 --rehearse {script}"
-    assert commands.main(["plan", *words.split()]) == 0
+    run = lambda command, env: seen.extend(command) or SimpleNamespace(returncode=0)  # noqa: E731
+    monkeypatch.setattr(plan.subprocess, "run", run)
+    assert commands.main(["plan", *SMALL.split(), "--best", "1", "--rehearse", str(script)]) == 0
     memory = float(seen[seen.index("--device-memory") + 1])
     assert memory == pytest.approx(read_machine("a100-80gb").device.memory_gib)
+    printed = capsys.readouterr().out
+    assert "--pipeline-schedule" in printed[printed.index("Flags of the best:") :] and "Runner-up" not in printed
+    assert "--pipeline-schedule" in seen
 
 
 LENGTHS = "tokens,sequences\n100,50\n\n# documents\n1500,10\n8192,1\n"

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from megatron.seq1f1b.commands import preprocess, run
+from support.files import write_files
 from support.patience import patient
 
 # Three batches, so that two workers have to keep their order.
@@ -47,18 +48,16 @@ def pair(prefix: Path) -> list[bytes]:
     return [prefix.with_name(prefix.name + suffix).read_bytes() for suffix in (".bin", ".idx")]
 
 
-def encoder_of(folder: Path, *flags: str) -> preprocess.Encoder:
-    return preprocess.Encoder(preprocess.parse_args(command(folder, folder, "x", *flags)))
-
-
-def ids_of(encoder: preprocess.Encoder, texts: list[str]) -> list:
-    return encoder.encode([preprocess.Document("place", text.encode(), False) for text in texts])
+def encoded(folder: Path, texts: list[str], *flags: str) -> tuple:
+    """The tokenizer of the folder, and the ids of some texts."""
+    encoder = preprocess.Encoder(preprocess.parse_args(command(folder, folder, "x", *flags)))
+    return encoder.tokenizer, encoder.encode([preprocess.Document("place", text.encode(), False) for text in texts])
 
 
 def test_the_pair_is_upstreams_byte_for_byte(corpus, tmp_path):
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-    tokenizer = encoder_of(corpus).tokenizer
+    tokenizer, _ = encoded(corpus, ["x"])
     assert (tokenizer.vocab_size, tokenizer.eod) == (400, 0) and tokenizer.pad not in (0, None, -1)
     builder = IndexedDatasetBuilder(str(tmp_path / "upstream.bin"), dtype=np.uint16)
     for text in TEXTS:
@@ -66,7 +65,8 @@ def test_the_pair_is_upstreams_byte_for_byte(corpus, tmp_path):
         builder.add_document(ids, [len(ids)])
     builder.finalize(str(tmp_path / "upstream.idx"))
     assert pair(corpus / "one") == pair(tmp_path / "upstream")
-    assert made(corpus, corpus / "a.jsonl", "again", "--append-eod") == 0
+    (tmp_path / "keys.jsonl").write_text("".join(json.dumps({"code": text, "text": ""}) + "\n" for text in TEXTS))
+    assert made(corpus, tmp_path / "keys.jsonl", "again", "--append-eod", "--json-key", "code") == 0
     assert pair(corpus / "again") == pair(corpus / "one")
 
 
@@ -84,25 +84,22 @@ def test_many_texts_at_once_have_the_ids_of_each_alone(corpus, tmp_path, special
     rust.post_processor = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
     rust.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text((corpus / "tokenizer" / "tokenizer_config.json").read_text())
-    encoder = encoder_of(tmp_path, *([] if special else ["--tokenizer-hf-no-include-special-tokens"]))
     texts = [*TEXTS[:50], "a<|endoftext|>b", " leading", "\u0301 é "]
-    batch = [ids.tolist() for ids in ids_of(encoder, texts)]
-    assert batch == [encoder.tokenizer.tokenize(text) for text in texts]
+    tokenizer, batch = encoded(tmp_path, texts, *([] if special else ["--tokenizer-hf-no-include-special-tokens"]))
+    assert [ids.tolist() for ids in batch] == [tokenizer.tokenize(text) for text in texts]
     assert all((ids[0] == 0) == special for ids in batch) and len(batch[0]) > 8
 
 
 def test_ids_outside_the_vocabulary_are_the_documents_fault(corpus):
-    encoder = encoder_of(corpus, "--tokenizer-type", "NullTokenizer", "--vocab-size", "100", "--append-eod")
-    good, outside, refused = ids_of(encoder, ["1 2 99", "100", "x"])
+    flags = "--tokenizer-type", "NullTokenizer", "--vocab-size", "100", "--append-eod"
+    _, (good, outside, refused) = encoded(corpus, ["1 2 99", "100", "x"], *flags)
     assert good.dtype == np.uint16 and good.tolist() == [1, 2, 99, 99]
     assert outside == "token id outside the vocabulary of 100"
     assert "invalid literal" in refused
 
 
 def test_folders_are_searched_in_order_and_pipes_left_alone(corpus, tmp_path, capsys):
-    for name in ("b/2.py", "a/1.py", "a/skip/3.py", "c.txt"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text("x = 1\n")
+    write_files(tmp_path, dict.fromkeys(("b/2.py", "a/1.py", "a/skip/3.py", "c.txt"), "x = 1\n"))
     os.mkfifo(tmp_path / "pipe.py")
     found = preprocess.find_files([str(tmp_path)], "*.py")
     assert [os.path.relpath(path, tmp_path) for path in found] == ["a/1.py", "a/skip/3.py", "b/2.py"]
@@ -144,14 +141,6 @@ def test_an_existing_pair_or_tokenizer_is_replaced_on_request(corpus, tmp_path, 
     assert pair(corpus / "replaced") == before
     assert made(corpus, tmp_path / "a.txt", "replaced", "--overwrite") == 0
     assert len(pair(corpus / "replaced")[0]) > len(before[0])
-
-
-def test_the_text_may_be_under_any_key(corpus, tmp_path):
-    source = tmp_path / "two.jsonl"
-    source.write_text("".join(json.dumps({"title": f"f {i}", "text": text}) + "\n" for i, text in enumerate(TEXTS[:5])))
-    assert made(corpus, source, "title", "--json-key", "title") == 0
-    assert made(corpus, source, "plain") == 0
-    assert len(pair(corpus / "title")[0]) < len(pair(corpus / "plain")[0])
 
 
 def test_a_worker_that_dies_ends_the_run(corpus):

@@ -10,17 +10,8 @@ from megatron.seq1f1b.planning.costs.machine import read_machine
 from megatron.seq1f1b.planning.costs.operations import flash_time, matmul_time, moving_time
 
 H100 = read_machine("h100-80gb")
-DEVICE = replace(
-    H100.device,
-    name="another H100",
-    multiprocessors=114,
-    matmul_efficiency=0.5,
-    memory_efficiency=0.7,
-    flash_forward=0.6,
-    flash_backward=0.5,
-    kernel_latency=7e-6,
-    host_bandwidth=30e9,
-)
+DEVICE = replace(H100.device, name="another H100", multiprocessors=114, matmul_efficiency=0.5, memory_efficiency=0.7)
+DEVICE = replace(DEVICE, flash_forward=0.6, flash_backward=0.5, kernel_latency=7e-6, host_bandwidth=30e9)
 SLOW_BELOW, SLOWER = 192, 1.5
 
 
@@ -56,7 +47,7 @@ class Predicted:
         return 1e-6 * peer + num_bytes / (80e9 / peer)
 
 
-def test_known_constants_are_found_and_written(tmp_path):
+def test_known_constants_are_found_and_written(tmp_path, monkeypatch):
     found = replace(
         H100, device=profile.measured_device(H100.device, Predicted()), **profile.measured_links(H100, Predicted())
     )
@@ -73,13 +64,9 @@ def test_known_constants_are_found_and_written(tmp_path):
     assert read.network.message_bandwidth == pytest.approx(10e9, rel=1e-3)
     assert (read.node.latency, read.network.latency) == (pytest.approx(1e-6, rel=1e-3), pytest.approx(8e-6, rel=1e-3))
     assert read.host == H100.host and device.peak_flops == H100.device.peak_flops
-
-
-def test_without_other_ranks_the_links_are_those_of_the_base():
-    class Alone(Predicted):
-        num_ranks = ranks_in_node = 1
-
-    assert profile.measured_links(H100, Alone()) == {}
+    monkeypatch.setattr(Predicted, "num_ranks", 1)
+    monkeypatch.setattr(Predicted, "ranks_in_node", 1)
+    assert profile.measured_links(H100, Predicted()) == {}, "without other ranks, the links are those of the base"
 
 
 def test_an_output_is_refused_before_anything_is_measured(monkeypatch):

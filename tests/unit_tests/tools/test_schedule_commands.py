@@ -101,21 +101,17 @@ def test_the_checker_names_actions_of_the_file(kind, rest, tmp_path, capsys):
     assert "> rank 1" in error
 
 
-def log(*losses):
-    return TrainingLog(losses, 1.0, 1.0)
-
-
 @pytest.mark.parametrize(
     "runs, sentence",
     [
-        ([log(1.0, nan), log(1.0, 1.0)], "The losses of iteration 2 differ: nan in a, 1.0 in b."),
-        ([log(1.0, 1.0), log(1.0, nan)], "The losses of iteration 2 differ: 1.0 in a, nan in b."),
-        ([log(1.0, 2.0, 3.0), log(1.0, 2.5)], "Losses of the first 2 iterations differ by at most 5.0e-01."),
-        ([log(1.0, 2.0), log(1.0, 2.0, 3.0)], "Losses of the first 2 iterations differ by at most 0.0e+00."),
+        ([(1.0, nan), (1.0, 1.0)], "The losses of iteration 2 differ: nan in a, 1.0 in b."),
+        ([(1.0, 1.0), (1.0, nan)], "The losses of iteration 2 differ: 1.0 in a, nan in b."),
+        ([(1.0, 2.0, 3.0), (1.0, 2.5)], "Losses of the first 2 iterations differ by at most 5.0e-01."),
+        ([(1.0, 2.0), (1.0, 2.0, 3.0)], "Losses of the first 2 iterations differ by at most 0.0e+00."),
     ],
 )
 def test_losses_are_compared_as_far_as_all_runs_have_them(runs, sentence):
-    assert compare.losses(["a", "b"], runs) == sentence
+    assert compare.losses(["a", "b"], [TrainingLog(losses, 1.0, 1.0) for losses in runs]) == sentence
 
 
 def test_a_log_may_have_losses_that_are_no_numbers(tmp_path):
