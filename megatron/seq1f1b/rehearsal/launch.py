@@ -27,7 +27,7 @@ def check(args: Namespace) -> None:
 
 def has_transformer_engine(args: Namespace) -> bool:
     """Whether Transformer Engine's layers run on the cluster; local layers replace them here."""
-    return bool(args.device != "cpu" and args.replaced_on_cpu["transformer_impl"] == "transformer_engine")
+    return args.device != "cpu" and args.replaced_on_cpu["transformer_impl"] == "transformer_engine"
 
 
 def document_lengths(sequence_length: int) -> list[int]:

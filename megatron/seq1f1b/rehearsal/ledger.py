@@ -109,13 +109,11 @@ class Ledger(TorchDispatchMode):
 
     def resize(self, resize: Callable, storage: torch.UntypedStorage, size: int) -> Any:
         """`torch.UntypedStorage.resize_`, which no operator shows, counted."""
-        result = resize(storage, size)
         if found := self._alive.get(storage._cdata):
-            allocation, reference = found
-            category = allocation.category
-            self._dies(allocation)
-            self._alive[storage._cdata] = self._is_born(size, category), reference
-        return result
+            category = found[0].category
+            self._dies(found[0])
+            self._alive[storage._cdata] = self._is_born(size, category), found[1]
+        return resize(storage, size)
 
     def as_one_kernel(self, function: Callable, *args: Any, **options: Any) -> Any:
         """Call a function that a GPU runs as one kernel: storages that it allocates and frees do not count."""

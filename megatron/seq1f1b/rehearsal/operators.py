@@ -49,7 +49,10 @@ class WithoutValues:
         if not all(tensor.is_meta for tensor in tensors):
             args = tree_map_only(Tensor, lambda each: each if each.is_meta else _made(*_form_of(each)), args)
         if function is _aten._local_scalar_dense.default:
-            return _unknown(args[0].dtype)
+            dtype = args[0].dtype
+            if not (dtype.is_floating_point or dtype is torch.bool):
+                raise ValueError(f"a whole number is read from a tensor of {dtype}, but a rehearsal has no values")
+            return math.nan if dtype.is_floating_point else False
         if function is _aten._to_copy.default and kwargs.get("device") and kwargs.get("dtype") in (None, args[0].dtype):
             return _aten.alias.default(args[0])  # to the host or back, which takes no memory of a GPU
         if _takes_device(function) and (not without or kwargs.get("device") is not None):
@@ -82,14 +85,6 @@ def _is_short_range(function: Any, args: tuple) -> bool:
 
 def _is_map(tensor: Tensor) -> bool:
     return tensor.is_meta and tensor.dtype is torch.bool and tensor.dim() == 2
-
-
-def _unknown(dtype: torch.dtype) -> Any:
-    if dtype.is_floating_point:
-        return math.nan
-    if dtype is torch.bool:
-        return False
-    raise ValueError(f"a whole number is read from a tensor of {dtype}, but tensors of a rehearsal have no values")
 
 
 def _communicated(function: Any, args: tuple) -> Any:

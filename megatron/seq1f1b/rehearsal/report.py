@@ -38,7 +38,6 @@ class StageReport:
 
     @property
     def fullest(self) -> Moment:
-        """The moment with the most bytes."""
         return max(self.moments, key=lambda moment: moment.peak_bytes)
 
     @property
@@ -127,8 +126,8 @@ class RehearsalReport:
         if self._free < 0:
             yield f"Memory: {self.problems[-1]}. `seq1f1b plan` looks for a configuration that fits."
         else:
-            free = f"{in_words(self._free)} of {self.device_memory / GIB:.4g} GiB stay free"
-            yield f"Memory: fits. At most {self._most}; {free}."
+            all_gib = f"{self.device_memory / GIB:.4g} GiB"
+            yield f"Memory: fits. At most {self._most}; {in_words(self._free)} of {all_gib} stay free."
         if on_host := max(stage.host_bytes for stage in self.stages):
             yield f"Memory of the host: up to {in_words(on_host)} a rank, for activations."
 

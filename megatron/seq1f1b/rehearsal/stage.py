@@ -4,6 +4,7 @@ import gc
 import inspect
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -43,14 +44,9 @@ class Stage:
             wrapping("torch.UntypedStorage.resize_", self.ledger.resize, counted),
             wrapping("megatron.seq1f1b.model.host_memory.mapped_buffer", self._buffer, "is counted apart"),
         )
-        with patched((*table, *self._stand_ins)):
-            try:
-                pretrain()
-            except _Ended:
-                return self._report()
-        raise ValueError("the launch ends without a training step")
-
-    def _report(self) -> StageReport:
+        with patched((*table, *self._stand_ins)), suppress(_Ended):
+            pretrain()
+            raise ValueError("the launch ends without a training step")
         return StageReport(
             rank=self._args.rank,
             stages=self.ledger.stages,

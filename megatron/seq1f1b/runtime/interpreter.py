@@ -24,6 +24,7 @@ from ..model import SegmentContext
 from ..process.ranks import warn_on_rank_0
 from ..schedule import (
     COMPUTE_KINDS,
+    FAMILIES,
     Action,
     CostsOfLengths,
     Kind,
@@ -104,7 +105,7 @@ class Programs:
         gc.disable()  # while many actions are made, collections would take most of the time
         try:
             if forward_only:  # a named family has an order for any shape
-                named = self._choice if self._choice.is_named else ScheduleChoice("1f1b")
+                named = self._choice if self._choice.name in FAMILIES else ScheduleChoice("1f1b")
                 actions = lower_rank(named.plan(shape, lengths, None), rank, self._one_queue, in_turn)
                 return Program([action for action in actions if action.kind in _FORWARD_KINDS], is_partitioned)
             if self._choice.is_planned and shape.num_stages * shape.num_units > _MANY_FORWARDS:

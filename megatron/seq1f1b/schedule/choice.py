@@ -49,11 +49,6 @@ class ScheduleChoice:
         return cls(f"a schedule of its own ({digest})", given.shape.placement.style, given=given)
 
     @property
-    def is_named(self) -> bool:
-        """Whether it is one of `FAMILIES`, which have an order for any shape."""
-        return self.name in FAMILIES
-
-    @property
     def is_planned(self) -> bool:
         """Whether the schedule is searched for with the costs of a step."""
         return self.name == "auto"

@@ -99,18 +99,40 @@ def lower_rank(plan: Schedule | Clock, rank: int, one_queue: bool = False, in_tu
     For a clock with many actions the ticks serve as nominal times, since simulating all ranks would take seconds; on
     one queue, messages in the order of ticks cost up to 3 % of such a step.
     """
-    needs_times = one_queue or in_turn
+    shape, needs_times = plan.shape, one_queue or in_turn
+    neighbours = shape.placement.neighbours_of(rank)
     if isinstance(plan, Clock) and needs_times and plan.num_actions <= _SIMULATED:
         plan = plan.schedule()
+    orders: Orders
+    times: NominalTimes | None
     if isinstance(plan, Schedule):
         plain = plan.without_moves()
-        times = nominal_times(plain) if needs_times else None
-        lowered = _lower_rank(plain.shape, plain.ranks, rank, times, in_turn)
-        return lowered if plain is plan else merged(lowered, plan.ranks[rank])
-    timed = {near: plan.timed_order(near) for near in (rank, *plan.shape.placement.neighbours_of(rank))}
-    orders = {near: order for near, (order, _) in timed.items()}
-    ticks = {near: ticks for near, (_, ticks) in timed.items()} if needs_times else None
-    return _lower_rank(plan.shape, orders, rank, ticks, in_turn)
+        orders, times = plain.ranks, nominal_times(plain) if needs_times else None
+    else:
+        timed = {near: plan.timed_order(near) for near in (rank, *neighbours)}
+        orders = {near: order for near, (order, _) in timed.items()}
+        times = {near: ticks for near, (_, ticks) in timed.items()} if needs_times else None
+
+    order = orders[rank]
+    before: list[list[Action]] = [[] for _ in order]
+    after: list[list[Action]] = [[] for _ in order]
+    for index, action in _gathers(shape, order):
+        before[index].append(action)
+    incoming = [each for source in neighbours for each in _transfers(shape, orders, source, rank)]
+    outgoing = [each for other in neighbours for each in _transfers(shape, orders, rank, other)]
+    if times is None:
+        for transfer in chain(*incoming):
+            before[transfer.posted].append(transfer.receive)
+        for transfer in chain(*outgoing):
+            after[transfer.sent].append(transfer.send)
+    else:
+        for index, action in issue_order([*incoming, *outgoing], rank, times, in_turn):
+            (after[index - 1] if index else before[0]).append(action)
+    for index, action in _reductions(shape, order):
+        after[index].append(action)
+    around = zip(before, order, after, strict=True)
+    lowered = [each for first, action, last in around for each in (*first, action, *last)]
+    return merged(lowered, plan.ranks[rank]) if isinstance(plan, Schedule) and plan.has_moves else lowered
 
 
 def partition_state(lowered: Sequence[Action]) -> list[Action]:
@@ -135,30 +157,6 @@ def partition_state(lowered: Sequence[Action]) -> list[Action]:
             there = wanted
         result.append(action)
     return result + [Action(Kind.RELEASE, stage) for stage in there]
-
-
-def _lower_rank(shape: Shape, orders: Orders, rank: int, times: NominalTimes | None, in_turn: bool) -> list[Action]:
-    order = orders[rank]
-    before: list[list[Action]] = [[] for _ in order]
-    after: list[list[Action]] = [[] for _ in order]
-
-    for index, action in _gathers(shape, order):
-        before[index].append(action)
-    neighbours = shape.placement.neighbours_of(rank)
-    incoming = [each for source in neighbours for each in _transfers(shape, orders, source, rank)]
-    outgoing = [each for other in neighbours for each in _transfers(shape, orders, rank, other)]
-    if times is None:
-        for transfer in chain(*incoming):
-            before[transfer.posted].append(transfer.receive)
-        for transfer in chain(*outgoing):
-            after[transfer.sent].append(transfer.send)
-    else:
-        for index, action in issue_order([*incoming, *outgoing], rank, times, in_turn):
-            (after[index - 1] if index else before[0]).append(action)
-    for index, action in _reductions(shape, order):
-        after[index].append(action)
-
-    return [each for first, action, last in zip(before, order, after, strict=True) for each in (*first, action, *last)]
 
 
 def _transfers(shape: Shape, orders: Orders, source: int, destination: int) -> list[list[Transfer]]:

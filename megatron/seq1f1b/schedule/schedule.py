@@ -52,7 +52,7 @@ class Placement:
         return chunk * self.num_ranks + self._mirrored(rank, chunk)
 
     def stages_of(self, rank: int) -> list[int]:
-        """The stages that a rank holds, from the first model chunk to the last."""
+        """The stages of a rank, from the first model chunk to the last."""
         return [self.stage_of(rank, chunk) for chunk in range(self.num_chunks)]
 
     def neighbours_of(self, rank: int) -> list[int]:
@@ -97,7 +97,6 @@ class Shape:
         return f"{self.num_ranks} ranks{chunks}, {self.num_microbatches} micro-batches, {segments} segments"
 
     def segments_of(self, microbatch: int) -> int:
-        """The number of segments of a micro-batch."""
         return self.unequal[microbatch] if self.unequal else self.num_segments
 
     @cached_property
@@ -110,11 +109,6 @@ class Shape:
     @property
     def num_units(self) -> int:
         return self.first_units[-1]
-
-    @property
-    def filled(self) -> Self:
-        """This shape with `num_segments` segments in every micro-batch."""
-        return replace(self, unequal=())
 
     @property
     def units(self) -> list[tuple[int, int]]:

@@ -1,6 +1,7 @@
 """When each compute action of a schedule starts and ends, for given costs."""
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from math import inf
 from typing import NamedTuple
 
@@ -28,7 +29,8 @@ class Rule(NamedTuple):
 
 def rules_of(shape: Shape, costs: Costs, kinds: Iterable[Kind]) -> dict[Kind, list[list[Rule]]]:
     """The rules of the actions of each kind, by stage and segment."""
-    rank_of, units, filled = shape.placement.rank_of, shape.num_microbatches * shape.num_segments, shape.filled
+    rank_of, units = shape.placement.rank_of, shape.num_microbatches * shape.num_segments
+    filled = replace(shape, unequal=())
 
     def code_of(action: Action) -> int:
         return (_ROW[action.kind] * shape.num_stages + action.stage) * units + action.segment
@@ -49,10 +51,7 @@ def rules_of(shape: Shape, costs: Costs, kinds: Iterable[Kind]) -> dict[Kind, li
 
 
 def pending(shape: Shape) -> list[float]:
-    """For each code the end of its action, negative until it is known.
-
-    It is 0 for segments that a micro-batch lacks, so its last segment does not wait for them.
-    """
+    """For each code the end of its action: negative until it is known, 0 for segments that a micro-batch lacks."""
     numbers = range(shape.num_segments)
     of_stage = [-inf if n < shape.segments_of(m) else 0.0 for m in range(shape.num_microbatches) for n in numbers]
     return of_stage * (3 * shape.num_stages)

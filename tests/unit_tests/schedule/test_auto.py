@@ -16,8 +16,7 @@ from megatron.seq1f1b.schedule import (
     simulate,
     validate,
 )
-from megatron.seq1f1b.schedule.automatic import shortest_makespan
-from megatron.seq1f1b.schedule.list_scheduling import ListScheduler
+from megatron.seq1f1b.schedule.automatic import ListScheduler, shortest_makespan
 
 from . import strategies
 from .strategies import few, shapes
