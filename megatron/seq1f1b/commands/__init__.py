@@ -1,4 +1,4 @@
-"""What users run beside training: the subcommands of `seq1f1b`.
+"""The subcommands of `seq1f1b`, for work beside training.
 
 A command is a module here with `main(argv) -> int | None`, and a line in COMMANDS. It is imported when it runs.
 """
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(name: str, argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code; a mistake of the user's is one sentence and the code 2."""
+    """Run one command and return its exit code. A mistake of the user becomes one sentence and the code 2."""
     try:
         command = import_module(f".{COMMANDS[name][0]}", __name__)
         return command.main(argv) or 0

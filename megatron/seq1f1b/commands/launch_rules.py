@@ -1,4 +1,4 @@
-"""What the flags of a launch leave a planner to choose, by the table of features that training checks at start-up."""
+"""The choices that a launch leaves to a planner, by the table of features that training checks at start-up."""
 
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -9,17 +9,15 @@ from ..arguments.supported import Use, first_unsupported, setting_of
 from ..planning.planner.space import Candidate
 from .model_flags import read_model
 
-# What the plans for unequal lengths have by themselves, or their user is told to add.
+# Settings of plans in units: their own flag, and one that their user is told to add.
 _OF_UNITS = {"calculate_per_token_loss": True, "keep_documents_apart": True}
-# What a planner may take or leave.
+# Features that a planner may use.
 _OPTIONAL = (Use.SEGMENTS, Use.SPLIT_BACKWARDS, Use.OFFLOAD, Use.PARTITIONED_STATE)
 
 
 class LaunchRules:
-    """The flags of a launch, each with its values, as limits of its plans.
-
-    `always` is what every plan has. Raises ValueError if the flags do not go with that: the sentence of training.
-    """
+    """The flags of a launch, each with its values, as limits of its plans, which always use the features `always`.
+    Raises ValueError, with the sentence of training, for flags that do not go with these."""
 
     def __init__(self, flags: Sequence[str], always: Collection[Use] = ()) -> None:
         self._settings = _settings_of(flags) | (_OF_UNITS if Use.UNITS in always else {})
@@ -41,7 +39,7 @@ class LaunchRules:
         return self._refusal(uses, setup.context_parallel, setup.expert_parallel) is None
 
     def left_out(self) -> Iterator[str]:
-        """A sentence for each choice that no plan has."""
+        """A sentence for each feature that no plan may use."""
         for use in _OPTIONAL:
             if sentence := self._refusal(frozenset({use}), 1, 1):
                 yield f"Plans {use.value.replace('`', '')} are left out: {sentence}."

@@ -49,7 +49,7 @@ def add_model_flags(parser: argparse.ArgumentParser, **defaults: int | None) -> 
 
 
 def add_every_model_flag(parser: argparse.ArgumentParser) -> None:
-    """All flags of Megatron that change what a model costs."""
+    """All flags of Megatron that change the costs of a model."""
     add_model_flags(parser, num_layers=None, hidden_size=None, num_attention_heads=None, vocab_size=51200)
     for name in ("num-experts", "moe-ffn-hidden-size", "moe-shared-expert-intermediate-size", "mtp-num-layers"):
         parser.add_argument(f"--{name}", type=count)
@@ -90,7 +90,7 @@ def _window(text: str) -> tuple[int, ...]:
 
 
 def read_model(words: Sequence[str]) -> argparse.Namespace:
-    """Read the flags of a model in a launch; others are passed over."""
+    """Read the flags of a model in a launch and ignore the others."""
     return read_known(words, add_every_model_flag)[0]
 
 

@@ -13,7 +13,7 @@ from ..schedule import Shape
 
 # Endings of the pictures that matplotlib draws.
 PICTURES = (".png", ".svg", ".pdf")
-# No model is deeper, and predictions go through its layers one by one.
+# No model is deeper. Predictions loop over layers.
 MOST_LAYERS = 10_000
 _LONGEST = 10**8  # tokens; a plan for more would take hours
 _INDEX = b"MMIDIDX\x00\x00"  # how an index of Megatron starts
@@ -21,8 +21,6 @@ _HEADER = len(_INDEX) + 8 + 1 + 16  # and its version, type, and numbers of sequ
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser with the text of a module as its description."""
-
     def __init__(self, description: str | None, **options: Any) -> None:
         super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
 

@@ -218,7 +218,7 @@ def plan_sequences(args: argparse.Namespace) -> int:
 
 def draw(search: Search, path: Path) -> None:
     """Draw every configuration that was simulated, for this memory and for less."""
-    from ..report.frontier import Point, plot_frontier
+    from ..report.plan_figures import Point, plot_frontier
 
     asked = search.question
     for share in (0.8, 0.6, 0.4, 0.2):

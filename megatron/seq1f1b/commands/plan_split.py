@@ -20,7 +20,7 @@ from ..arguments.megatron_run import run_of_settings
 from ..arguments.sequence_partition import SequencePartition
 from ..partition import STRATEGIES, even, segment_times
 from ..planning.run_costs import RunCosts
-from ..report.splits import Cut, plot_splits
+from ..report.plan_figures import Cut, plot_splits
 from ..report.text import aligned
 from ..schedule import FAMILIES, Placement, Shape, build, simulate
 from .model_flags import add_model_flags, settings_of

@@ -22,8 +22,8 @@ from ..schedule import FAMILIES, Kind, partition_state
 
 @dataclass(frozen=True)
 class Gain:
-    """What segments gain over Megatron's own schedules with all that these have: the seconds of the fastest step of
-    either, None where nothing fits, and the relative error of such predictions."""
+    """The gain of segments over Megatron's own schedules: seconds of the fastest step of either, None where nothing
+    fits, and the relative error of such predictions."""
 
     ours: float | None
     megatron: float | None
@@ -84,7 +84,7 @@ def short_name(plan: Plan) -> str:
 
 
 def with_heads(rows: Sequence[Mapping[str, str]]) -> list[str]:
-    """A line of the names of the columns, and a line for each row."""
+    """A line with the names of the columns, and a line for each row."""
     return aligned([[*rows[0]], *([*row.values()] for row in rows)])
 
 

@@ -65,7 +65,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     size = value(int, lambda size: size >= 256 + 2, "too small; bytes make 258")
     parser.add_argument("--train-tokenizer", type=size, metavar="VOCAB_SIZE", help=train)
     args, of_tokenizer = parser.parse_known_args(argv)
-    # Megatron's imports warn of optional packages and of a missing GPU, which are not used here.
+    # Megatron's imports warn of optional packages and of a missing GPU; neither is used here.
     warnings.simplefilter("ignore")
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     from megatron.training.argument_utils import ArgumentGroupFactory
@@ -182,7 +182,7 @@ class Encoder:
             special = library.include_special_tokens
             found = library.tokenizer(texts, add_special_tokens=special, return_attention_mask=False)
             return [self._checked(ids) for ids in found["input_ids"]]
-        except Exception as error:  # whatever the libraries raise, for one of the documents
+        except Exception as error:  # libraries raise many kinds, for one of the documents
             if len(batch) == 1:
                 return [str(error)]
             return [self.encode([document])[0] for document in batch]
@@ -198,7 +198,7 @@ class Encoder:
 def encoded(source: Iterable[Document], encoder: Encoder, num_workers: int) -> Iterator[tuple[str, np.ndarray | str]]:
     """The place of each document, in order, and its ids or what is wrong with it, made by worker processes."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    # Forks share what is imported and the tokenizer with this process, in memory and in time.
+    # Forks share imports and the tokenizer with this process, which saves memory and time.
     pool = ProcessPoolExecutor(num_workers, multiprocessing.get_context("fork"), _start_worker, (encoder,))
     next_ones: Iterable[list] = ()
     try:

@@ -155,7 +155,7 @@ class DeviceTimer:
 
 
 def measured_device(base: Device, timer: DeviceTimer) -> Device:
-    """`base` with what this device reaches of its peaks."""
+    """`base` with the shares of its peaks that this device reaches."""
     latency, longest = timer.small_kernel(), timer.longest
     base = replace(base, name=timer.name, kernel_latency=latency, **timer.sizes)
     at_peak = replace(base, matmul_efficiency=1.0, flash_forward=1.0, flash_backward=1.0, kernel_latency=0.0)
@@ -167,7 +167,7 @@ def measured_device(base: Device, timer: DeviceTimer) -> Device:
         return least / (timer.attention(_HEADS, _HEAD_DIM, queries, longest, backward) - latency)
 
     forward = attention(longest)
-    # All of them, since every rank has to take part in as many measurements as the others.
+    # All of them: every rank has to take part in every measurement.
     factors = [(queries, forward / attention(queries)) for queries in _FEW_QUERIES]
     slow = list(takewhile(lambda each: each[1] > _SLOW, factors))
     sides = (longest, longest // 2)
@@ -184,7 +184,7 @@ def measured_device(base: Device, timer: DeviceTimer) -> Device:
 
 
 def measured_links(base: Machine, timer: DeviceTimer) -> dict[str, Link]:
-    """What passes inside a node and between nodes, as far as there are ranks."""
+    """The links inside a node and between nodes, if there are such ranks."""
 
     def link(old: Link, in_node: bool, peer: int) -> Link:
         size = timer.ranks_in_node if in_node else timer.num_ranks
@@ -220,7 +220,7 @@ def as_toml(machine: Machine, base: Machine) -> str:
 
 
 def _text(value: Any) -> str:
-    """In TOML, which has strings and lists as JSON does."""
+    """A value in TOML, whose strings and lists are those of JSON."""
     if isinstance(value, tuple):
         return f"[{', '.join(map(_text, value))}]"
     return f"{value:.4g}" if isinstance(value, float) else json.dumps(value, ensure_ascii=False)

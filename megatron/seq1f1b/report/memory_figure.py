@@ -1,4 +1,4 @@
-"""The memory of each pipeline rank over one step, stacked by what it holds."""
+"""The memory of each pipeline rank over one step, stacked by use."""
 
 from collections.abc import Mapping
 from itertools import dropwhile

@@ -11,7 +11,7 @@ from megatron.seq1f1b.planning.planner import search
 from megatron.seq1f1b.planning.planner.search import Search, fitted, predict_candidate
 from megatron.seq1f1b.planning.planner.space import all_sizes, cuts, families, numbers_of_segments, setups, spread
 from megatron.seq1f1b.planning.planner.way_out import way_out
-from megatron.seq1f1b.report.frontier import Point, frontier
+from megatron.seq1f1b.report.plan_figures import Point, frontier
 from unit_tests.planning.planner.question import MODEL, candidates, linked, small
 
 # From all that fits to hardly anything.
