@@ -63,8 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "Cut each sequence into segments and schedule those, for smaller pipeline bubbles and less activation memory. "
         "Without these flags Megatron's own schedules run untouched. docs/flags.md has more on each.",
     )
-    _add_schedule_and_cut(group.add_argument)
-    _add_rest(group.add_argument)
+    _add_flags(group.add_argument)
     parser.set_defaults(means_equal_lengths=False)
     hidden: dict[str, Any] = dict.fromkeys(("dest", "default", "help"), argparse.SUPPRESS)
     for flag in _REMOVED:
@@ -76,108 +75,50 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
-def _add_schedule_and_cut(add: Callable[..., Any]) -> None:
-    add(
-        "--pipeline-schedule",
-        choices=sorted(FAMILY_NAMES),
-        help="Order of forwards and backwards. '1f1b', the default with --sequence-splits, then is Seq1F1B (arXiv "
-        f"2406.03488); 'auto' searches for a better one. {' and '.join(splitting_families())} split backwards.",
+def _add_flags(add: Callable[..., Any]) -> None:
+    count = value(int, lambda number: number >= 1, "neither a number of segments nor 'auto'", AUTO)
+    tokens = value(int, lambda number: number >= 1, "no number of tokens")
+    iteration = value(int, lambda number: number >= 1, "no iteration, which are counted from 1")
+    size = value(float, lambda size: 0 < size < inf, "not a size above 0 in GiB")
+    text = f"Order of forwards and backwards, by default 1f1b; {' and '.join(splitting_families())} split backwards."
+    add("--pipeline-schedule", choices=sorted(FAMILY_NAMES), help=text)
+    text = (
+        "A schedule: a row for each pipeline rank, an action such as 2F3.1 (stage, micro-batch, segment) in each cell."
     )
-    add(
-        "--pipeline-schedule-file",
-        type=Path,
-        metavar="FILE.csv",
-        help="Run the schedule in this file instead of a named one: a row for each pipeline rank, an action such as "
-        "2F3.1 (stage 2, forward of micro-batch 3, segment 1) in each cell.",
-    )
-    add(
-        "--pipeline-placement",
-        choices=PLACEMENTS,
-        default="looped",
-        help="How model chunks lie in the depth of the model. 'looped', the default: as Megatron's, all run from the "
-        "first rank to the last. 'v': every second one runs back, for half the bubble with --pipeline-schedule auto.",
-    )
-    add(
-        "--sequence-splits",
-        *EQUAL_SPLITS,
-        action=_Splits,
-        type=value(int, lambda number: number >= 1, "neither a number of segments nor 'auto'", AUTO),
-        metavar="K",
-        help="Number of segments that every sequence is cut into; 4 is a good start. 'auto' takes the number of the "
-        "shortest predicted step that fits in memory. Default: 1.",
-    )
-    add(
-        "--unit-tokens",
-        type=value(int, lambda number: number >= 1, "no number of tokens"),
-        metavar="N",
-        help="Instead: put the sequences of a step, long and short, into units of at most N tokens.",
-    )
+    add("--pipeline-schedule-file", type=Path, metavar="FILE.csv", help=text)
+    text = "How model chunks lie in the depth: 'looped' as Megatron's, or in a 'v', where every second one runs back."
+    add("--pipeline-placement", choices=PLACEMENTS, default="looped", help=text)
+    text = "Number of segments of every sequence; 'auto': that of the shortest predicted step that fits in memory."
+    add("--sequence-splits", *EQUAL_SPLITS, action=_Splits, type=count, metavar="K", help=text)
+    text = "Instead: put the sequences of a step, long and short, into units of at most N tokens."
+    add("--unit-tokens", type=tokens, metavar="N", help=text)
     add(
         "--sequence-split-strategy",
         "--pipe-sp-strategy",
         type=lambda name: {"average": "even"}.get(name, name),  # the name of the authors of Seq1F1B
         choices=sorted(STRATEGIES),
-        help="Where sequences are cut: into equal times ('balanced', the default), equal lengths ('even', 'average', "
-        "the default with --pipe-sp-splits), as the Seq1F1B authors do ('uniform_comp'), for the shortest step "
-        "('terapipe', arXiv 2102.07988), or by --sequence-split-profile ('profile').",
+        help="Where sequences are cut: into equal times ('balanced', the default), equal lengths ('even', 'average'), "
+        "as the Seq1F1B authors do ('uniform_comp'), for the shortest step ('terapipe'), or by a 'profile'.",
     )
-    add(
-        "--sequence-split-profile",
-        type=Path,
-        metavar="JSON",
-        help="Times of segments for 'profile', 'balanced' and 'terapipe': what --pipeline-trace wrote in a short run.",
-    )
-    add(
-        "--sequence-split-file",
-        type=Path,
-        metavar="FILE",
-        help="Lengths of the segments instead of a strategy, as a JSON list or as text such as '4096 2048 2048'.",
-    )
-
-
-def _add_rest(add: Callable[..., Any]) -> None:
-    """Add the flags for kept and recomputed activations, the device, traces and rehearsals."""
-    add(
-        "--recompute-keeps-attention",
-        action="store_true",
-        help="With --recompute-granularity full, recompute all of a layer but its attention.",
-    )
-    add(
-        "--offload-activations",
-        type=share_or_auto,
-        default=0.0,
-        metavar="FRACTION",
-        help="Share of a rank's activations that waits in the memory of its host; 'auto': the least that fits.",
-    )
+    text = "Times of segments for 'profile', 'balanced' and 'terapipe': what --pipeline-trace wrote in a short run."
+    add("--sequence-split-profile", type=Path, metavar="JSON", help=text)
+    text = "Lengths of the segments, as a JSON list or as text such as '4096 2048 2048'."
+    add("--sequence-split-file", type=Path, metavar="FILE", help=text)
+    text = "With --recompute-granularity full, recompute all of a layer but its attention."
+    add("--recompute-keeps-attention", action="store_true", help=text)
+    text = "Share of a rank's activations that waits in the memory of its host; 'auto': the least that fits."
+    add("--offload-activations", type=share_or_auto, default=0.0, metavar="FRACTION", help=text)
     add("--keep-logits", action="store_true", help="Keep the logits of the last stage, however many, for the backward.")
-    add(
-        "--partition-state",
-        action="store_true",
-        help="With --use-distributed-optimizer, data-parallel ranks keep shares of weights and gradients, too.",
-    )
+    text = "With --use-distributed-optimizer, data-parallel ranks keep shares of weights and gradients, too."
+    add("--partition-state", action="store_true", help=text)
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="'auto' takes a GPU if there is one.")
-    add(
-        "--pipeline-trace",
-        type=Path,
-        metavar="DIR",
-        help="Write when each action ran, and the peak memory of each rank, to DIR; seq1f1b plot draws it.",
-    )
-    add(
-        "--pipeline-trace-iterations",
-        type=value(int, lambda number: number >= 1, "no iteration, which are counted from 1"),
-        nargs="+",
-        default=[3],
-        metavar="N",
-        help="Iterations to trace, counted from 1. Default: 3.",
-    )
+    text = "Write when each action ran, and the peak memory of each rank, to DIR; seq1f1b plot draws it."
+    add("--pipeline-trace", type=Path, metavar="DIR", help=text)
+    text = "Iterations to trace, counted from 1. Default: 3."
+    add("--pipeline-trace-iterations", type=iteration, nargs="+", default=[3], metavar="N", help=text)
     add("--dry-run", action="store_true", help="Rehearse the launch on this machine, without GPUs.")
-    add(
-        "--device-memory",
-        type=value(float, lambda size: 0 < size < inf, "not a size above 0 in GiB"),
-        default=80.0,
-        metavar="GIB",
-        help="Memory of a GPU that --dry-run compares with. Default: 80.",
-    )
+    text = "Memory of a GPU that --dry-run compares with. Default: 80."
+    add("--device-memory", type=size, default=80.0, metavar="GIB", help=text)
     add("--dry-run-output", type=Path, metavar="DIR", help="Write what --dry-run finds to DIR, with a picture.")
 
 
