@@ -1,10 +1,119 @@
-"""Memory and kernels of attention by segments."""
+"""Attention by segments: what one softmax computes, with windows, sinks and documents, and what it keeps meanwhile."""
+
+import gc
+import weakref
+from contextlib import nullcontext
+from functools import cache
 
 import pytest
 import torch
 
 from benchmark_host import moved_by_attention
-from support.segments import attention, segments_of
+from megatron.seq1f1b.model import host_memory
+from megatron.seq1f1b.model.kernels import KernelChoice
+from megatron.seq1f1b.model.kernels.unfused import Unfused
+from support.segments import Attended, attention, expected, inputs, of_lengths, run, segments_of
+
+LENGTH, BATCH, HEADS, GROUPS, SIZE = 150, 2, 4, 2, 8
+CUTS = [(150,), (100, 30, 20), (60, 3, 2, 5, 80)]
+DOCUMENTS = {
+    "whole": None,
+    "documents": ((0, 20, 97), (0, 64)),
+    "of one token": ((0, 1, 2, 99, 100, 101, 149), (0, 148, 149)),
+    "one sequence": ((0, 20, 22, 62, 97),),
+    "at a segment start": ((0, 60, 63, 100, 130), (0, 65)),
+    "every token": (tuple(range(LENGTH)), (0,)),
+}
+
+
+def sinks():
+    return torch.nn.Parameter(torch.linspace(-1, 2, HEADS, dtype=torch.float64))
+
+
+@cache
+def whole(window, has_sink, documents):
+    """Query, key, value and the gradient of the output; and what one softmax makes of them, however they are cut."""
+    torch.manual_seed(1)
+    batch = len(documents) if documents else BATCH
+    tensors, sink = inputs(LENGTH, (batch, HEADS, GROUPS, SIZE, SIZE)), sinks() if has_sink else None
+    references = expected(*tensors, window=window, sink=sink, documents=documents)
+    return tensors, [*references, sink.grad] if has_sink else references
+
+
+@pytest.mark.parametrize("backend", ["flash", "unfused"])
+@pytest.mark.parametrize("documents", DOCUMENTS.values(), ids=DOCUMENTS)
+@pytest.mark.parametrize("has_sink", [False, True], ids=["", "sink"])
+@pytest.mark.parametrize("window", [None, 0, 7, 50])
+@pytest.mark.parametrize("lengths", CUTS, ids=str)
+def test_segments_equal_one_softmax(lengths, window, has_sink, documents, backend):
+    (*tensors, grad), references = whole(window, has_sink, documents)
+    sink = sinks() if has_sink else None
+    layer = attention(SIZE, window=window, sink=sink, kernels=KernelChoice(backend))
+    results = run(layer, tensors, grad, of_lengths(lengths, documents))
+    if has_sink:
+        results.append(sink.grad)
+
+    for result, reference in zip(results, references, strict=True):
+        # A query that sees one key has no gradient, so errors are relative to the inputs, which are about 1.
+        assert (result - reference).abs().max() <= 1e-13 * reference.abs().max().clamp(min=1)
+
+
+WINDOW, OF_TOKEN = 16, 2 * 2 * SIZE * 4  # bytes of keys and values in fp32
+
+
+def kept_tokens(context):
+    """Tokens whose keys and values layers keep, by the bytes of their storages."""
+    tensors = [x for cache in context.kept() for rows in cache.rows for x in rows._kept.values()]
+    return sum({x.data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values()) / OF_TOKEN
+
+
+def attended(ends, documents=None, recompute=False, window=WINDOW):
+    """One sequence through a layer with a window."""
+    *tensors, grad = inputs(LENGTH, (1, 2, 2, SIZE, SIZE), torch.float32)
+    return Attended(attention(SIZE, window=window), tensors, grad, segments_of([0, *ends], documents), recompute)
+
+
+@pytest.mark.parametrize("documents", [None, ((0, 20, 97),)], ids=["whole", "documents"])
+def test_segments_in_flight_are_kept_and_gradients_of_a_window(documents):
+    sequence = attended([50, 60, 80, LENGTH], documents)
+    context, outputs = sequence.layer.segment_context, []
+    for segment, part in zip(sequence.segments, sequence.parts, strict=True):
+        outputs.append(sequence._call(segment, *part))
+        assert kept_tokens(context) == segment.end
+    for segment in reversed(sequence.segments):
+        outputs.pop().sum().backward()
+        assert kept_tokens(context) == segment.start
+        for kept in context.kept():
+            assert [x._sum.untyped_storage().nbytes() for x in kept.rows] == [WINDOW * OF_TOKEN / 2] * 2
+    context.assert_empty()
+
+
+def test_segments_that_are_computed_again_keep_a_window_each():
+    sequence = attended([50, 60, 80, LENGTH], recompute=True)
+    sequence.forward()
+    assert kept_tokens(sequence.layer.segment_context) == 16 + 10 + 16 + 16
+    sequence.backward()
+
+
+def test_evaluation_keeps_one_window():
+    sequence = attended([10, 50, 60, 80, LENGTH])
+    context, kept = sequence.layer.segment_context, []
+    for segment, part in zip(sequence.segments, sequence.parts, strict=True):
+        with context.running(segment, keeps_for_backward=False), torch.no_grad():
+            sequence.layer(*part)
+        kept.append(kept_tokens(context))
+    assert kept == [10, WINDOW, WINDOW, WINDOW, 0]
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_nothing_is_kept_where_all_weights_below_are_frozen(window):
+    """No backward comes to free the cache; the context frees those of other layers in the same way."""
+    sequence = attended([16, 32, LENGTH], window=window)
+    parts = [[x.detach() for x in part] for part in sequence.parts]
+    outputs = [sequence._call(segment, *part) for segment, part in zip(sequence.segments, parts, strict=True)]
+    sequence.layer.segment_context.assert_empty()
+    expected_output = sequence.layer(*(torch.cat(of_all) for of_all in zip(*parts, strict=True)))
+    assert torch.allclose(torch.cat(outputs), expected_output, atol=1e-6)
 
 
 def test_saved_bytes_are_those_of_the_unsegmented_sequence():
@@ -26,33 +135,26 @@ def test_saved_bytes_are_those_of_the_unsegmented_sequence():
                 part = projected[segment.start : segment.end].clone().requires_grad_().split(16, dim=-1)
                 with context.running(segment, keeps_for_backward=True):
                     keep.append((part, layer(*part)))
-        for cache in context._caches.values():
-            for rows in cache.rows:
+        for cached in context.kept():
+            for rows in cached.rows:
                 note(rows._rows)
         return sum(storages.values())
 
     assert saved_bytes(1) == saved_bytes(2) == saved_bytes(4) == saved_bytes(7) == 256 * (4 * 4 * 16 + 4) * 4
 
 
-@pytest.mark.parametrize("window", [None, 20])
-def test_nothing_is_kept_where_all_weights_below_are_frozen(window):
-    """No backward comes to free the cache; the context frees those of other layers in the same way."""
-    layer = attention(8, window=window)
-    whole = torch.randn(64, 1, 2, 8)
-    parts = []
-    for segment in segments_of([0, 16, 32, 64]):
-        with layer.segment_context.running(segment, keeps_for_backward=True):
-            parts.append(layer(*[whole[segment.start : segment.end]] * 3))
-    layer.segment_context.assert_empty()
-    assert torch.allclose(torch.cat(parts), layer(whole, whole, whole), atol=1e-6)
-
-
-def test_a_batch_that_was_not_cut_is_an_error():
-    query = torch.randn(64, 1, 2, 8)
-    layer = attention(8)
-    context = layer.segment_context
-    running = context.running(segments_of([0, 32, 64])[0], keeps_for_backward=True)
-    with running, pytest.raises(AssertionError, match="64 tokens for a segment of 32"):
+@pytest.mark.parametrize(
+    "segment, length, message",
+    [
+        (segments_of([0, 32, 64])[0], 64, "64 tokens for a segment of 32"),
+        (segments_of([0, 8], ((0,), (0, 3)))[0], 8, "1 sequences for a micro-batch of 2.*--micro-batch-size 1"),
+    ],
+    ids=["not cut", "flattened"],
+)
+def test_a_batch_of_another_shape_is_an_error(segment, length, message):
+    query, layer = torch.randn(length, 1, 2, 8), attention(8)
+    running = layer.segment_context.running(segment, keeps_for_backward=True)
+    with running, pytest.raises(AssertionError, match=message):
         layer(query, query, query)
 
 
@@ -63,5 +165,104 @@ def test_attention_runs_few_kernels_beside_its_own():
     assert moved_by_attention([16] * 4).kernels == 4 * 2 + (2 + 2 * 2) + 3 * 2
     # Documents that end with their segment leave no gradients for earlier ones, others only in what they have of them.
     assert moved_by_attention([16] * 4, ((0, 16, 32, 48),)).kernels == 4 * 2
-    within_two, whole = (moved_by_attention([16] * 4, (starts,)).bytes for starts in ((0, 40), (0,)))
-    assert within_two < whole
+    within_two, of_all = (moved_by_attention([16] * 4, (starts,)).bytes for starts in ((0, 40), (0,)))
+    assert within_two < of_all
+
+
+class Counted(Unfused):
+    """Counts its forwards in `calls`, which a test sets to an empty list."""
+
+    def forward(self, *tensors):
+        self.calls.append(1)
+        return super().forward(*tensors)
+
+
+def counted_layer(dropout=0.0, keeps=True):
+    Counted.calls = []
+    layer = attention(8, Counted, dropout)
+    layer.segment_context.kept_attention = {} if keeps else None
+    return layer
+
+
+@pytest.mark.parametrize("documents", [None, ((0, 9, 21), (0, 20))], ids=["whole", "documents"])
+@pytest.mark.parametrize("lengths", [(20, 3, 17), (40,)], ids=str)
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("keeps, runs", [(True, 1), (False, 2)], ids=["kept", "again"])
+def test_recomputed_gradients_are_bitwise_equal(keeps, runs, dropout, lengths, documents):
+    """Recomputation repeats masks, and kernels unless attention is kept."""
+    *tensors, grad = inputs(40, (2, 4, 2, 8, 8))
+    segments = of_lengths(lengths, documents)
+    results, calls, states = [], [], []
+    for recompute in (False, True):
+        layer = counted_layer(dropout, keeps)
+        torch.manual_seed(5)
+        results.append(run(layer, tensors, grad, segments, recompute))
+        calls.append(len(Counted.calls))
+        states.append(torch.get_rng_state())
+    assert calls[1] == runs * calls[0] >= runs * len(segments)
+    assert all(map(torch.equal, *results))
+    # Later dropout of the layer repeats the masks of the first forward.
+    assert torch.equal(*states)
+
+
+def test_what_is_kept_is_freed_by_the_backward_or_a_failure():
+    layer = counted_layer()
+    context = layer.segment_context
+    *tensors, grad = inputs(40, (1, 2, 2, 8, 8))
+    (segment,) = segments_of([0, 40])
+    gc.disable()
+    try:
+        with context.running(segment, keeps_for_backward=True):
+            with torch.no_grad():
+                left = weakref.ref(layer(*tensors).untyped_storage())
+            output = layer(*(x.requires_grad_() for x in tensors))
+            assert output.untyped_storage() is left()
+            output.backward(grad)
+            del output
+            assert left() is None
+            context.assert_empty()
+            with torch.no_grad():
+                layer(*tensors)
+    finally:
+        gc.enable()
+    with pytest.raises(AssertionError, match="1 forwards was kept and not used"):
+        context.assert_empty()
+    context.clear()
+    context.assert_empty()
+
+
+class Moved(Attended):
+    """Its last segment moves."""
+
+    def forward(self) -> None:
+        self.memory = self.layer.segment_context.host_memory
+        with self.memory.keeping("unit"):
+            super().forward()
+        self.memory.offload("unit", nullcontext())
+
+    def backward(self) -> None:
+        self.memory.reload("unit", nullcontext())
+        self.memory.wait("unit")
+        super().backward()
+
+
+# Tokens that are kept: all, or, where they are computed again, a window of each segment.
+@pytest.mark.parametrize("window, kept", [(None, (150, 150)), (20, (150, 60))], ids=["prefix", "window"])
+@pytest.mark.parametrize("recompute, keeps", [(False, False), (True, False), (True, True)], ids=["", "again", "kept"])
+def test_a_cache_leaves_and_comes_back(monkeypatch, window, kept, recompute, keeps):
+    """Caches, and kept attention, go to the memory of the host with the unit of the last segment."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    monkeypatch.setattr(host_memory, "SMALLEST", 1)
+    *tensors, grad = inputs(LENGTH, (BATCH, HEADS, GROUPS, SIZE, SIZE))
+    of_token, log_sum_exp = 2 * BATCH * GROUPS * SIZE * 8, BATCH * HEADS * 8  # bytes, in fp64
+    found = []
+    for kind in (Attended, Moved):
+        sequence = kind(attention(SIZE, window=window), tensors, grad, of_lengths((60, 40, 50)), recompute)
+        sequence.layer.segment_context.kept_attention = {} if keeps else None
+        sequence.forward()
+        if kind is Moved:
+            of_kernels = 0 if recompute and not keeps else log_sum_exp * LENGTH
+            assert sequence.memory.num_bytes == of_token * kept[recompute] + of_kernels
+        sequence.backward()
+        found.append([torch.cat(sequence.outputs), *(x.grad for part in sequence.parts for x in part)])
+    assert all(map(torch.equal, *found))

@@ -1,12 +1,18 @@
-"""Every kernel that runs on a CPU against plain softmax attention in fp64, by segments."""
+"""Every kernel that runs on a CPU against plain softmax attention in fp64, by segments, with dropout, on parts."""
+
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from megatron.seq1f1b.model import attention as attention_module
 from megatron.seq1f1b.model import kv_cache
+from megatron.seq1f1b.model.kernels import AttentionRule, Saved, WithSink, on_parts
 from megatron.seq1f1b.model.kernels.adapted import Padded
 from megatron.seq1f1b.model.kernels.flash import CpuFlash
 from megatron.seq1f1b.model.kernels.unfused import Unfused
+from megatron.seq1f1b.model.segment import Segment
 from support.segments import HEADS, attention, expected, inputs, run, segments_of, worst_error
 
 KERNELS = {
@@ -70,3 +76,114 @@ def test_errors_in_bf16_do_not_grow_with_the_number_of_segments(monkeypatch):
     added = kv_cache._added
     monkeypatch.setattr(kv_cache, "_added", lambda *grads: added(*grads).to(torch.bfloat16))
     assert all(many > 1.5 * one for many, one in zip(rms_errors(32)[1:], whole[1:], strict=True))
+
+
+LENGTH, BATCH, SIZE = 24, 2, 8
+BOUNDS = [0, 7, 18, 24]
+DROPPING = {"one block": Unfused, "small blocks": lambda rule: Unfused(rule, scores_at_once=600)}
+
+
+def some_inputs():
+    torch.manual_seed(1)
+    return inputs(LENGTH, (BATCH, 4, 2, SIZE, SIZE))
+
+
+def step(layer, seed, tensors=None):
+    """Output and gradients of all segments, whose masks come from `seed`."""
+    *tensors, grad = tensors or some_inputs()
+    torch.manual_seed(seed)
+    return run(layer, tensors, grad, segments_of(BOUNDS))
+
+
+def masks(layer, seed):
+    """[b, h, s, t]: where weights stay. Values that are unit vectors bring every dropped weight to the output."""
+    query, key, *_ = some_inputs()
+    units = torch.eye(LENGTH, dtype=query.dtype)[:, None, None].expand(LENGTH, BATCH, 2, LENGTH)
+    grad = torch.zeros(LENGTH, BATCH, 4 * LENGTH, dtype=query.dtype)
+    weights, *_ = step(layer, seed, tensors=(query, key, units, grad))
+    return weights.unflatten(2, (4, LENGTH)).permute(1, 2, 0, 3) != 0
+
+
+@pytest.mark.parametrize("kernel_of", DROPPING.values(), ids=DROPPING)
+def test_dropout_has_the_same_masks_forward_and_backward(kernel_of):
+    layer = attention(SIZE, kernel_of, 0.3)
+    kept = masks(layer, seed=5)
+    seen = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+    assert not (kept & ~seen).any()
+    assert kept[..., seen].double().mean() == pytest.approx(0.7, abs=0.05)
+
+    references = expected(*some_inputs(), mask=kept.double() / 0.7)
+    for result, reference in zip(step(layer, seed=5), references, strict=True):
+        torch.testing.assert_close(result, reference, rtol=0, atol=1e-13)
+
+
+def test_segments_have_masks_of_their_own():
+    kept = masks(attention(SIZE, Unfused, 0.5), seed=3)
+    heads = kept[..., 18:24, :18].flatten(0, 1)
+    assert all(not torch.equal(a, b) for i, a in enumerate(heads) for b in heads[:i])
+    assert not torch.equal(kept[..., 7:13, :7], kept[..., 18:24, :7])
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_random_numbers_are_those_of_megatrons_tracker(monkeypatch, sequence_parallel):
+    """With sequence parallelism the whole layer runs on the tracker's state already, and Megatron does not fork. An
+    evaluation drops nothing."""
+    forks = []
+
+    @contextmanager
+    def fork():
+        forks.append(1)
+        yield
+
+    monkeypatch.setattr(attention_module, "get_cuda_rng_tracker", lambda: SimpleNamespace(fork=fork))
+    layer = attention(SIZE, None, 0.4, sequence_parallel)
+    step(layer, 7)
+    assert torch.equal(step(layer.eval(), 7)[0], step(attention(SIZE), 8)[0])
+    assert len(forks) == (0 if sequence_parallel else len(BOUNDS) - 1)
+
+
+def test_the_host_does_not_read_a_seed_from_the_device(monkeypatch):
+    """It would wait for a GPU, in every layer of every unit."""
+    layer, tensors = attention(SIZE, Unfused, 0.4), some_inputs()
+    monkeypatch.setattr(torch.Tensor, "__int__", lambda tensor: pytest.fail("read"))
+    monkeypatch.setattr(torch.Tensor, "item", lambda tensor: pytest.fail("read"))
+    step(layer, 1, tensors=tensors)
+
+
+QUERIES = 24
+RUNS = [((0, 6), (18, 24)), ((6, 12), (12, 18))]
+RULE, SINK = AttentionRule(0.3), torch.randn(2, dtype=torch.float64)
+OF_PARTS = {
+    "plain": (Unfused(RULE), None),
+    "window": (Unfused(AttentionRule(0.3, window=5)), None),
+    "sink": (WithSink(Unfused(RULE), SINK), None),
+    "documents": (Unfused(RULE), ((0, 9, 30), (0, 4, 11))),
+}
+
+
+@pytest.mark.parametrize("prefix", [0, 13])
+@pytest.mark.parametrize("kind", OF_PARTS)
+def test_parts_of_queries_give_parts_of_output_and_gradients(kind, prefix):
+    """Context-parallel ranks that have some of the queries each together compute what one with all does."""
+    own, documents = OF_PARTS[kind]
+    segment = Segment(0, 0, prefix, prefix + QUERIES, prefix + QUERIES, documents)
+    query = torch.randn(QUERIES, 2, 2, SIZE, dtype=torch.float64)
+    key, value = torch.randn(2, prefix + QUERIES, 2, 1, SIZE, dtype=torch.float64)
+    grad = torch.randn(QUERIES, 2, 2, SIZE, dtype=torch.float64)
+
+    def attend(runs):
+        """Output and gradients of the queries in `runs`, and which these are."""
+        mine = torch.cat([torch.arange(start, end) for start, end in runs])
+        kernel = on_parts(own, segment, None, runs, query)
+        output, statistics = kernel.forward(query[mine], key, value)
+        return mine, output, kernel.backward(grad[mine], Saved(query[mine], key, value, output, statistics))
+
+    _, output, whole = attend([(0, QUERIES)])
+    summed = []
+    for mine, got, grads in map(attend, RUNS):
+        torch.testing.assert_close(got, output[mine])
+        torch.testing.assert_close(grads.query, whole.query[mine])
+        summed.append(grads[1:])
+    for parts, wanted in zip(zip(*summed, strict=True), whole[1:], strict=True):
+        if wanted is not None:
+            torch.testing.assert_close(sum(parts), wanted)
