@@ -12,22 +12,17 @@ def model_shape(settings: Mapping[str, Any]) -> ModelShape:
     """The sizes that decide what a segment costs."""
     sizes: dict[str, Any] = {}
     if settings.get("multi_latent_attention"):
-        sizes["latent"] = LatentAttention(
-            query_rank=settings["q_lora_rank"] or 0,
-            kv_rank=settings["kv_lora_rank"],
-            head_dim=settings["qk_head_dim"],
-            rotary_head_dim=settings["qk_pos_emb_head_dim"],
-            value_head_dim=settings["v_head_dim"],
-        )
+        names = "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"
+        sizes["latent"] = LatentAttention(settings["q_lora_rank"] or 0, *(settings[name] for name in names))
     if settings.get("num_experts"):
         each = settings["moe_layer_freq"]
-        sizes["experts"] = Experts(
-            total=settings["num_experts"],
-            active=settings["moe_router_topk"],
-            ffn_hidden_size=settings["moe_ffn_hidden_size"] or settings["ffn_hidden_size"],
-            shared_ffn_hidden_size=settings["moe_shared_expert_intermediate_size"] or 0,
-        )
         sizes["expert_layers"] = _chosen(settings, each, lambda layer: layer % each == 0)
+        sizes["experts"] = Experts(
+            settings["num_experts"],
+            settings["moe_router_topk"],
+            settings["moe_ffn_hidden_size"] or settings["ffn_hidden_size"],
+            settings["moe_shared_expert_intermediate_size"] or 0,
+        )
     window, skipped = settings.get("window_size"), settings.get("window_attn_skip_freq")
     if window and window[0] >= 0:
         sizes["window"] = window[0]
@@ -61,21 +56,13 @@ def _chosen(settings: Mapping[str, Any], flags: Any, usual: Callable[[int], bool
 def _hybrid(pattern: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {"pattern": pattern}
     if "G" in pattern:
-        found["delta_net"] = DeltaNet(
-            key_heads=settings["linear_num_key_heads"],
-            value_heads=settings["linear_num_value_heads"],
-            key_head_dim=settings["linear_key_head_dim"],
-            value_head_dim=settings["linear_value_head_dim"],
-            convolution=settings.get("linear_conv_kernel_dim") or 4,
-        )
+        names = "num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim"
+        columns = settings.get("linear_conv_kernel_dim") or 4
+        found["delta_net"] = DeltaNet(*(settings[f"linear_{name}"] for name in names), convolution=columns)
     if "M" in pattern:
         head = settings["mamba_head_dim"]
-        found["mamba"] = Mamba(
-            heads=settings["mamba_num_heads"] or 2 * settings["hidden_size"] // head,  # Megatron expands by 2
-            head_dim=head,
-            groups=settings["mamba_num_groups"],
-            state_dim=settings["mamba_state_dim"],
-        )
+        heads = settings["mamba_num_heads"] or 2 * settings["hidden_size"] // head  # Megatron expands by 2
+        found["mamba"] = Mamba(heads, head, settings["mamba_num_groups"], settings["mamba_state_dim"])
     return found
 
 

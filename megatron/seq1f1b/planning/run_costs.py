@@ -107,7 +107,6 @@ class RunCosts:
         """The number of the shortest step that fits; where nothing fits, that of the least memory. The search ends
         where the overhead of actions makes steps longer. Raises ValueError if the sequence cannot be cut at all."""
         found: dict[int, Forecast] = {}
-        fitting: dict[int, Forecast] = {}
         least = max(1 if self.is_measured else _SAFE_LENGTH, self.full_speed_rows)  # tokens on average
         most = max(1, self.run.sequence_length // least)
         for count in (count for count in _CANDIDATES if count <= most):
@@ -118,13 +117,12 @@ class RunCosts:
                     raise
                 break
             found[count] = self.forecast(schedule, lengths)
-            fitting = {number: each for number, each in found.items() if self._fits(each)}
             seconds = [inf, *(each.seconds for each in found.values())]
-            if fitting and seconds[-1] > seconds[-2] > min(seconds):
+            if seconds[-1] > seconds[-2] > min(seconds) and any(map(self._fits, found.values())):
                 break
-        if fitting:
-            return min(fitting, key=lambda number: fitting[number].seconds)
-        return min(found, key=lambda number: found[number].total_bytes)
+        fitting = {number: each.seconds for number, each in found.items() if self._fits(each)}
+        wanted = fitting or {number: each.total_bytes for number, each in found.items()}
+        return min(wanted, key=wanted.__getitem__)
 
     def least_offload(self, schedule: ScheduleChoice, lengths: Sequence[int]) -> float:
         def fits(sixteenths: int) -> bool:

@@ -1,7 +1,16 @@
 """The sizes of a model that decide what a segment costs."""
 
 from dataclasses import dataclass, fields
-from functools import cached_property
+from typing import Any
+
+
+def hash_once(self: Any) -> int:
+    """The `__hash__` of a frozen dataclass that is a key of caches."""
+    values: dict[str, Any] = vars(self)
+    if "_hash" not in values:
+        values["_hash"] = hash(tuple(values[each.name] for each in fields(self)))
+    found: int = values["_hash"]
+    return found
 
 
 @dataclass(frozen=True)
@@ -85,12 +94,7 @@ class ModelShape:
     learned_positions: int = 0  # with an embedding each; 0: positions are rotary
     has_qk_norms: bool = False  # each head of queries and of keys has a norm
 
-    def __hash__(self) -> int:
-        return self._hash
-
-    @cached_property
-    def _hash(self) -> int:  # models are keys of all caches
-        return hash(tuple(vars(self)[each.name] for each in fields(self)))
+    __hash__ = hash_once
 
     def blocks(self, layer: int) -> str:
         """The blocks of layer number `layer`, by the symbols of `pattern`."""

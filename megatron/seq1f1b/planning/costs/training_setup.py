@@ -1,6 +1,6 @@
 """What a training step computes, and on how many ranks. Its time and memory follow from this and a machine."""
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from typing import ClassVar, NamedTuple
@@ -8,7 +8,7 @@ from typing import ClassVar, NamedTuple
 from ...partition import even
 from ...schedule import Placement, ScheduleChoice, Shape
 from .blocks import BYTES, Block, blocks_of, layer_kinds, layer_parameters
-from .model_shape import ModelShape
+from .model_shape import ModelShape, hash_once
 from .operations import Group
 
 # What the backward computes again, besides nothing: whole layers, layers without attention, Megatron's modules.
@@ -100,12 +100,7 @@ class TrainingSetup:
                 f"recompute={self.recompute!r}; it is none, {FULL}, {ALL_BUT_ATTENTION} or words of {' '.join(MODULES)}"
             )
 
-    def __hash__(self) -> int:
-        return self._hash
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash(tuple(vars(self)[each.name] for each in fields(self)))
+    __hash__ = hash_once
 
     @property
     def shape(self) -> Shape:
