@@ -56,9 +56,13 @@ def _chosen(settings: Mapping[str, Any], flags: Any, usual: Callable[[int], bool
 def _hybrid(pattern: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {"pattern": pattern}
     if "G" in pattern:
-        names = "num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim"
-        columns = settings.get("linear_conv_kernel_dim") or 4
-        found["delta_net"] = DeltaNet(*(settings[f"linear_{name}"] for name in names), convolution=columns)
+        found["delta_net"] = DeltaNet(
+            settings["linear_num_key_heads"],
+            settings["linear_num_value_heads"],
+            settings["linear_key_head_dim"],
+            settings["linear_value_head_dim"],
+            settings.get("linear_conv_kernel_dim") or 4,
+        )
     if "M" in pattern:
         head = settings["mamba_head_dim"]
         heads = settings["mamba_num_heads"] or 2 * settings["hidden_size"] // head  # Megatron expands by 2

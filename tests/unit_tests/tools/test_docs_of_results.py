@@ -58,25 +58,18 @@ def test_what_pytorchs_allocator_holds_back():
         assert max(abs(allocator.error(row, constants)) for row in rows if row.log == log) < 0.15
 
 
-def test_the_claim_of_seq1f1b():
-    written = (DOCS / "results.md").read_text(encoding="utf-8")
-    assert all(line in written for line in headlines.thirty_billion_at_64k())
+def test_30b_fits_by_segments_only_and_the_page_has_it():
+    written, lines = (DOCS / "results.md").read_text(encoding="utf-8"), [*headlines.thirty_billion_at_64k()]
+    assert all(line in written for line in lines)
+    verdicts = {row.split(" | ")[0].strip("| "): row for row in lines[2:]}
+    assert all("out of memory" in verdicts[method] for method in ("1F1B", "1F1B-I"))
+    assert all("tokens/s" in verdicts[method] for method in ("Seq1F1B", "Seq1F1B-I of 2 chunks"))
 
 
 def test_the_page_of_results_has_a_part_for_each_section():
     *_, gains = written = sections_of((DOCS / "results.md").read_text(encoding="utf-8"))
     assert len(written) == len(SECTIONS) and gains == SECTIONS["gains"](None)
-
-
-def test_sections_end_where_the_next_begins():
     assert sections_of("# A\n\ntext\n\n## B\n\n### C\nb\n\n## D\nd\n") == ["## B\n\n### C\nb\n", "## D\nd\n"]
-
-
-def test_30b_fits_by_segments_only():
-    rows = list(headlines.thirty_billion_at_64k())[2:]
-    verdicts = {row.split(" | ")[0].strip("| "): row for row in rows}
-    assert all("out of memory" in verdicts[method] for method in ("1F1B", "1F1B-I"))
-    assert all("tokens/s" in verdicts[method] for method in ("Seq1F1B", "Seq1F1B-I of 2 chunks"))
 
 
 def test_the_derivation_sets_the_methods_side_by_side():

@@ -23,11 +23,17 @@ def test_no_action_runs_earlier_than_with_overlapped_messages(family, shape):
     assert blocking.makespan >= free.makespan - 1e-9
 
 
-def test_one_rank_waits_for_the_slow_exchange_of_its_neighbours():
-    """Two ranks, one micro-batch: forward, message, forward and backward, message, backward."""
+@pytest.mark.parametrize(
+    "kinds, w, ends",
+    [((Kind.F, Kind.B), 1, [7, 4.5]), ((Kind.F, Kind.I, Kind.W), 0.25, [5.25, 3.75])],
+    ids=["B", "IW"],
+)
+def test_one_rank_waits_for_the_messages_of_the_other(kinds, w, ends):
+    """Forward, message, forward and backward, message, backward; a W runs beside the message before it."""
     shape = Shape(Placement(2), 1)
-    costs = Costs.uniform(shape, f=1, i=1, w=1, message=0.5)
-    assert execute_blocking(build("1f1b", shape), costs).makespan == pytest.approx(1 + 0.5 + 1 + 2 + 0.5 + 2)
+    schedule = Schedule(shape, tuple(tuple(Action(kind, stage, 0, 0) for kind in kinds) for stage in range(2)))
+    timeline = execute_blocking(schedule, Costs.uniform(shape, f=1, i=1, w=w, message=0.5))
+    assert [spans[-1].end for spans in timeline.ranks] == ends
 
 
 @pytest.mark.parametrize(("ranks", "chunks"), [(4, 2), (4, 4), (8, 2)])
@@ -46,13 +52,3 @@ def test_a_schedule_that_needs_messages_ahead_is_refused():
     shape = Shape(Placement(4, 2), 5)
     with pytest.raises(ValueError, match="ranks that wait for every message cannot run this schedule to its end"):
         execute_blocking(build("1f1b", shape), Costs.uniform(shape))
-
-
-def test_a_w_runs_while_the_message_before_it_travels():
-    """Forward, message, forward and I, message beside the W, I and W."""
-    shape = Shape(Placement(2), 1)
-    ranks = tuple(tuple(Action(kind, stage, 0, 0) for kind in (Kind.F, Kind.I, Kind.W)) for stage in range(2))
-    timeline = execute_blocking(Schedule(shape, ranks), Costs.uniform(shape, f=1, i=1, w=0.25, message=0.5))
-    assert timeline.makespan == pytest.approx(1 + 0.5 + 1 + 1 + 0.5 + 1 + 0.25)
-    last = timeline.ranks[1][-1]
-    assert (last.action.kind, last.start, last.end) == (Kind.W, 3.5, 3.75)

@@ -66,20 +66,18 @@ def test_a_prediction_runs_on_a_laptop():
     assert "7B, 131072 tokens, 8 micro-batches, 1F1B" in run.stdout and "out of memory" in run.stdout
 
 
-def test_without_slurm_a_launcher_says_what_it_needs():
-    run = launcher()
-    assert run.returncode == 1 and "sbatch" in run.stderr
-
-
-def test_a_list_of_runs_that_fails_ends_the_launcher(tmp_path):
-    run = launcher("--dry-run", PYTHON="false", LOGS=str(tmp_path))
-    assert run.returncode == 1, run.stdout
-
-
-def test_a_pattern_that_no_run_matches_is_refused(tmp_path):
-    run = launcher("--dry-run", "7c", LOGS=str(tmp_path))
-    assert (run.returncode, run.stdout) == (1, "")
-    assert run.stderr.startswith("error: no run of seq1f1b_7b matches 7c; ")
+@pytest.mark.parametrize(
+    "arguments, settings, words",
+    [
+        ((), {}, "sbatch"),
+        (("--dry-run",), {"PYTHON": "false"}, ""),
+        (("--dry-run", "7c"), {}, "error: no run of seq1f1b_7b matches 7c; "),
+    ],
+    ids=["no Slurm", "no list of runs", "no such run"],
+)
+def test_a_launcher_that_cannot_run_ends(tmp_path, arguments, settings, words):
+    run = launcher(*arguments, LOGS=str(tmp_path), **settings)
+    assert (run.returncode, run.stdout) == (1, "") and words in run.stderr
 
 
 def test_the_logs_of_a_job_join_the_table(tmp_path):

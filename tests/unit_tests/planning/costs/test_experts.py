@@ -16,15 +16,8 @@ from megatron.seq1f1b.planning.costs.training_setup import TrainingSetup
 from megatron.seq1f1b.schedule import Placement, build
 
 MACHINE = read_machine("h100-80gb")
-SETUP = TrainingSetup(
-    preset("mixtral-8x7b"),
-    sequence_length=8192,
-    num_microbatches=4,
-    expert_parallel=8,
-    data_parallel=8,
-    placement=Placement(4),
-    distributed_optimizer=True,
-)
+SIZES = {"expert_parallel": 8, "data_parallel": 8, "placement": Placement(4), "distributed_optimizer": True}
+SETUP = TrainingSetup(preset("mixtral-8x7b"), 8192, 4, **SIZES)
 
 
 @pytest.mark.parametrize(

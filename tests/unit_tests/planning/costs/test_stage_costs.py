@@ -17,10 +17,9 @@ from megatron.seq1f1b.planning.costs.stage_costs import (
     bottleneck_time,
 )
 from megatron.seq1f1b.runtime.interpreter import Programs
-from megatron.seq1f1b.schedule import Kind, Placement, ScheduleChoice, Shape, build, lower_rank, peak_memory, simulate
+from megatron.seq1f1b.schedule import Kind, Placement, ScheduleChoice, Shape, build, lower_rank
 
 GPT_7B = ModelShape(32, 4096, 16384, 32, 128, 32768)
-# Every operation at one FLOP or element a second: costs are counts.
 # Seconds are FLOPs, and elements of the embedding.
 COUNT = Device("count", 1, 1, 2, 1, 1, 1, 1, 1, 0)
 
@@ -63,19 +62,17 @@ def test_attention_counts_the_pairs_that_the_mask_leaves():
     assert cost.total(40, 100) == pytest.approx(cost.forward(40, 100) + cost.backward(40, 100))
 
 
-def test_embedding_is_on_the_first_stage_and_head_on_the_last():
-    first, middle, last = analytic_costs(replace(GPT_7B, num_layers=6), [2, 2, 2], COUNT)
-    assert first.forward(0, 10) - middle.forward(0, 10) == pytest.approx(10 * 2 * 4096)
-    assert last.forward(0, 10) - middle.forward(0, 10) == pytest.approx(10 * 2 * 4096 * 32768)
-
-
-def test_recomputation_repeats_the_layers_but_not_the_head():
-    one_layer = replace(GPT_7B, num_layers=1)
-    kinds = ("none", "full", "all but attention")
-    (plain,), (recomputing,), (keeping,) = (analytic_costs(one_layer, [1], COUNT, recompute) for recompute in kinds)
+def test_recomputation_repeats_the_layers_but_not_the_ends():
+    plain, recomputing, keeping = (
+        analytic_costs(replace(GPT_7B, num_layers=3), [1, 1, 1], COUNT, recompute)
+        for recompute in ("none", "full", "all but attention")
+    )
+    first, middle, last = (cost.forward(0, 10) for cost in plain)
+    assert (first - middle, last - middle) == (10 * 2 * 4096, 10 * 2 * 4096 * 32768)
     attention = 4 * 4096 * 10 * 11 / 2
-    assert recomputing.backward(0, 10) - plain.backward(0, 10) == 10 * 24 * 4096**2 + attention
-    assert keeping.backward(0, 10) - plain.backward(0, 10) == 10 * 24 * 4096**2
+    for stage in range(3):
+        again, kept = (costs[stage].backward(0, 10) - plain[stage].backward(0, 10) for costs in (recomputing, keeping))
+        assert (again, kept) == (10 * 24 * 4096**2 + attention, 10 * 24 * 4096**2)
 
 
 def test_short_segments_are_slow_on_a_cpu():
@@ -128,15 +125,10 @@ def test_recurrent_layers_have_no_part_per_pair():
 
 
 def test_each_prediction_head_costs_the_last_stage():
-    plain, more = (
-        analytic_costs(replace(MODEL, prediction_depth=depth), (4, 4), replace(A100, kernel_latency=0.0))
-        for depth in (0, 2)
-    )
+    plain, more = (analytic_costs(replace(MODEL, prediction_depth=depth), (4, 4), COUNT) for depth in (0, 2))
     assert more[0] == plain[0]
-    layer = analytic_costs(replace(MODEL, num_layers=2), (1, 1), replace(A100, kernel_latency=0.0))[1].forward(
-        1000, 3000
-    )
-    joined = 2 * 2000 * 4 * MODEL.hidden_size**2 / (A100.peak_flops * A100.matmul_efficiency)
+    layer = analytic_costs(replace(MODEL, num_layers=2), (1, 1), COUNT)[1].forward(1000, 3000)
+    joined = 2 * 2000 * 4 * MODEL.hidden_size**2
     assert more[1].forward(1000, 3000) == pytest.approx(plain[1].forward(1000, 3000) + 2 * layer + joined)
 
 
@@ -170,9 +162,6 @@ def test_only_auto_plans_for_the_costs():
         assert [*plan.program(shape, lengths, rank, forward_only=False).actions] == lower_rank(
             build("auto", shape, costs), rank, one_queue=True
         )
-    planned, named = build("auto", shape, costs), build("zb-h1", shape)
-    assert simulate(planned, costs).makespan < simulate(named, costs).makespan
-    assert max(peak_memory(planned, costs)) <= max(peak_memory(build("1f1b", shape), costs))
 
     def refuse(lengths):
         raise AssertionError("asked for")

@@ -51,18 +51,9 @@ def test_weight_gradients_need_32_bytes_a_token_and_hidden_unit():
 def test_weight_gradients_apart_hold_what_a_rehearsal_counts():
     """16 layers of 4096 on 8 GPUs with sequence parallelism, where output gradients of blocks are whole: activations of
     both pipeline ranks, and all, in GiB."""
-    setup = TrainingSetup(
-        replace(preset("7b"), num_layers=16),
-        32768,
-        4,
-        tensor_parallel=4,
-        placement=Placement(2),
-        family="zb-h1",
-        sequence_parallel=True,
-        distributed_optimizer=True,
-        segments=(8192,) * 4,
-        keeps_logits=True,
-    )
+    sizes = {"tensor_parallel": 4, "placement": Placement(2), "segments": (8192,) * 4, "family": "zb-h1"}
+    flags = dict.fromkeys(("sequence_parallel", "distributed_optimizer", "keeps_logits"), True)
+    setup = TrainingSetup(replace(preset("7b"), num_layers=16), 32768, 4, **sizes, **flags)
     schedule = build("zb-h1", setup.shape)
     memory = [rank_memory(setup, schedule.ranks[rank], rank) for rank in (0, 1)]
     assert [each.activations / GIB for each in memory] == pytest.approx([10.03, 11.05], rel=0.03)
@@ -87,28 +78,17 @@ def test_recomputation_holds_one_layer_more():
     of_attention = 4 / 8 + 4 * 64 / 8 / WHOLE.model.hidden_size
     for recompute, segments, less in (("full", 1, 0), ("full", 4, 4 / 8), (ALL_BUT_ATTENTION, 1, of_attention - 2 / 8)):
         again = replace(SHARED, recompute=recompute, segments=(LENGTH // segments,) * segments)
-        more = backward_working(again, again.stages[0], 0, LENGTH) - backward_working(
-            SHARED, SHARED.stages[0], 0, LENGTH
-        )
+        working, plain = (backward_working(each, each.stages[0], 0, LENGTH) for each in (again, SHARED))
         stays = 4 * 2 / 8 + 16 / 8 + 4 / 8 + of_attention
-        assert more == pytest.approx((stays - less) * UNIT)
+        assert working - plain == pytest.approx((stays - less) * UNIT)
 
 
 LLAMA = preset("llama3-70b")
 
 
 def in_pieces(length: int, segments: int, family: str = "1f1b") -> TrainingSetup:
-    return TrainingSetup(
-        LLAMA,
-        length,
-        2,
-        tensor_parallel=8,
-        sequence_parallel=True,
-        placement=Placement(4),
-        family=family,
-        segments=(length // segments,) * segments,
-        recompute="full",
-    )
+    sizes = {"tensor_parallel": 8, "placement": Placement(4), "segments": (length // segments,) * segments}
+    return TrainingSetup(LLAMA, length, 2, sequence_parallel=True, family=family, recompute="full", **sizes)
 
 
 def test_pieces_are_those_of_the_model_and_few_logits_are_kept():

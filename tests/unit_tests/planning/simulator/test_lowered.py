@@ -6,18 +6,7 @@ from itertools import pairwise
 import pytest
 
 from megatron.seq1f1b.planning.simulator.lowered import execute_lowered
-from megatron.seq1f1b.schedule import (
-    MOVE_KINDS,
-    Costs,
-    Kind,
-    Placement,
-    Schedule,
-    Shape,
-    build,
-    lower,
-    moved,
-    simulate,
-)
+from megatron.seq1f1b.schedule import MOVE_KINDS, Costs, Kind, Placement, Schedule, Shape, build, lower, moved, simulate
 
 SHAPE = Shape(Placement(2), 3)
 

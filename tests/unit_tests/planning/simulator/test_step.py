@@ -14,15 +14,8 @@ from megatron.seq1f1b.schedule import FAMILIES, Costs, Placement, Shape, build, 
 
 MACHINE = read_machine("a100-80gb")
 MODEL = ModelShape(32, 4096, 16384, 32, 128, 32768)
-SETUP = TrainingSetup(
-    MODEL,
-    sequence_length=32768,
-    num_microbatches=8,
-    tensor_parallel=8,
-    placement=Placement(4),
-    sequence_parallel=True,
-    distributed_optimizer=True,
-)
+FLAGS = {"sequence_parallel": True, "distributed_optimizer": True}
+SETUP = TrainingSetup(MODEL, 32768, 8, tensor_parallel=8, placement=Placement(4), **FLAGS)
 
 
 def test_segments_take_less_memory_and_leave_a_smaller_bubble():
