@@ -48,7 +48,7 @@ def test_gradients_are_reduced_beside_compute():
     assert spans_of(timeline, Kind.F)[0].start == 1.5
     assert len(spans_of(timeline, Kind.REDUCE)) == len(spans_of(timeline, Kind.GATHER)) == 4
     # Only the last reduction of a rank is not hidden.
-    assert timeline.end <= without.end + 1.5 + 2 * 2.0
+    assert timeline.makespan <= without.makespan + 1.5 + 2 * 2.0
     assert all(list(spans) == sorted(spans, key=lambda span: span.start) for spans in timeline.ranks)
 
 
@@ -62,7 +62,7 @@ def test_copies_run_beside_compute_one_after_the_other(family, chunks, seconds):
     copies = ((seconds,) * 4,) * shape.num_stages
     timeline = execute_lowered(lower(schedule), costs, dict.fromkeys(MOVE_KINDS, copies))
     least = simulate(plain, costs).makespan
-    assert timeline.end == pytest.approx(least) if seconds < 1 else timeline.end > least
+    assert timeline.makespan == pytest.approx(least) if seconds < 1 else timeline.makespan > least
     for order, spans in zip(schedule.ranks, timeline.ranks, strict=True):
         span_of = {span.action: span for span in spans}
         assert set(span_of) == set(order)
