@@ -82,7 +82,7 @@ def is_on_gpu(settings: Settings) -> bool:
 
 
 def is_on_gpu_here(settings: Settings) -> bool:
-    """Whether this machine has the run's GPUs; False in a rehearsal, since its packages are those of the cluster."""
+    """Whether this machine, with its packages, has the run's GPUs; False in a rehearsal."""
     return is_on_gpu(settings) and not settings.get("dry_run")
 
 

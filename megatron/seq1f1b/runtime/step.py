@@ -142,7 +142,18 @@ class Step:
             self.config.calculate_per_token_loss = False  # Megatron reads it, but only a TransformerConfig has it
         if self.p2p_communicator is not None and pg_collection is None:
             raise ValueError("a p2p_communicator needs its pg_collection")
-        self._refuse_other_messages()
+        is_known = type(self.p2p_communicator) in (type(None), P2PCommunicator)
+        if not is_known or self.adjust_tensor_shapes_fn is not None or self.config.variable_seq_lengths:
+            raise ValueError(
+                "a p2p_communicator of its own kind, adjust_tensor_shapes_fn and variable_seq_lengths change the "
+                "messages between stages, which our schedules fix in advance; run this model with Megatron's own "
+                "schedule"
+            )
+        if self.config.num_microbatches_with_partial_activation_checkpoints is not None:
+            raise ValueError(
+                "num_microbatches_with_partial_activation_checkpoints counts whole micro-batches in flight, but our "
+                "schedules hold segments; unset it, or run this model with Megatron's own schedule"
+            )
         self.groups = pg_collection or _build_default_pg_collection()
         self.pipeline = self.groups.pp if self.p2p_communicator is None else self.p2p_communicator.pp_group
         refuse_waits(self.config, self.pipeline)
@@ -156,20 +167,6 @@ class Step:
     @cached_property
     def shape(self) -> Shape:
         return Shape.of(self.placement, [len(each) for each in self.segments])
-
-    def _refuse_other_messages(self) -> None:
-        is_known = type(self.p2p_communicator) in (type(None), P2PCommunicator)
-        if not is_known or self.adjust_tensor_shapes_fn is not None or self.config.variable_seq_lengths:
-            raise ValueError(
-                "a p2p_communicator of its own kind, adjust_tensor_shapes_fn and variable_seq_lengths change the "
-                "messages between stages, which our schedules fix in advance; run this model with Megatron's own "
-                "schedule"
-            )
-        if self.config.num_microbatches_with_partial_activation_checkpoints is not None:
-            raise ValueError(
-                "num_microbatches_with_partial_activation_checkpoints counts whole micro-batches in flight, but our "
-                "schedules hold segments; unset it, or run this model with Megatron's own schedule"
-            )
 
 
 def refuse_waits(config: Any, pipeline: dist.ProcessGroup) -> None:

@@ -31,9 +31,10 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_LINE = re.compile(r" iteration +(?P<iteration>\d+)/.* elapsed time per iteration \(ms\): (?P<milliseconds>\S+) \|")
-_BATCH = re.compile(r" global batch size: +(\d+) \|")
-_FEW = 8  # with up to this many ranks, the line has the values of all
+_LINE = re.compile(
+    r" iteration +(?P<iteration>\d+)/.* elapsed time per iteration \(ms\): (?P<milliseconds>\S+) \|"
+    r".* global batch size: +(?P<batch>\d+) \|"
+)
 
 
 class TrainingLoop:
@@ -88,14 +89,14 @@ class TrainingLoop:
 
     def print_rank_last(self, upstream: Callable[[str], None], message: str) -> None:
         """Add to the line of an iteration, TensorBoard and wandb; called on all ranks with the same message."""
-        line, batch = _LINE.search(message), _BATCH.search(message)
-        if line is None or batch is None:
+        line = _LINE.search(message)
+        if line is None:
             upstream(message)
             return
         args, executor = self._args(), self._executor()
         recorder = executor and executor.recorder  # of the last training step, by our schedules
         readings = _of_all_stages(recorder.reading()) if recorder else []
-        tokens = self._tokens or int(batch[1]) * args.seq_length
+        tokens = self._tokens or int(line["batch"]) * args.seq_length
         per_second = tokens / (float(line["milliseconds"]) / 1e3) / args.world_size
         values = {"tokens-per-second-per-gpu": per_second}
         unit = "GPU" if torch.device(torch.cuda.current_device()).type == "cuda" else "process"
@@ -206,7 +207,7 @@ def _of_all_stages(reading: Reading) -> list[Reading]:
 
 
 def _few(values: Sequence[float]) -> str:
-    if len(values) <= _FEW:
+    if len(values) <= 8:
         return " ".join(f"{value:.1f}" for value in values)
     return f"{min(values):.1f} to {max(values):.1f}, {sum(values) / len(values):.1f} on average"
 
