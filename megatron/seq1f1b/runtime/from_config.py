@@ -4,7 +4,7 @@ trace."""
 import logging
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache, partial
 from typing import Any
@@ -31,7 +31,7 @@ def training_executor(config: PipelineConfig, args: Namespace, end_of_document: 
         config,
         lambda: args.curr_iteration + 1,
         end_of_document,
-        around_forward=partial(_in_a_v if config.places_chunks_in_a_v else _looped, args),
+        around_forward=partial(_segment_in_a_v if config.places_chunks_in_a_v else segment_of, args),
         timeout=timedelta(minutes=args.distributed_timeout_minutes),
         reports_on_last_rank=True,
     )
@@ -132,7 +132,7 @@ def _tracer(config: PipelineConfig, iteration_now: Callable[[], int]) -> Tracer 
 
 
 @contextmanager
-def sequences_of(args: Namespace, length: int) -> Iterator[None]:
+def segment_of(args: Namespace, stage: int, length: int) -> Iterator[None]:
     """Inside, Megatron's `seq_length` is that of a segment: tensor-parallel ranks without data allocate by it."""
     whole, args.seq_length = args.seq_length, length
     try:
@@ -141,11 +141,7 @@ def sequences_of(args: Namespace, length: int) -> Iterator[None]:
         args.seq_length = whole
 
 
-def _looped(args: Namespace, stage: int, length: int) -> AbstractContextManager[None]:
-    return sequences_of(args, length)
-
-
 @contextmanager
-def _in_a_v(args: Namespace, stage: int, length: int) -> Iterator[None]:
-    with sequences_of(args, length), in_forward_step(stage):
+def _segment_in_a_v(args: Namespace, stage: int, length: int) -> Iterator[None]:
+    with segment_of(args, stage, length), in_forward_step(stage):
         yield

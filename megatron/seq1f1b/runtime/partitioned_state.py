@@ -44,9 +44,12 @@ class Share:
         self.lent: dict[Parameter, tuple[Tensor, Tensor]] = {}
 
     def lend_gradients(self) -> None:
-        """Give a whole gradient, the share and zeros, to parameters with gradients that are also summed over other
-        ranks."""
-        for parameter in filter(_is_summed_elsewhere, self.bucket.params_list):
+        """Give a whole gradient, the share and zeros, to parameters with gradients that are also summed over
+        tensor-parallel ranks, as those of vectors, or over the first and last stage."""
+        marks = ("sequence_parallel", "average_gradients_across_tp_domain", "shared_embedding")
+        for parameter in self.bucket.params_list:
+            if parameter.dim() != 1 and not any(getattr(parameter, mark, False) for mark in marks):
+                continue
             whole = self.gradients.new_zeros(parameter.shape)
             inside, mine = self._overlap(parameter)
             whole.view(-1)[inside] = self.gradients[mine]
@@ -238,8 +241,15 @@ def patches() -> PatchTable:
 
 def patches_of_training_loop() -> PatchTable:
     """Patches with which Megatron's training loop releases the weights that it built, and saves them."""
+
+    def set_up(upstream: Callable, *args: Any, **options: Any) -> Any:
+        chunks, *others = upstream(*args, **options)
+        for chunk in chunks:
+            chunk.partitioned_state.release()
+        return chunks, *others
+
     return (
-        wrapping("megatron.training.training.setup_model_and_optimizer", _released, "leaves whole weights"),
+        wrapping("megatron.training.training.setup_model_and_optimizer", set_up, "leaves whole weights"),
         wrapping("megatron.training.checkpointing.generate_state_dict", _with_weights, "takes weights to be whole"),
     )
 
@@ -255,13 +265,6 @@ def whole(chunks: Iterable[torch.nn.Module]) -> Iterator[None]:
     finally:
         for state in states:
             state.release()
-
-
-def _is_summed_elsewhere(parameter: Parameter) -> bool:
-    """Whether the gradient is also summed over tensor-parallel ranks, as for vectors, or over the first and last
-    stage."""
-    marks = ("sequence_parallel", "average_gradients_across_tp_domain", "shared_embedding")
-    return parameter.dim() == 1 or any(getattr(parameter, mark, False) for mark in marks)
 
 
 def _partitioned(init: Callable, ddp: Any, *args: Any, **options: Any) -> None:
@@ -327,13 +330,6 @@ def _parameters(optimizer: Any) -> Iterator[tuple[Parameter, Tensor, Share, slic
         buffer, _, bucket = optimizer.model_param_gbuf_map[model]
         place = optimizer._get_model_param_range_map(model)["gbuf_local"]
         yield model, main, optimizer.buffers[buffer].buckets[bucket].share, slice(place.start, place.end)
-
-
-def _released(setup: Callable, *args: Any, **options: Any) -> Any:
-    chunks, *others = setup(*args, **options)
-    for chunk in chunks:
-        chunk.partitioned_state.release()
-    return chunks, *others
 
 
 def _with_weights(

@@ -44,7 +44,7 @@ class Repacking(Segmentation):
         read: list[Any] = []
         for batches in step.iterators:
             if batches:  # the data of all model chunks are the same
-                read = [_by_tokens(next(batches)) for _ in range(step.num_microbatches)]
+                read = [next(batches) for _ in range(step.num_microbatches)]
         sample = _sample(read[0]) if read else None
         sequences = [each for batch in read for each in self._sequences(batch, step)]
         lengths = _of_all_replicas(step, list(map(_length, sequences)))
@@ -86,7 +86,8 @@ class Repacking(Segmentation):
         """The sequences of a batch up to their last token with a loss; those without a loss are left out."""
         found = batch
         if isinstance(batch, dict):
-            rows = {name: leaf for name, leaf in batch.items() if name not in BOUNDS}
+            # Without entries of one number per sequence, such as the data set in a blend.
+            rows = {name: leaf for name, leaf in batch.items() if name not in BOUNDS and leaf.dim() > 1}
             starts = document_starts(batch, (step.micro_batch_size, step.seq_length), self.packing.end_of_document)
             found = [
                 {name: leaf[row, start:end] for name, leaf in rows.items()}
@@ -100,14 +101,15 @@ def _sample(batch: Any) -> _Sequence:
     """The entries of a step's batches, by one of them; raises ValueError for one without a part for each sequence."""
     if not isinstance(batch, dict):
         return batch[0]
-    for name, leaf in batch.items():
+    entries = {name: leaf for name, leaf in batch.items() if name in BOUNDS or leaf.dim() > 1}
+    for name, leaf in entries.items():
         if name not in BOUNDS and leaf.shape != batch["tokens"].shape:
             raise ValueError(
                 f"{name} {list(leaf.shape)} in a batch does not go with --unit-tokens, which separates sequences of "
                 f"{list(batch['tokens'].shape)} tokens; drop that entry, an attention_mask by "
                 "--no-create-attention-mask-in-dataloader"
             )
-    return batch
+    return entries
 
 
 def _joined(sample: _Sequence, sequences: Sequence[_Sequence], length: int) -> dict[str, Tensor]:
@@ -129,13 +131,6 @@ def _joined(sample: _Sequence, sequences: Sequence[_Sequence], length: int) -> d
     return batch
 
 
-def _by_tokens(batch: Any) -> Any:
-    """A batch without entries of one number per sequence, such as the data set in a blend."""
-    if not isinstance(batch, dict):
-        return batch
-    return {name: leaf for name, leaf in batch.items() if name in BOUNDS or leaf.dim() > 1}
-
-
 def _length(sequence: _Sequence) -> int:
     return len(next(iter(sequence.values())))
 
@@ -144,8 +139,8 @@ def _trimmed(sequence: _Sequence) -> _Sequence:
     mask = sequence.get("loss_mask")
     if mask is None:
         return sequence
-    last = int(mask.nonzero().max()) if mask.any() else -1
-    return {name: leaf[: last + 1] for name, leaf in sequence.items()}
+    length = int(mask.nonzero().max()) + 1 if mask.any() else 0
+    return {name: leaf[:length] for name, leaf in sequence.items()}
 
 
 def _segments(number: int, pack: Any, lengths: Sequence[int]) -> list[Segment]:

@@ -147,12 +147,7 @@ class Tracer:
 
     @contextmanager
     def step(
-        self,
-        schedule: str,
-        shape: Shape,
-        chunks: Sequence[torch.nn.Module],
-        group: dist.ProcessGroup,
-        lengths: Sequence[int] | None = None,
+        self, schedule: str, shape: Shape, chunks: Sequence[Any], group: Any, lengths: Sequence[int] | None = None
     ) -> Iterator[Recorder]:
         """Record one training step of the model `chunks` of this rank in the pipeline `group`; a chosen iteration with
         collectives and a file, which has the `lengths` of segments that all micro-batches share."""

@@ -78,7 +78,6 @@ def _placement(num_ranks: int | None = None) -> Placement:
 
 
 def _v_shaped(build_chunks: Callable, build_one: Callable, *args: Any, **options: Any) -> list[torch.nn.Module]:
-    """All chunks of a rank; the first argument of Megatron's functions builds one."""
     chunks = build_chunks(partial(_build, build_one), *args, **options)
     weights = tied_embeddings(chunks)
     if weights:  # start with equal values; Megatron does that for two ranks, by an all-reduce
