@@ -11,7 +11,6 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rerun_state_machine import (
     RerunDataIterator,
@@ -74,16 +73,6 @@ def in_a_row(placement: Placement) -> tuple[list[Stage], list[list[torch.Tensor]
 def assert_gradients(chunks: list[Stage], expected: list[list[torch.Tensor]]) -> None:
     for chunk, grads in zip(chunks, expected, strict=True):
         assert all(map(torch.allclose, gradients(chunk), grads))
-
-
-@on_ranks(2)
-def test_what_groups_and_data_do_not_fit_is_refused():
-    model = stage()
-    other = type("Other", (P2PCommunicator,), {})
-    with pytest.raises(ValueError, match="pg_collection"):
-        run(executor(), model, p2p_communicator=P2PCommunicator(dist.group.WORLD, model.config))
-    with pytest.raises(ValueError, match="p2p_communicator"):
-        run(executor(), model, p2p_communicator=other(dist.group.WORLD, model.config), pg_collection=groups())
 
 
 @on_ranks(2)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from support.launch import PRETRAIN, ROOT, TINY_GPT, Job, torchrun
+from support.launch import ROOT, Job
 from support.launchers import run, started
 from support.patience import patient
 
@@ -27,13 +27,6 @@ def test_torchrun_launcher_trains():
     done = run(COMMAND, timeout=240)
     assert_trained(Job(done.returncode, done.stdout + done.stderr))
     assert done.stderr.count("No GPU is visible") <= 1
-
-
-@pytest.mark.exhaustive
-def test_torchrun_alone_trains():
-    """Without any of our flags."""
-    job = torchrun(PRETRAIN, 2, [*TINY_GPT, "--mock-data", "--pipeline-model-parallel-size", 2]).check()
-    assert len(job.losses()) == 3 and job.log.count("No GPU is visible") <= 1
 
 
 def test_a_hybrid_model_in_segments_has_the_same_losses(launch, tmp_path):

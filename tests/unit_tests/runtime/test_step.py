@@ -29,21 +29,17 @@ def test_what_waits_for_a_waiting_gpu_is_refused(monkeypatch, backend, ranks, le
 
 
 @pytest.mark.parametrize(
-    "setting, iterators, words",
+    "setting, given, words",
     [
-        ({}, [None, None], "^1 model chunks need a data iterator each, but 2 were given$"),
-        ({"variable_seq_lengths": True}, None, "which our schedules fix in advance"),
-        ({"num_microbatches_with_partial_activation_checkpoints": 1}, None, "whole micro-batches in flight.*unset it"),
+        ({}, {"data_iterator": [None, None]}, "^1 model chunks need a data iterator each, but 2 were given$"),
+        ({"variable_seq_lengths": True}, {}, "which our schedules fix in advance"),
+        ({"num_microbatches_with_partial_activation_checkpoints": 1}, {}, "whole micro-batches in flight.*unset it"),
+        ({}, {"p2p_communicator": "ours"}, "^a p2p_communicator needs its pg_collection$"),
+        ({}, {"p2p_communicator": "ours", "pg_collection": "ours"}, "^a p2p_communicator of its own kind"),
     ],
 )
-def test_a_call_that_our_schedules_cannot_follow(setting, iterators, words):
+def test_a_call_that_our_schedules_cannot_follow(setting, given, words):
     model = SimpleNamespace(config=ModelParallelConfig(**setting))
     with pytest.raises(ValueError, match=words):
-        Step(
-            forward_step_func=None,
-            data_iterator=iterators,
-            model=model,
-            num_microbatches=1,
-            seq_length=1,
-            micro_batch_size=1,
-        )
+        sizes = {"num_microbatches": 1, "seq_length": 1, "micro_batch_size": 1}
+        Step(**{"forward_step_func": None, "data_iterator": None, "model": model} | sizes | given)
