@@ -14,7 +14,6 @@ PIPELINE = (*TINY_GPT, "--mock-data", "--pipeline-model-parallel-size", "2")
 SEGMENTS = ("--sequence-splits", "4")
 DROPOUT, OF_ATTENTION = ("--hidden-dropout", "0.2"), ("--attention-dropout", "0.1")
 FULL = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
-SELECTIVE = ("--recompute-granularity", "selective")
 
 NAMES = ("forward-backward", "forward-compute", "backward-compute", "batch-generator")
 
@@ -28,7 +27,7 @@ def without(flags: tuple, *names: str) -> list:
 @pytest.mark.parametrize(
     "flags, ways",
     [
-        ([*PIPELINE, *SEGMENTS, *DROPOUT, *OF_ATTENTION], (FULL, [*FULL, "--recompute-keeps-attention"], SELECTIVE)),
+        ([*PIPELINE, *SEGMENTS, *DROPOUT, *OF_ATTENTION], (FULL, [*FULL, "--recompute-keeps-attention"])),
         # Inside tensor parallelism upstream keeps a random state of its own.
         ([*TINY_GPT, "--mock-data", "--tensor-model-parallel-size", "2", *DROPOUT, *OF_ATTENTION], (FULL,)),
     ],

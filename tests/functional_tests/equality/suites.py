@@ -107,6 +107,9 @@ SECOND_DENSE = SHARED_EXPERTS.but(moe_layer_freq=(0, 1))
 # A sigmoid in fp32, as Megatron takes it in models of any precision, rounds by the place in its tensor.
 BIASED = mixture(moe_router_enable_expert_bias=True, moe_router_score_function="sigmoid").but(dtype=torch.float32)
 BALANCED = balanced("aux_loss", "seq_aux_loss", moe_z_loss_coeff=0.1)
+EXCHANGED = balanced("aux_loss", moe_z_loss_coeff=0.1, **ALL_TO_ALL)
+LATENT_EXPERTS = LATENT.but(layers=4, **dict(balanced("aux_loss", moe_layer_freq=(0, 1, 1, 1)).config))
+OF_UNITS = SLIDING, mixture(), EXACT.but(**LEARNED_RECOMPUTED), LATENT, hybrid("GE*-"), hybrid("M*M-")
 PREDICTION = EXACT.but(mtp_num_layers=2, mtp_loss_scaling_factor=0.7)
 PREDICTION_OF_ONE = PREDICTION.but(mtp_num_layers=1)
 # Three heads, which two context-parallel ranks cannot share: each has half of the queries, in two runs.
@@ -216,11 +219,7 @@ SUITES = {
     # Units of equal size, whatever the micro-batches of the data.
     "units": [
         (SUMMED, PIPELINE, UNITS),
-        *(
-            (model.but(per_token_loss=True), PIPELINE, UNITS[:2])
-            for model in (SLIDING, mixture(), EXACT.but(**LEARNED_RECOMPUTED), LATENT)
-        ),
-        *((hybrid(pattern).but(per_token_loss=True), PIPELINE, UNITS[:2]) for pattern in ("GE*-", "M*M-")),
+        *((model.but(per_token_loss=True), PIPELINE, UNITS[:2]) for model in OF_UNITS),
         (SUMMED.but(**KEPT), PIPELINE, UNITS[:2]),
         (SUMMED.but(offloads=1.0), PIPELINE, UNITS[:2]),
         (SUMMED, CHUNKS, UNITS),
@@ -295,13 +294,7 @@ SUITES = {
         (PREDICTION.but(per_token_loss=True), CONTEXT, SHARED[1:3]),
         (PREDICTION, CONTEXT, packed(SHARED[2:3], "cu_seqlens")),
     ],
-    "cp2-moe": [
-        (
-            balanced("aux_loss", moe_z_loss_coeff=0.1, **ALL_TO_ALL),
-            replace(CONTEXT, expert=2, distributed_optimizer=True),
-            SHARED[1:3],
-        )
-    ],
+    "cp2-moe": [(EXCHANGED, replace(CONTEXT, expert=2, distributed_optimizer=True), SHARED[1:3])],
     "cp2-recurrent": [(hybrid("G*M"), CONTEXT, SHARED)],
     "tp2-cp2": [(EXACT, replace(TENSOR, context=2, distributed_optimizer=True), SHARED[2:3])],
     # Of six heads, two pairs of ranks share three and three.
@@ -385,11 +378,7 @@ SUITES = {
     ],
     # Latents and experts together, in chunks, on packed documents.
     "pp2-mla-moe": [
-        (
-            LATENT.but(layers=4, **dict(balanced("aux_loss", moe_layer_freq=(0, 1, 1, 1)).config)),
-            CHUNKS,
-            few("1f1b", "breadth-first") + packed(FEW[:3], "mask", "tokens", "cu_seqlens"),
-        )
+        (LATENT_EXPERTS, CHUNKS, few("1f1b", "breadth-first") + packed(FEW[:3], "mask", "tokens", "cu_seqlens"))
     ],
     # On one rank: the counts of the reference's replicas, which all see the same tokens, would add up.
     "pp1-moe-global": [
