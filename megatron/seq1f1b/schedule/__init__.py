@@ -5,13 +5,7 @@ Pure Python: nothing of torch, Megatron or the rest of this package is imported 
 
 from .action import COMPUTE_KINDS, MOVE_KINDS, Action, Kind, parse_action
 from .automatic import auto
-from .choice import (
-    FAMILY_NAMES,
-    CostsOfLengths,
-    ScheduleChoice,
-    build,
-    splitting_families,
-)
+from .choice import FAMILY_NAMES, CostsOfLengths, ScheduleChoice, build, splitting_families
 from .clock import Clock
 from .cost_tables import Costs, peak_memory, sequences_held
 from .csv_file import read_csv, write_csv

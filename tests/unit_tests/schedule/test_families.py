@@ -134,15 +134,6 @@ def test_zb_h1_splits_backwards_and_holds_as_much_as_1f1b(shape):
         assert idle(zero_bubble, Costs.uniform(shape)) <= idle(one_f_one_b, Costs.uniform(shape))
 
 
-@fixed
-@given(shapes(equal=True, chunks=6, styles=["v"]))
-def test_a_rank_in_a_v_has_one_action_a_tick(shape):
-    clock = FAMILIES["1f1b"](shape)
-    for rank in range(shape.num_ranks):
-        _, ticks = clock.timed_order(rank)
-        assert len(set(ticks)) == len(ticks)
-
-
 @pytest.mark.parametrize("chunks", [2, 3, 4, 5, 8, 10])
 def test_any_number_of_chunks_in_a_v_has_a_small_bubble(chunks):
     """Where stages that share ticks leave a third of the time idle."""
