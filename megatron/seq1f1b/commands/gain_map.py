@@ -33,17 +33,17 @@ Cell = dict[str, str]
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(__doc__)
-    parser.add_argument("--model", choices=PRESETS, required=True, metavar="NAME", help=", ".join(PRESETS))
-    parser.add_argument("--seq-length", type=count, required=True, metavar="TOKENS", help="of a sequence; required")
+    add = parser.add_argument
+    add("--model", choices=PRESETS, required=True, metavar="NAME", help=", ".join(PRESETS))
+    add("--seq-length", type=count, required=True, metavar="TOKENS", help="of a sequence; required")
     add_machine(parser, "h100-80gb")
     gpus = count_up_to(10**6)
-    parser.add_argument("--gpus", type=gpus, nargs="+", required=True, metavar="N", help="numbers of GPUs; required")
-    parser.add_argument("--tokens", type=amount, nargs="+", required=True, help="of a step, such as 4e6; required")
+    add("--gpus", type=gpus, nargs="+", required=True, metavar="N", help="numbers of GPUs; required")
+    add("--tokens", type=amount, nargs="+", required=True, help="of a step, such as 4e6; required")
     what = "GB/s of a node to others, as collectives reach them; default: the machine's"
-    parser.add_argument("--bandwidths", type=amount, nargs="+", metavar="GB/S", help=what)
-    kept = "cells as .csv; those there are kept; required"
-    parser.add_argument("--output", type=output_path(".csv"), required=True, help=kept)
-    parser.add_argument("--picture", action="store_true", help="a picture beside --output, as .png (needs matplotlib)")
+    add("--bandwidths", type=amount, nargs="+", metavar="GB/S", help=what)
+    add("--output", type=output_path(".csv"), required=True, help="cells as .csv; those there are kept; required")
+    add("--picture", action="store_true", help="a picture beside --output, as .png (needs matplotlib)")
     args = parser.parse_args(argv)
     machine = read_machine(args.machine)
     network, host = machine.network, machine.device.host_memory_gib

@@ -65,24 +65,23 @@ def _add_positions(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_decided(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     for name in _COUNTS.split():
-        parser.add_argument(f"--{name}", type=count)
+        add(f"--{name}", type=count)
     for name in _SWITCHES.split():
-        parser.add_argument(f"--{name}", action="store_true")
+        add(f"--{name}", action="store_true")
     for name in (*_CHOSEN, "recompute_method", "pipeline_model_parallel_layout"):
-        parser.add_argument(f"--{name.replace('_', '-')}")
-    parser.add_argument("--pipeline-schedule", choices=sorted(FAMILY_NAMES))
-    parser.add_argument("--sequence-splits", *EQUAL_SPLITS, type=count)
-    strategy = "--sequence-split-strategy", "--pipe-sp-strategy"
-    parser.add_argument(*strategy, choices=sorted(STRATEGIES), default=DEFAULT_STRATEGY)
-    parser.add_argument("--recompute-granularity", choices=("full", "selective"))
-    for name in ("recompute-modules", "offload-modules"):
-        parser.add_argument(f"--{name}", nargs="+")
-    parser.add_argument("--offload-activations", type=share_or_auto, default=0.0)
-    parser.add_argument("--activation-offload-fraction", type=float, default=1.0)
-    ways = ("p2p", "all_gather", "a2a", "a2a+p2p")
-    parser.add_argument("--cp-comm-type", nargs="+", choices=ways, default=ways[:1])
-    parser.add_argument("--hierarchical-context-parallel-sizes", type=count, nargs="+", default=[])
+        add(f"--{name.replace('_', '-')}")
+    add("--pipeline-schedule", choices=sorted(FAMILY_NAMES))
+    add("--sequence-splits", *EQUAL_SPLITS, type=count)
+    add("--sequence-split-strategy", "--pipe-sp-strategy", choices=sorted(STRATEGIES), default=DEFAULT_STRATEGY)
+    add("--recompute-granularity", choices=("full", "selective"))
+    add("--recompute-modules", nargs="+")
+    add("--offload-modules", nargs="+")
+    add("--offload-activations", type=share_or_auto, default=0.0)
+    add("--activation-offload-fraction", type=float, default=1.0)
+    add("--cp-comm-type", nargs="+", choices=("p2p", "all_gather", "a2a", "a2a+p2p"), default=("p2p",))
+    add("--hierarchical-context-parallel-sizes", type=count, nargs="+", default=[])
 
 
 def as_given(launch: argparse.Namespace, question: Question) -> Candidate | None:

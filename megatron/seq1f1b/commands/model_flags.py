@@ -37,15 +37,15 @@ def training_flags(sequence_length: int) -> list[str]:
 
 def add_model_flags(parser: argparse.ArgumentParser, **defaults: int | None) -> None:
     """The sizes of a GPT."""
-    group = parser.add_argument_group("model, as in Megatron")
-    group.add_argument("--num-layers", type=count_up_to(MOST_LAYERS), default=defaults["num_layers"])
-    group.add_argument("--hidden-size", type=count, default=defaults["hidden_size"])
-    group.add_argument("--num-attention-heads", type=count, default=defaults["num_attention_heads"])
-    group.add_argument("--ffn-hidden-size", type=count, help="default: 4 times the hidden size, 8/3 with --swiglu")
-    group.add_argument("--kv-channels", type=count, help="size of a head; default: hidden size / heads")
-    group.add_argument("--num-query-groups", type=count, help="number of KV heads; default: as many as heads")
-    group.add_argument("--swiglu", action="store_true", help="a gated feed-forward block of three matrices")
-    group.add_argument("--vocab-size", type=count, default=defaults["vocab_size"], help="padded")
+    add = parser.add_argument_group("model, as in Megatron").add_argument
+    add("--num-layers", type=count_up_to(MOST_LAYERS), default=defaults["num_layers"])
+    add("--hidden-size", type=count, default=defaults["hidden_size"])
+    add("--num-attention-heads", type=count, default=defaults["num_attention_heads"])
+    add("--ffn-hidden-size", type=count, help="default: 4 times the hidden size, 8/3 with --swiglu")
+    add("--kv-channels", type=count, help="size of a head; default: hidden size / heads")
+    add("--num-query-groups", type=count, help="number of KV heads; default: as many as heads")
+    add("--swiglu", action="store_true", help="a gated feed-forward block of three matrices")
+    add("--vocab-size", type=count, default=defaults["vocab_size"], help="padded")
 
 
 def add_every_model_flag(parser: argparse.ArgumentParser) -> None:

@@ -46,27 +46,26 @@ _TRAINING = "--mock-data --tokenizer-type NullTokenizer --train-iters 20 --lr 6e
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Our own flags, with the words of the launch and what they mean as `words` and `launch`."""
     parser = Parser(__doc__, allow_abbrev=False, usage="%(prog)s --gpus N [--model NAME] [flags of a launch ...]")
-    models = f"{', '.join(PRESETS)}; instead of --num-layers and its kin"
-    parser.add_argument("--model", choices=PRESETS, metavar="NAME", help=models)
-    parser.add_argument("--gpus", type=count_up_to(10**6), metavar="N", help="default: WORLD_SIZE")
-    parser.add_argument("--seq-length", type=count, metavar="TOKENS", help="of a sequence; required without --lengths")
+    add = parser.add_argument
+    add("--model", choices=PRESETS, metavar="NAME", help=f"{', '.join(PRESETS)}; instead of --num-layers and its kin")
+    add("--gpus", type=count_up_to(10**6), metavar="N", help="default: WORLD_SIZE")
+    add("--seq-length", type=count, metavar="TOKENS", help="of a sequence; required without --lengths")
     lengths = "plan for unequal lengths, in units: a CSV with lines 'tokens,sequences', or the .idx file of a corpus; "
     lengths += "longer ones than --seq-length are cut off there"
-    parser.add_argument("--lengths", type=Path, metavar="FILE", help=lengths)
-    batch = {"type": count_up_to(2**16), "required": True, "metavar": "SEQUENCES"}
-    parser.add_argument("--global-batch-size", **batch, help="of a training step; required")
+    add("--lengths", type=Path, metavar="FILE", help=lengths)
+    batch = "of a training step; required"
+    add("--global-batch-size", type=count_up_to(2**16), required=True, metavar="SEQUENCES", help=batch)
     add_machine(parser, "a100-80gb")
-    parser.add_argument("--device-memory", type=amount, metavar="GIB", help="default: what a device of the machine has")
+    add("--device-memory", type=amount, metavar="GIB", help="default: what a device of the machine has")
     host = "of the host, for activations of each device; 0: none moves there; default: what the machine file has"
-    parser.add_argument("--host-memory", type=amount_or_0, metavar="GIB", help=host)
-    best = "configurations to show; default: 5"
-    parser.add_argument("--best", type=count_up_to(1000), default=5, metavar="N", help=best)
-    parser.add_argument("--explain", action="store_true", help="where the time goes, and what the second best lacks")
-    picture = "throughput against memory: .png, .svg or .pdf (needs matplotlib)"
-    parser.add_argument("--output", type=output_path(*PICTURES), help=picture)
+    add("--host-memory", type=amount_or_0, metavar="GIB", help=host)
+    add("--best", type=count_up_to(1000), default=5, metavar="N", help="configurations to show; default: 5")
+    add("--explain", action="store_true", help="where the time goes, and what the second best lacks")
+    add(
+        "--output", type=output_path(*PICTURES), help="throughput against memory: .png, .svg or .pdf (needs matplotlib)"
+    )
     what = "rehearse what is advised on this machine (--dry-run) with your training script; default: pretrain_gpt.py"
-    script = {"nargs": "?", "const": Path("pretrain_gpt.py"), "metavar": "SCRIPT"}
-    parser.add_argument("--rehearse", type=Path, **script, help=what)
+    add("--rehearse", type=Path, nargs="?", const=Path("pretrain_gpt.py"), metavar="SCRIPT", help=what)
     args, words = parser.parse_known_args(argv)
     for name in (word.partition("=")[0] for word in words if word.startswith("--")):
         # Flags of Megatron are no misspelt ones of ours: --eval-global-batch-size is longer.

@@ -16,23 +16,10 @@ from pathlib import Path
 from ..arguments.flags import value
 from ..planning.simulator.lowered import execute_lowered
 from ..report import plot_timelines, write_trace
-from ..schedule import (
-    FAMILY_NAMES,
-    MOVE_KINDS,
-    PLACEMENTS,
-    Costs,
-    Placement,
-    Shape,
-    build,
-    lower,
-    moved,
-    read_csv,
-    read_json,
-    read_timeline,
-    simulate,
-    write_csv,
-    write_timeline,
-)
+from ..schedule import FAMILY_NAMES, MOVE_KINDS, PLACEMENTS, Costs, Placement, Shape, build, lower, moved, simulate
+from ..schedule.csv_file import read_csv, write_csv
+from ..schedule.files import read_json
+from ..schedule.timeline import read_timeline, write_timeline
 from .parsing import PICTURES, Parser, amount, check_size, count, output_path
 
 # Drawing or simulating as many takes half a minute; a figure of more shows nothing.
@@ -42,31 +29,29 @@ EQUAL_COSTS = "f=1,i=1,w=1"
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(__doc__)
+    add = parser.add_argument
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--pipeline-schedule", choices=FAMILY_NAMES, help="a named schedule; default: 1f1b")
     source.add_argument("--pipeline-schedule-file", type=Path, metavar="CSV", help="a schedule of your own")
     source.add_argument("--timeline", type=Path, nargs="+", metavar="JSON", help="one panel for each timeline")
-    parser.add_argument("--pipeline-model-parallel-size", type=count, metavar="P", help="ranks; default: 4")
-    parser.add_argument("--num-microbatches", type=count, metavar="M", help="default: 8")
-    parser.add_argument("--sequence-splits", type=count, metavar="K", help="segments of each sequence; default: 1")
-    parser.add_argument("--num-virtual-stages", type=count, metavar="C", help="model chunks on each rank; default: 1")
+    add("--pipeline-model-parallel-size", type=count, metavar="P", help="ranks; default: 4")
+    add("--num-microbatches", type=count, metavar="M", help="default: 8")
+    add("--sequence-splits", type=count, metavar="K", help="segments of each sequence; default: 1")
+    add("--num-virtual-stages", type=count, metavar="C", help="model chunks on each rank; default: 1")
     share = "share of the activations that waits on the host; with move=1 in --costs a copy takes 1; default: 0"
-    parser.add_argument("--offload-activations", type=float, metavar="FRACTION", help=share)
-    parser.add_argument("--placement", choices=PLACEMENTS, help="of the model chunks; default: looped")
-    parser.add_argument(
-        "--costs",
-        metavar="COSTS",
-        help=f"times of forward, of input and weight gradient, and of a message; default: {EQUAL_COSTS},message=0; "
-        "or a JSON file with the same names, in which a value may be a list over segments, or over stages and segments",
-    )
+    add("--offload-activations", type=float, metavar="FRACTION", help=share)
+    add("--placement", choices=PLACEMENTS, help="of the model chunks; default: looped")
+    times = f"times of forward, of input and weight gradient, and of a message; default: {EQUAL_COSTS},message=0; or a "
+    times += "JSON file with the same names, in which a value may be a list over segments, or over stages and segments"
+    add("--costs", metavar="COSTS", help=times)
     limit = "activation memory of a rank for auto; default: the peak of 1f1b"
-    parser.add_argument("--memory-limit", type=amount, metavar="UNITS", help=limit)
+    add("--memory-limit", type=amount, metavar="UNITS", help=limit)
     inches = "of a figure; default: 8, and 3.3 is one column of a paper"
     width = value(float, lambda width: 2 <= width <= 100, "not from 2 to 100")
-    parser.add_argument("--width", type=width, default=8.0, metavar="INCHES", help=inches)
-    parser.add_argument("--no-labels", action="store_true", help="draw boxes without the numbers of micro-batches")
+    add("--width", type=width, default=8.0, metavar="INCHES", help=inches)
+    add("--no-labels", action="store_true", help="draw boxes without the numbers of micro-batches")
     path = output_path(*PICTURES, ".trace.json", ".json", ".csv")
-    parser.add_argument("--output", type=path, required=True, help="the file to write; its ending determines the form")
+    add("--output", type=path, required=True, help="the file to write; its ending determines the form")
     return parser.parse_args(argv)
 
 

@@ -48,22 +48,22 @@ class Document(NamedTuple):
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(__doc__, epilog="All other flags go to Megatron's tokenizers: --tokenizer-type, --vocab-file, ...")
+    add = parser.add_argument
     paths = "files, or folders that are searched to any depth; a document a line of "
     paths += f"{' '.join(JSON_SUFFIXES)}, else a document a file"
-    parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help=paths)
-    parser.add_argument("--glob", default="*", metavar="PATTERN", help="names of files to take from a folder: '*.py'")
-    parser.add_argument("--json-key", "--json-keys", default="text", metavar="KEY", help="of the text; default: text")
+    add("--input", nargs="+", required=True, metavar="PATH", help=paths)
+    add("--glob", default="*", metavar="PATTERN", help="names of files to take from a folder: '*.py'")
+    add("--json-key", "--json-keys", default="text", metavar="KEY", help="of the text; default: text")
     errors = "at a document that is empty, not UTF-8, bad JSON or without the key: stop (default), or skip it"
-    parser.add_argument("--on-error", choices=("stop", "skip"), default="stop", help=errors)
-    parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="training's --data-path")
-    parser.add_argument("--append-eod", action="store_true", help="end every document with the tokenizer's end token")
-    replace = "replace an existing pair (and, with --train-tokenizer, tokenizer)"
-    parser.add_argument("--overwrite", action="store_true", help=replace)
+    add("--on-error", choices=("stop", "skip"), default="stop", help=errors)
+    add("--output-prefix", required=True, metavar="PREFIX", help="training's --data-path")
+    add("--append-eod", action="store_true", help="end every document with the tokenizer's end token")
+    add("--overwrite", action="store_true", help="replace an existing pair (and, with --train-tokenizer, tokenizer)")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    parser.add_argument("--workers", type=count, default=cores, metavar="N", help="processes (default: one a core)")
+    add("--workers", type=count, default=cores, metavar="N", help="processes (default: one a core)")
     train = "first train a byte-level BPE of this size on the input and save it in the folder --tokenizer-model"
     size = value(int, lambda size: size >= 256 + 2, "too small; bytes make 258")
-    parser.add_argument("--train-tokenizer", type=size, metavar="VOCAB_SIZE", help=train)
+    add("--train-tokenizer", type=size, metavar="VOCAB_SIZE", help=train)
     args, of_tokenizer = parser.parse_known_args(argv)
     # Megatron's imports warn of optional packages and of a missing GPU; neither is used here.
     warnings.simplefilter("ignore")

@@ -86,19 +86,20 @@ def soonest(
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(__doc__)
+    add = parser.add_argument
     sizes = parser.add_mutually_exclusive_group(required=True)
     sizes.add_argument("--model", choices=PRESETS, metavar="NAME", help=", ".join(PRESETS))
-    of_size = "a GPT of about this size, 128 times as wide as deep"
-    sizes.add_argument("--parameters", type=amount, metavar="P", help=of_size)
-    parser.add_argument("--tokens", type=amount, required=True, metavar="D", help="to train on, such as 2e12; required")
-    parser.add_argument("--gpus", type=count_up_to(10**6), required=True, metavar="N", help="the most; required")
+    about = "a GPT of about this size, 128 times as wide as deep"
+    sizes.add_argument("--parameters", type=amount, metavar="P", help=about)
+    add("--tokens", type=amount, required=True, metavar="D", help="to train on, such as 2e12; required")
+    add("--gpus", type=count_up_to(10**6), required=True, metavar="N", help="the most; required")
     add_machine(parser, "h100-80gb")
-    parser.add_argument("--seq-length", type=count, default=4096, metavar="TOKENS", help="default: 4096")
+    add("--seq-length", type=count, default=4096, metavar="TOKENS", help="default: 4096")
     laws = f"{', '.join(f'{name} ({law.source})' for name, law in LAWS.items())}; docs/planning.md has the formulas; "
     laws += "default: tokens"
-    parser.add_argument("--critical-batch-law", choices=LAWS, default="tokens", metavar="LAW", help=laws)
-    parser.add_argument("--critical-batch-size", type=amount, metavar="TOKENS", help="your own, in place of the law's")
-    parser.add_argument("--gpu-hour", type=amount, metavar="PRICE", help="of one GPU, for a column of costs")
+    add("--critical-batch-law", choices=LAWS, default="tokens", metavar="LAW", help=laws)
+    add("--critical-batch-size", type=amount, metavar="TOKENS", help="your own, in place of the law's")
+    add("--gpu-hour", type=amount, metavar="PRICE", help="of one GPU, for a column of costs")
     args = parser.parse_args(argv)
     words = (PRESETS[args.model] if args.model else gpt_of(args.parameters)).split()
     model, machine, law = model_of(read_model(words)), read_machine(args.machine), LAWS[args.critical_batch_law]
