@@ -1,14 +1,20 @@
-"""The commands `seq1f1b plan` and `seq1f1b train-time`: what a user sees."""
+"""The commands `seq1f1b plan`, `gain-map` and `train-time`: what a user sees, and the laws of the batch."""
 
 import struct
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from megatron.seq1f1b import commands
-from megatron.seq1f1b.commands import plan, plan_text
+from megatron.seq1f1b.commands import gain_map, plan, plan_text
+from megatron.seq1f1b.commands.model_flags import gpt_of, model_of, read_model
 from megatron.seq1f1b.commands.parsing import read_histogram
+from megatron.seq1f1b.commands.plan_text import Gain
+from megatron.seq1f1b.commands.train_time import LAWS, loss, soonest
 from megatron.seq1f1b.planning.costs.machine import read_machine
+from megatron.seq1f1b.planning.planner.search import Search
+from unit_tests.planning.planner.question import MODEL, small
 
 SMALL = "--num-layers 8 --hidden-size 1024 --num-attention-heads 8 --gpus 4 --seq-length 8192 --global-batch-size 4"
 
@@ -119,3 +125,94 @@ def test_the_table_the_law_and_the_flags_are_shown(capsys):
     printed = capsys.readouterr().out
     assert "Largest batch: 0.0655 million tokens (as given; tokens by arXiv 2410.21676" in printed
     assert "GPU hours" in printed and "cost" in printed and "--micro-batch-size" in printed
+
+
+MAP = "--model llama3-8b --seq-length 8192 --machine a100-80gb --gpus 2 4 --tokens 16384 32768 --bandwidths 10 100"
+
+
+@pytest.mark.parametrize(
+    "ours, megatron, words",
+    [
+        (1.0, 1.5, "+50.0 %"),
+        (1.0, 1.05, "+5.0 % (within error)"),
+        (1.0, 0.8, "-20.0 %"),
+        (1.0, None, "only segments fit"),
+        (None, 1.0, "only Megatron's own fit"),
+        (None, None, "nothing fits"),
+    ],
+)
+def test_a_gain_below_the_error_is_printed_as_such(ours, megatron, words):
+    assert str(Gain(ours, megatron, 0.08)) == words
+
+
+def test_a_map_is_continued_where_it_was_left(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    computed = []
+
+    def of_small(asked):
+        computed.append((round(asked.machine.network.bandwidth / 1e9), asked.num_devices, asked.global_batch_size))
+        return Search(replace(asked, model=MODEL, chunks=(1,), micro_batches=(1,), segments=(1, 2)))
+
+    monkeypatch.setattr(gain_map, "Search", of_small)
+    output = tmp_path / "gains.csv"
+    gain_map.main([*MAP.split(), "--output", str(output), "--picture"])
+    cells = [(speed, count, batch) for speed in (10, 100) for count in (2, 4) for batch in (2, 4)]
+    assert computed[::2] == computed[1::2] == cells
+    first = capsys.readouterr().out
+    assert len(first.splitlines()) == 1 + 8 and " %" in first
+    assert output.with_suffix(".png").stat().st_size > 10_000
+
+    lines = output.read_text().splitlines(keepends=True)
+    output.write_text("".join(lines[:-1]))
+    gain_map.main([*MAP.split(), "--output", str(output)])
+    assert computed[16:] == [(100, 4, 4)] * 2 and capsys.readouterr().out == first
+
+
+def test_a_file_that_is_no_map_is_left_as_it_is(tmp_path):
+    (tmp_path / "mine.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(ValueError, match="exists and is no map of gains; name another file"):
+        gain_map.main([*MAP.split(), "--output", str(tmp_path / "mine.csv")])
+    assert (tmp_path / "mine.csv").read_text() == "a,b\n1,2\n"
+
+
+def test_the_law_by_tokens_meets_what_its_authors_measured():
+    """1.2B on 24.6e9 tokens of 512 each: 2048 sequences take 25000 steps where 256 take 176000, which is less than
+    20 % more than an eighth; 4096 take 15360, which is more (plots/chinchilla.ipynb of the authors)."""
+    assert 25000 < 1.2 * 176000 * 256 / 2048 and 15360 > 1.2 * 176000 * 256 / 4096
+    assert 2048 < LAWS["tokens"].largest(1.2e9, 187500 * 256 * 512) / 512 < 4096
+
+
+def test_the_law_by_noise_doubles_with_every_eighth_of_loss():
+    """As arXiv 2001.08361 describes equation 1.4: twice as large for every 13 % of loss."""
+    assert loss(1.5e9, 22e9) == pytest.approx(2.4, abs=0.2)
+    largest = LAWS["noise-scale"].largest
+    assert largest(1e9, 1e11) < largest(1e10, 1e11) < largest(1e10, 1e12)
+
+
+def test_the_law_of_olmo_averages_over_the_run():
+    largest = LAWS["olmo"].largest
+    assert largest(1e9, 100e9) == pytest.approx(1024 * 4096)
+    assert largest(1e9, 336e9) == pytest.approx(1536 * 4096)
+    assert 2048 * 4096 < largest(1e9, 2e12) < 4096 * 4096
+
+
+def test_the_three_term_law_is_flat_around_its_optimum():
+    law = LAWS["three-term"]
+    assert law.largest(1e9, 1e11) == pytest.approx(2 * 1.12 * 1e6, rel=0.02)
+    assert [law.overhead(share) for share in (1, 0.5, 0.25)] == pytest.approx([1.05, 1.0, 1.05])
+
+
+def test_more_devices_train_sooner_and_take_more_hours():
+    one = {"chunks": (1,), "segments": (1,), "micro_batches": (1,), "families": ("1f1b",)}
+    asked = (small(num_devices=count, sequence_length=2048, **one) for count in (4, 16))
+    few, many = (soonest(each, 1e9, LAWS["tokens"], 16 * 2048, shares=(1.0,)) for each in asked)
+    assert many.days < few.days and 16 * many.days >= 0.99 * 4 * few.days
+    assert few.steps * 16 * 2048 == pytest.approx(1.2e9)
+    assert few.plan.memory_gib <= 16
+    assert soonest(small(memory_gib=0.1), 1e9, LAWS["olmo"], 16 * 2048, shares=(1.0,)) is None
+
+
+@pytest.mark.parametrize("billions", [1, 7, 70, 175, 1000])
+def test_a_gpt_of_a_number_of_parameters_has_about_as_many(billions):
+    shape = model_of(read_model(gpt_of(billions * 1e9).split()))
+    assert 12 * shape.num_layers * shape.hidden_size**2 == pytest.approx(billions * 1e9, rel=0.25)

@@ -79,16 +79,12 @@ def test_the_checker(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "valid; 2 ranks, 1 model chunks on each (looped), 1 micro-batches, 2 segments" in printed
     assert "most sequences held by each rank, of all its layers: 1.00 1.00" in printed
-
-
-@pytest.mark.parametrize("kind, rest", [("B", ""), ("I", ",1W0.0,1W0.1")])
-def test_the_checker_names_actions_of_the_file(kind, rest, tmp_path, capsys):
-    path = tmp_path / "mine.csv"
-    path.write_text(f"0F0.0,0F0.1,0B0.1,0B0.0\n1F0.0,1F0.1,1{kind}0.0,1{kind}0.1{rest}\n")
-    assert seq1f1b("check", path) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"error: {path}: rank 1, action 2: 1{kind}0.0 comes before 1{kind}0.1")
-    assert "> rank 1" in error
+    for kind, rest in (("B", ""), ("I", ",1W0.0,1W0.1")):
+        path.write_text(f"0F0.0,0F0.1,0B0.1,0B0.0\n1F0.0,1F0.1,1{kind}0.0,1{kind}0.1{rest}\n")
+        assert seq1f1b("check", path) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"error: {path}: rank 1, action 2: 1{kind}0.0 comes before 1{kind}0.1")
+        assert "> rank 1" in error
 
 
 @pytest.mark.parametrize(
@@ -135,9 +131,8 @@ def rows(text):
 
 def test_balance_shows_in_the_predicted_step_and_a_picture(capsys, tmp_path):
     pytest.importorskip("matplotlib")
-    path = tmp_path / "splits.png"
-    assert run("plan-split", [*SMALL, *PIPELINE, "--output", str(path)]) == 0
-    assert path.stat().st_size > 10_000
+    assert seq1f1b("plan-split", *SMALL, *PIPELINE, "--output", tmp_path / "splits.png") == 0
+    assert (tmp_path / "splits.png").stat().st_size > 10_000
     found = rows(capsys.readouterr().out)
     assert list(found) == ["even", "uniform_comp", "balanced", "terapipe", "terapipe, free"]
     for better, worse in (("balanced", "uniform_comp"), ("uniform_comp", "even")):
