@@ -25,29 +25,31 @@ PACKAGES = {None: "PyTorch", 4: "flash-attn-4"}
 
 
 def random(case: tuple, length: int, device: str) -> list[torch.Tensor]:
+    torch.manual_seed(0)
     return [x.to(device) for x in inputs(length, case[1:], torch.bfloat16)]
-
-
-def errors(results: list[torch.Tensor], exact: list[torch.Tensor]) -> list[float]:
-    """Root mean square, relative."""
-    return [
-        ((a.double() - b).square().mean() / b.square().mean()).sqrt().item()
-        for a, b in zip(results, exact, strict=True)
-    ]
 
 
 def attend(layer, lengths: list[int], *tensors: torch.Tensor, documents: tuple | None = None) -> list[torch.Tensor]:
     return run(layer, tensors[:3], tensors[3], of_lengths(lengths, documents))
 
 
-def compare(report: Report, version: int | None, case: tuple, length: int, device: str) -> None:
-    torch.manual_seed(0)
-    tensors = random(case, length, device)
+def errors(version: int | None, case: tuple, tensors: list[torch.Tensor], *cuts: list[int], documents=None) -> list:
+    """Of the output and the gradients for each of the `cuts`; root mean square, relative."""
     layer = attention(case[4], kernels=KernelChoice(flash_attention_version=version))
-    exact = attend(attention(case[4], kernels=UNFUSED), [length], *(x.double() for x in tensors))
-    whole = errors(attend(layer, [length], *tensors), exact)
+    whole = [sum(cuts[0])], *(x.double() for x in tensors)
+    exact = attend(attention(case[4], kernels=UNFUSED), *whole, documents=documents)
+    return [
+        [
+            ((a.double() - b).square().mean() / b.square().mean()).sqrt().item()
+            for a, b in zip(attend(layer, lengths, *tensors, documents=documents), exact, strict=True)
+        ]
+        for lengths in cuts
+    ]
+
+
+def compare(report: Report, version: int | None, case: tuple, length: int, device: str) -> None:
     uneven = [length - 7 * (length // 9), *[length // 9] * 7]
-    cut = errors(attend(layer, uneven, *tensors), exact)
+    whole, cut = errors(version, case, random(case, length, device), [length], uneven)
     ratios = [a / b for a, b in zip(cut, whole, strict=True)]
     report.check(
         f"{PACKAGES[version]}, {case[0]}: error of 8 segments at most 1.5 times that of the whole",
@@ -58,13 +60,9 @@ def compare(report: Report, version: int | None, case: tuple, length: int, devic
 
 def documents(report: Report, version: int | None, length: int, device: str) -> None:
     """In one call where the kernel can."""
-    torch.manual_seed(0)
-    tensors = random(CASES[0], length, device)
     starts = (0, length // 7, length // 3, length // 3 + 1, length - 2), (0, length // 2)
-    layer = attention(CASES[0][4], kernels=KernelChoice(flash_attention_version=version))
-    exact_layer = attention(CASES[0][4], kernels=UNFUSED)
-    exact = attend(exact_layer, [length], *(x.double() for x in tensors), documents=starts)
-    found = errors(attend(layer, [length // 2, length - length // 2], *tensors, documents=starts), exact)
+    halves = [length // 2, length - length // 2]
+    (found,) = errors(version, CASES[0], random(CASES[0], length, device), halves, documents=starts)
     report.check(
         f"{PACKAGES[version]}, packed documents: attention and gradients stay within each",
         max(found) < 0.01,
@@ -75,9 +73,7 @@ def documents(report: Report, version: int | None, length: int, device: str) -> 
 def dropout(report: Report, version: int | None, length: int, device: str) -> None:
     """The mask is that of a seed, the same forward and backward, and right in the mean."""
     case = CASES[0]
-    torch.manual_seed(0)
-    tensors = random(case, length, device)
-    _, _, value, grad = tensors
+    _, _, value, grad = tensors = random(case, length, device)
     if getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)() is not None:
         torch.nn.attention.restore_flash_attention_impl()  # version 3 has none
     layer = attention(case[4], dropout=0.2, kernels=KernelChoice(flash_attention_version=version, has_dropout=True))

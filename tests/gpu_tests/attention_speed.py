@@ -15,8 +15,6 @@ SIZE = 128
 # Query heads and KV heads of a whole model, and of one rank of TP 8.
 HEADS = ((32, 8), (4, 1))
 
-Pass = Callable[[], tuple[float, float]]
-
 
 def by_segments(layer, length: int, segment: int, tensors: list[torch.Tensor], device: str) -> tuple[float, float]:
     """Seconds of the forwards and of the backwards of all segments."""
@@ -43,19 +41,17 @@ def cudnn(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.
         return torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True).permute(2, 0, 1, 3)
 
 
-def transformer_engine(heads: int, groups: int, size: int) -> Callable:
-    from transformer_engine.pytorch import DotProductAttention
-
-    return DotProductAttention(heads, size, num_gqa_groups=groups, attn_mask_type="causal", attention_dropout=0.0)
-
-
 def baselines(heads: int, groups: int, size: int, device: str) -> dict[str, Callable]:
     """Attention of whole sequences by what a user has without this package."""
     if device == "cpu":
         return {}
     found: dict[str, Callable] = {"cuDNN": cudnn}
     if find_spec("transformer_engine_torch") is not None:
-        found["Transformer Engine"] = transformer_engine(heads, groups, size)
+        from transformer_engine.pytorch import DotProductAttention
+
+        found["Transformer Engine"] = DotProductAttention(
+            heads, size, num_gqa_groups=groups, attn_mask_type="causal", attention_dropout=0.0
+        )
     return found
 
 
@@ -66,9 +62,7 @@ def compare(report: Report, args, length: int, heads: int, groups: int) -> None:
     dtype = torch.float32 if args.device == "cpu" else torch.bfloat16
     tensors = [torch.randn(shape, device=args.device, dtype=dtype) for shape in shapes]
     layer = attention(size, kernels=KernelChoice())
-    passes: dict[str, Pass] = {
-        str(part): lambda part=part: by_segments(layer, length, part, tensors, args.device) for part in parts
-    }
+    passes = {str(part): lambda part=part: by_segments(layer, length, part, tensors, args.device) for part in parts}
     for name, whole in baselines(heads, groups, size, args.device).items():
         passes[name] = lambda whole=whole: of_the_whole(whole, tensors, args.device)
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in passes}

@@ -45,12 +45,6 @@ class Section:
     gpus: int = 1
     module: str = "torch"
 
-    def missing(self, gpus: int) -> str | None:
-        """What the section needs and this machine lacks."""
-        if gpus < self.gpus:
-            return f"needs {self.gpus} GPUs"
-        return None if is_installed(self.module) else f"needs {self.module}"
-
 
 def is_installed(module: str) -> bool:
     try:
@@ -85,10 +79,8 @@ class Suite:
 
     def process(self, command: list[str], queues: int = 1) -> tuple[str | None, str]:
         """Why it did not end well, or None; and what it printed."""
-        environment = {
-            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
-        }
-        environment |= {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+        path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+        environment = {"OMP_NUM_THREADS": "1"} | os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
         environment |= {"CUDA_DEVICE_MAX_CONNECTIONS": str(queues), "PYTHONWARNINGS": "ignore"}
         left = self.until - time.monotonic()
         if left <= 0:
@@ -96,13 +88,18 @@ class Suite:
         log, problem = self.folder / "log", None
         with log.open("w") as file:
             process = subprocess.Popen(
-                command, stdout=file, stderr=subprocess.STDOUT, env=os.environ | environment, start_new_session=True
+                command, stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True
             )
         try:
             code = process.wait(left)
         except subprocess.TimeoutExpired:
             problem = OUT_OF_TIME
-            _end(process)
+            process.terminate()  # torchrun then ends its ranks, which have process groups of their own
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
         text = log.read_text(errors="replace")
         if problem is None and code:
             problem = f"exit code {code}: " + " ".join(text.strip().splitlines()[-3:])[-400:]
@@ -116,16 +113,6 @@ def ended(name: str, problem: str) -> dict:
 
 def verdict(check: dict) -> str:
     return "not run" if check["found"].startswith(NOT_RUN) else VERDICTS[check["passed"]]
-
-
-def _end(process: subprocess.Popen) -> None:
-    """Ask first: torchrun then ends its ranks, which have process groups of their own and hold the GPU's memory."""
-    process.terminate()
-    try:
-        process.wait(20)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 def pipeline_ranks(suite: Suite) -> dict:
@@ -174,14 +161,8 @@ def same_losses(own: dict, ours: dict, what: str) -> dict:
     result = {"checks": own["checks"] + ours["checks"], "figures": own["figures"] + ours["figures"]}
     for figure in ours["figures"] if own["figures"] else ():
         for dtype, tolerance in LOSS_TOLERANCE.items():
-            result["checks"].append(
-                agree(
-                    f"{what}, {figure['variant']}, {dtype}: losses of Megatron's own single rank",
-                    figure[dtype],
-                    own["figures"][0][dtype],
-                    tolerance,
-                )
-            )
+            name = f"{what}, {figure['variant']}, {dtype}: losses of Megatron's own single rank"
+            result["checks"].append(agree(name, figure[dtype], own["figures"][0][dtype], tolerance))
     return result
 
 
@@ -220,7 +201,7 @@ def training_on_eight(suite: Suite) -> dict:
     """Tensor and sequence parallelism in a pipeline of four; in two of two stages, gradients are reduced and parameters
     gathered meanwhile.
     """
-    layers, attention = ([*LOCAL], [*OWN])
+    layers, attention = [*LOCAL], [*OWN]
     if is_installed("transformer_engine_torch"):
         layers, attention = ["--transformer-impl", "transformer_engine"], []
     common = [*layers, *SEGMENTS, "--tensor-model-parallel-size", "2", "--sequence-parallel"]
@@ -279,8 +260,8 @@ def trained_alike(suite: Suite, own: list[str], ours: dict[str, list[str]], rank
     return {"checks": checks, "figures": figures}
 
 
-def script(name: str, *flags: str) -> Callable[[Suite], dict]:
-    return lambda suite: suite.script(name, *flags)
+def script(*call: str) -> Callable[[Suite], dict]:
+    return lambda suite: suite.script(*call)
 
 
 SECTIONS = (
@@ -335,10 +316,12 @@ def main() -> None:
     print(f"{name}, PyTorch {torch.__version__}", flush=True)
     suite, results, pages = Suite(args.device, args.tiny), [], [f"# {name}, PyTorch {torch.__version__}\n"]
     for section in sections:
-        missing = section.missing(2 if args.tiny else gpus)  # on a CPU two ranks are as good as two GPUs
+        has_gpus = section.gpus <= (2 if args.tiny else gpus)  # on a CPU two ranks are as good as two GPUs
         start = time.monotonic()
-        if missing:
-            found = {"checks": [{"name": section.title, "passed": None, "found": NOT_RUN + missing}], "figures": []}
+        if not has_gpus or not is_installed(section.module):
+            lacking = section.module if has_gpus else f"{section.gpus} GPUs"
+            missing = {"name": section.title, "passed": None, "found": f"{NOT_RUN}needs {lacking}"}
+            found = {"checks": [missing], "figures": []}
         else:
             limit = section.seconds * (12 if args.tiny else 1)  # a CPU that tests share
             limit += COMPILING * is_installed(COMPILES)

@@ -8,6 +8,7 @@ import time
 from bisect import bisect_left
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import torch
 from common import Report, parse, seconds, start_megatron, synchronise, transformer_config
@@ -26,6 +27,13 @@ STAGES = 8
 # Layers of a stage, hidden size, heads, vocabulary: MODEL_SIZE=2.7b of the launch scripts.
 SIZES, TINY = (4, 2560, 32, 32768), (1, 32, 2, 64)
 GIB = 2**30
+# Experts whose dispatcher makes the host wait for the GPU in each layer and unit.
+DROPLESS = {
+    "moe_router_topk": 2,
+    "moe_router_load_balancing_type": "none",
+    "moe_token_dispatcher_type": "alltoall",
+    "add_bias_linear": False,
+}
 
 
 class Stage:
@@ -47,7 +55,7 @@ class Stage:
             num_attention_heads=heads // tensor,
             kv_channels=hidden // heads,
             ffn_hidden_size=4 * hidden // tensor,
-            **_experts(experts, hidden // 2),
+            **{"num_moe_experts": experts, "moe_ffn_hidden_size": hidden // 2, **DROPLESS} if experts else {},
         )
         layer = get_gpt_layer_local_spec(num_experts=experts)
         self.model = GPTModel(
@@ -59,12 +67,8 @@ class Stage:
         self.host_memory = self.context.host_memory
         attach([self.model], self.context)
 
-    def run(self, length: int, k: int, actions: list[Action]) -> None:
-        """The forwards and backwards among `actions`, on sequences of `length` tokens in k segments."""
-        self.run_segments(self._segments(length, k), actions)
-
-    def run_segments(self, segments: list[Segment], actions: list[Action]) -> None:
-        """The same with the segments of a sequence given."""
+    def run(self, segments: list[Segment], actions: list[Action]) -> None:
+        """The forwards and backwards among `actions`, on sequences of these segments."""
         length = segments[-1].end
         tokens = torch.randint(self.shape.vocab_size, (1, length), device=self.device)
         positions = torch.arange(length, device=self.device)[None]
@@ -97,24 +101,10 @@ class Stage:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _segments(self, length: int, k: int):
+    def segments(self, length: int, k: int) -> list[Segment]:
         device = CPU_CORE if self.device.type == "cpu" else A100
         time = bottleneck_time(analytic_costs(self.shape, [self.shape.num_layers], device))
         return of_lengths(cut_sequence("balanced", Task(length, k, time=time, full_speed_rows=device.full_speed_rows)))
-
-
-def _experts(number: int | None, hidden: int) -> dict:
-    """Settings of dropless experts, whose dispatcher makes the host wait for the GPU in each layer and unit."""
-    if number is None:
-        return {}
-    return {
-        "num_moe_experts": number,
-        "moe_ffn_hidden_size": hidden,
-        "moe_router_topk": 2,
-        "moe_router_load_balancing_type": "none",
-        "moe_token_dispatcher_type": "alltoall",
-        "add_bias_linear": False,
-    }
 
 
 def first_rank(num_microbatches: int, k: int) -> list[Action]:
@@ -132,12 +122,12 @@ def time_and_memory(report: Report, stage: Stage, args, microbatches: int, most_
     length, microbatches = (64, 8) if args.tiny else (16384, microbatches)
     times = {}
     for k in (1, 2, 4, 8):
-        actions = first_rank(microbatches, k)
+        run = partial(stage.run, stage.segments(length, k), first_rank(microbatches, k))
         for _ in range(2):  # the first warms up
             stage.free()
             try:
                 with Recorder(stage.device, traced=True) as recorder:
-                    times[k], _ = seconds(args.device, lambda k=k, actions=actions: stage.run(length, k, actions))
+                    times[k], _ = seconds(args.device, run)
             except torch.OutOfMemoryError:
                 report.figure(length=length, segments=k, out_of_memory=True)
                 break
@@ -148,7 +138,7 @@ def time_and_memory(report: Report, stage: Stage, args, microbatches: int, most_
                 seconds_per_sequence=times[k] / microbatches,
                 tokens_per_second=length * microbatches / times[k],
                 peak_gib=recorder.reading().peak_memory / GIB,
-                **_allocator(stage.device),
+                **allocator(stage.device),
             )
     if not times:
         report.check("a stage runs", False, "out of memory with whole sequences and with 8 segments")
@@ -162,11 +152,9 @@ def time_and_memory(report: Report, stage: Stage, args, microbatches: int, most_
     )
 
 
-def _allocator(device: torch.device) -> dict[str, float]:
+def allocator(device: torch.device) -> dict[str, float]:
     """What PyTorch's allocator holds, tensors or not, and how often it had to give all back and start anew."""
-    if device.type == "cpu":
-        return {}
-    retries = torch.cuda.memory_stats()["num_alloc_retries"]
+    retries = torch.cuda.memory_stats().get("num_alloc_retries", 0)  # a CPU has none
     return {"reserved_gib": torch.cuda.max_memory_reserved() / GIB, "allocator_retries": retries}
 
 
@@ -183,8 +171,8 @@ def host_time(report: Report, args) -> None:
         segments = of_lengths([length] * k)
         for _ in range(2):  # the first warms up
             synchronise(args.device)
-            issued, start = 0.0, time.perf_counter()
-            stage.run_segments(segments, actions)
+            start = time.perf_counter()
+            stage.run(segments, actions)
             issued = time.perf_counter() - start
             synchronise(args.device)
             done = time.perf_counter() - start
@@ -209,7 +197,7 @@ def room(report: Report, stage: Stage, args) -> None:
     def fits(k: int, length: int) -> bool:
         stage.free()
         try:
-            stage.run(length, k, until_the_first_backward(k))
+            stage.run(stage.segments(length, k), until_the_first_backward(k))
         except torch.OutOfMemoryError:
             return False
         # A CPU swaps before it runs out of memory, so the limits of the tiny sizes are made up.
@@ -232,7 +220,7 @@ def room(report: Report, stage: Stage, args) -> None:
 def offload(report: Report, stage: Stage, args) -> None:
     """Time and peak with and without, gradients, and whether steps leave anything behind."""
     length, microbatches, k = (64, 8, 4) if args.tiny else (16384, 16, 4)
-    order = first_rank(microbatches, k)
+    order, segments = first_rank(microbatches, k), stage.segments(length, k)
     found = {}
     report.figure(host_gb_per_s=link_rate(torch.device(args.device), lambda: None) / 1e9)
     for share in (0.0, 0.5, 1.0):
@@ -241,7 +229,7 @@ def offload(report: Report, stage: Stage, args) -> None:
             stage.free()
             torch.manual_seed(1)
             with Recorder(stage.device, traced=True) as recorder:
-                took, _ = seconds(args.device, lambda actions=actions: stage.run(length, k, actions))
+                took, _ = seconds(args.device, partial(stage.run, segments, actions))
             left.append(torch.cuda.memory_allocated(stage.device))
         peak = recorder.reading().peak_memory
         found[share] = took, peak, [parameter.grad for parameter in stage.model.parameters()]
