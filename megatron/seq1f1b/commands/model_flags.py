@@ -9,8 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ..arguments.megatron_run import hybrid_stages
-from ..planning.costs.model_shape import ModelShape
-from ..planning.model_sizes import model_shape
+from ..planning.costs.model_shape import ModelShape, model_shape
 from .parsing import MOST_LAYERS, count, count_up_to, read_known
 
 # From a name to flags of Megatron.

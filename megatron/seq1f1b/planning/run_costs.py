@@ -14,13 +14,12 @@ from ..schedule import Costs, ScheduleChoice, build, moved, simulate
 from .costs.flops import authors_flops
 from .costs.layer_bytes import keeps_logits, moved_bytes
 from .costs.machine import Device, Machine, read_machine
-from .costs.model_shape import ModelShape
+from .costs.model_shape import ModelShape, model_shape
 from .costs.stage_costs import A100, CPU_CORE, StageCost, action_costs, bottleneck_time, setup_costs
 from .costs.stage_times import step_costs
 from .costs.step_memory import rank_memory
 from .costs.traced_costs import read_traced_costs
-from .costs.training_setup import TrainingSetup, has_costs
-from .model_sizes import model_shape, ranks_of_experts, recompute_of, recomputed_share
+from .costs.training_setup import TrainingSetup, has_costs, ranks_of_experts, recompute_of, recomputed_share
 from .simulator.step import extended
 
 # Numbers of segments to try; others make a step at most a few percent shorter.

@@ -3,8 +3,14 @@
 import pytest
 
 from megatron.seq1f1b.arguments.megatron_run import layers_per_stage
-from megatron.seq1f1b.planning.costs.model_shape import DeltaNet, Experts, LatentAttention, Mamba, ModelShape
-from megatron.seq1f1b.planning.model_sizes import model_shape
+from megatron.seq1f1b.planning.costs.model_shape import (
+    DeltaNet,
+    Experts,
+    LatentAttention,
+    Mamba,
+    ModelShape,
+    model_shape,
+)
 
 DENSE = dict(
     num_layers=4, hidden_size=64, ffn_hidden_size=256, num_attention_heads=8, kv_channels=8, padded_vocab_size=512

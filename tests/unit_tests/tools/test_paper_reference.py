@@ -28,20 +28,19 @@ def test_further_rows_are_predicted_whatever_their_sizes(tmp_path, capsys):
     assert "vTrain" not in printed and '"1B, ' in printed
 
 
-def test_a_table_that_cannot_be_predicted_is_a_sentence(tmp_path, capsys):
-    row = read("seq1f1b_7b_32gpu_throughput")[0]
-    write(tmp_path, "seq1f1b_7b_32gpu_throughput", [row | {"model": "8B"}])
+@pytest.mark.parametrize(
+    "changes, sentence",
+    [
+        ({"model": "8B"}, "the sizes of 8B are not known; there are 2.7B"),
+        ({"seqlen": None}, "there is no 'seqlen'"),
+        (None, "it has no table by a name in"),
+    ],
+    ids=["model", "no length", "no table"],
+)
+def test_a_table_that_cannot_be_predicted_is_a_sentence(tmp_path, capsys, changes, sentence):
+    if changes is not None:
+        row = read("seq1f1b_7b_32gpu_throughput")[0] | changes
+        write(tmp_path, "seq1f1b_7b_32gpu_throughput", [{name: row[name] for name in row if row[name] is not None}])
     with pytest.raises(SystemExit):
         paper_tables.main(["--reference", str(tmp_path)])
-    assert "the sizes of 8B are not known; there are 2.7B" in capsys.readouterr().err
-    del row["seqlen"]
-    write(tmp_path, "seq1f1b_7b_32gpu_throughput", [row])
-    with pytest.raises(SystemExit):
-        paper_tables.main(["--reference", str(tmp_path)])
-    assert "there is no 'seqlen'" in capsys.readouterr().err
-
-
-def test_a_folder_without_tables_is_a_sentence(tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        paper_tables.main(["--reference", str(tmp_path)])
-    assert "it has no table by a name in" in capsys.readouterr().err
+    assert sentence in capsys.readouterr().err

@@ -62,7 +62,7 @@ class Block:
     symbol: str = ""  # the name of such a block in hybrid models
 
     def on_rank(self, ranks: int) -> "Block":
-        """The part of one of so many tensor-parallel ranks; each has at least one head of keys and values."""
+        """The part of one of `ranks` tensor-parallel ranks; each has at least one head of keys and values."""
         divided = ("vectors", "kept", "moved", "attended", "activated", "exchanged", "scan", "state")
         parts: dict[str, Any] = {name: getattr(self, name) / ranks for name in divided}
         if self.attention is not None:
@@ -96,9 +96,7 @@ def _block(model: ModelShape, symbol: str) -> Block:
             return _delta_net(model.hidden_size, model.delta_net)
         case "M" if model.mamba is not None:
             return _mamba(model.hidden_size, model.mamba)
-    raise ValueError(
-        f"--hybrid-layer-pattern has a layer {symbol} whose cost is not known; use --sequence-split-strategy even"
-    )
+    raise ValueError(f"--hybrid-layer-pattern has a layer {symbol} of unknown cost; use --sequence-split-strategy even")
 
 
 def _attention(model: ModelShape) -> Block:

@@ -225,7 +225,7 @@ def _of_kernel(setup: TrainingSetup, layer: int, attention: Attention, start: in
     return of_queries + (BYTES * for_each if for_each > keys_values_of(setup, layer, given) else 0)
 
 
-# The actions after which a unit keeps what it has before, and after, an action of each kind; None: it keeps nothing.
+# What a unit keeps before, and after, an action of each kind: as much as after the action given here, else nothing.
 _BEFORE = {Kind.B: Kind.F, Kind.I: Kind.F, Kind.W: Kind.I, Kind.OFFLOAD: Kind.F, Kind.RELOAD: Kind.OFFLOAD}
 _AFTER = {Kind.F: Kind.F, Kind.I: Kind.I, Kind.OFFLOAD: Kind.OFFLOAD, Kind.RELOAD: Kind.F}
 

@@ -37,7 +37,7 @@ class Parts(NamedTuple):
         return sum(self)
 
     def beside(self, **work: float) -> "Parts":
-        """What remains of the named parts beside other work of so many seconds."""
+        """What remains of the named parts beside other work of these seconds."""
         return self._replace(**{name: max(0.0, getattr(self, name) - seconds) for name, seconds in work.items()})
 
 

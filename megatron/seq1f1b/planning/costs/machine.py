@@ -28,7 +28,7 @@ class Device:
     flash_backward: float
     kernel_latency: float  # seconds from the start of one kernel to the start of the next, on an empty device
     full_speed_rows: int = 128  # queries from which on attention is at full speed: a block of FlashAttention
-    # Queries, and how many times longer attention of fewer takes than the same work in long segments; ascending.
+    # Numbers of queries, ascending, each with the factor by which attention of fewer queries is slower.
     slow_attention: tuple[tuple[int, float], ...] = ()
     # Bytes/s to the memory of its host and at once back, while all devices of the node copy; 0: not known.
     host_bandwidth: float = 0.0

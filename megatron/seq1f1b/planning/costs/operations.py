@@ -13,7 +13,7 @@ from math import ceil, log2
 from .blocks import BYTES
 from .machine import Device, Machine
 
-# Rows, columns, and speed relative to the largest tile, whose efficiency is fitted; the other speeds are guesses.
+# Rows, columns, and speed relative to the largest tile. Its efficiency is fitted; the other speeds are guesses.
 _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (128, 64, 0.8), (64, 64, 0.65))
 # Steps along the dimension that is summed over, which take as long as to fill and drain a tile: a guess.
 _TILE_OVERHEAD = 128

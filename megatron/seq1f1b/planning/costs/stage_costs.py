@@ -29,7 +29,7 @@ A100, CPU_CORE = (read_machine(name).device for name in ("a100-80gb", "cpu"))
 @dataclass(frozen=True)
 class AnalyticTime:
     """Time by FLOPs over throughput: a constant, a part per token, and one per pair of a query and a key, in all and
-    within a window of so many keys. `slow_attention` is as in Device."""
+    within a window in keys. `slow_attention` is as in Device."""
 
     fixed: float = 0.0
     per_token: float = 0.0

@@ -75,7 +75,7 @@ def fit_time(points: Sequence[TimedSegment]) -> AnalyticTime:
     # In segments of one length a constant looks like a part per token; it is less likely, so it comes last.
     for chosen in (list(each) for size in (3, 2, 1) for each in combinations((1, 2, 0), size)):
         found, _, rank, _ = np.linalg.lstsq(rows[:, chosen] / scales[chosen], np.ones(len(points)), rcond=1e-8)
-        if rank < len(chosen) or found.min() < 0:  # too few segments for so many parts, or all of one length
+        if rank < len(chosen) or found.min() < 0:  # too few segments, or all of one length
             continue
         coefficients = np.zeros(3)
         coefficients[chosen] = found / scales[chosen]

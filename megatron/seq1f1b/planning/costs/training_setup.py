@@ -1,9 +1,10 @@
-"""What a training step computes, and on how many ranks. Its time and memory follow from this and a machine."""
+"""What a training step computes, and on which ranks. Its time and memory follow from this and a machine."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from ...partition import even
 from ...schedule import Placement, ScheduleChoice, Shape
@@ -20,6 +21,30 @@ MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act")
 def has_costs(recompute: str) -> bool:
     """Whether a TrainingSetup may recompute this."""
     return recompute in ("none", FULL, ALL_BUT_ATTENTION) or set() < set(recompute.split()) <= set(MODULES)
+
+
+def recompute_of(settings: Mapping[str, Any], keeps_attention: bool) -> str:
+    """The `recompute` of a TrainingSetup by the names of Megatron's arguments; names of other modules have no costs."""
+    granularity = settings.get("recompute_granularity")
+    if granularity == "selective":
+        return " ".join(sorted(settings.get("recompute_modules") or ["core_attn"]))
+    return ALL_BUT_ATTENTION if keeps_attention else granularity or "none"
+
+
+def recomputed_share(settings: Mapping[str, Any], layers_per_stage: Sequence[int]) -> float:
+    """The share of the layers of a stage that full recomputation repeats."""
+    if settings.get("recompute_granularity") != "full" or settings.get("recompute_method") != "block":
+        return 1.0
+    return min(1.0, (settings.get("recompute_num_layers") or 1) / max(layers_per_stage))
+
+
+def ranks_of_experts(settings: Mapping[str, Any]) -> int:
+    """The number of ranks that share the experts. Ranks that cut an expert, by default the tensor-parallel ones, count
+    as if each had some of the experts."""
+    if not settings.get("num_experts"):
+        return 1
+    tensor = settings.get("expert_tensor_parallel_size") or settings.get("tensor_model_parallel_size") or 1
+    return tensor * (settings.get("expert_model_parallel_size") or 1)
 
 
 class Stage(NamedTuple):

@@ -23,7 +23,7 @@ _LANES = {Kind.GATHER: "collectives", Kind.REDUCE: "collectives", Kind.OFFLOAD: 
 class _Messages:
     """The messages of one channel, in the order of its sends."""
 
-    sent: list[tuple[float, float]] = field(default_factory=list)  # when, and how long it takes
+    sent: list[tuple[float, float]] = field(default_factory=list)  # start, seconds
     posted: list[float] = field(default_factory=list)
     arrived: list[float] = field(default_factory=list)
     received: int = 0

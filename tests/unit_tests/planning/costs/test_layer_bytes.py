@@ -142,7 +142,7 @@ def test_a_rank_has_a_whole_kv_head_where_ranks_are_more():
 
 
 def test_a_layer_without_known_sizes_is_an_error():
-    with pytest.raises(ValueError, match="a layer D whose cost is not known"):
+    with pytest.raises(ValueError, match="a layer D of unknown cost"):
         layer_activation(hybrid("*D"), 1, 0, LENGTH)
 
 
