@@ -4,10 +4,11 @@ import re
 import runpy
 from argparse import Namespace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
-from megatron.seq1f1b.arguments import net
+from megatron.seq1f1b.arguments import net, parse_options
 from megatron.seq1f1b.arguments.net import Net, sentence_of
 
 
@@ -65,33 +66,29 @@ def test_a_failed_check_without_words_is_shown_with_its_flags(tmp_path):
     )
 
 
-def test_the_traceback_is_in_the_file_that_the_sentence_names(tmp_path, capfd):
-    error = raised(load_checkpoint, ARGS, KeyError("args"))
+def caught(error) -> int:
+    """The code with which the program ends."""
     with pytest.raises(SystemExit) as end:
         Net().caught(type(error), error, error.__traceback__)
+    return end.value.code
+
+
+def test_the_traceback_is_in_the_file_that_the_sentence_names(tmp_path, capfd):
+    assert caught(raised(load_checkpoint, ARGS, KeyError("args"))) == 2
     printed = capfd.readouterr().err
     file = re.fullmatch(r"error: .* failed: KeyError: 'args'; the traceback is in (\S+)\.\n", printed)[1]
-    assert end.value.code == 2 and "line" in Path(file).read_text() and Path(file).parent == tmp_path
+    assert "line" in Path(file).read_text() and Path(file).parent == tmp_path
 
 
 def test_a_full_disk_does_not_hide_the_sentence(monkeypatch, capfd):
-    def full(*_, **__):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(net.tempfile, "NamedTemporaryFile", full)
-    error = raised(load_checkpoint, ARGS, KeyError("args"))
-    with pytest.raises(SystemExit):
-        Net().caught(type(error), error, error.__traceback__)
+    monkeypatch.setattr(net.tempfile, "NamedTemporaryFile", Mock(side_effect=OSError(28, "No space left on device")))
+    caught(raised(load_checkpoint, ARGS, KeyError("args")))
     ending = "KeyError: 'args'; the traceback is in no file, since none can be written.\n"
     assert capfd.readouterr().err.endswith(ending)
 
 
 def test_a_mistake_that_we_find_has_no_traceback(tmp_path, capfd):
-    from megatron.seq1f1b.arguments import parse_options
-
-    error = raised(parse_options, {"sequence_splitz": 4})
-    with pytest.raises(SystemExit):
-        Net().caught(type(error), error, error.__traceback__)
+    caught(raised(parse_options, {"sequence_splitz": 4}))
     assert capfd.readouterr().err.count("\n") == 1 and not [*tmp_path.iterdir()]
 
 

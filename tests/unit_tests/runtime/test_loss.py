@@ -147,8 +147,7 @@ def checking_step(seen, losses, data_iterator, model):
 @pytest.mark.parametrize("k, expected", [(1, [1.0, 2.0]), (2, [3.0, 7.0])])
 def test_a_micro_batch_is_checked_once(machine, k, expected):
     seen = []
-    step = partial(checking_step, seen, iter([1.0, 2.0, 3.0, 4.0]))
-    run(executor(k=k), Stage(), num_microbatches=2, step=step)
+    run(executor(k=k), Stage(), num_microbatches=2, step=partial(checking_step, seen, iter([1.0, 2.0, 3.0, 4.0])))
     assert seen == [(kind, value) for value in expected for kind in ("isnan", "isinf")]
     assert "validate_result" not in vars(machine)
 

@@ -13,31 +13,20 @@ LENGTH = 8
 CAUSAL = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
 
 
-def within_documents(*starts):
-    """Hides later tokens and other documents: [1, 1, s, s]."""
-    number = torch.zeros(LENGTH, dtype=torch.long)
-    number[list(starts)] = 1
-    number = number.cumsum(0)
-    return (CAUSAL | (number[:, None] != number))[None, None]
+TOKENS = torch.arange(LENGTH)
 
 
-def with_prefix(length):
-    """Tokens of a prefix see each other: a prefix language model."""
-    mask = CAUSAL.clone()
-    mask[:length, :length] = False
-    return mask[None, None]
-
-
-def window(size):
-    return (CAUSAL | torch.ones_like(CAUSAL).tril(-size))[None, None]
+def within_documents(start):
+    """Hides later tokens, and the first of two documents from the second."""
+    return CAUSAL | ((TOKENS[:, None] < start) != (start > TOKENS))
 
 
 OTHERS = {
     "documents": within_documents(3),
     "documents that end with a segment": within_documents(4),
-    "prefix": with_prefix(2),
-    "window": window(3),
-    "bidirectional": torch.zeros(1, 1, LENGTH, LENGTH, dtype=torch.bool),
+    "prefix": CAUSAL & ((TOKENS[:, None] >= 2) | (TOKENS >= 2)),
+    "window": CAUSAL | torch.ones_like(CAUSAL).tril(-3),
+    "bidirectional": torch.zeros_like(CAUSAL),
 }
 
 
@@ -51,7 +40,7 @@ def read(mask):
 @pytest.mark.parametrize("mask", OTHERS.values(), ids=OTHERS)
 def test_a_batch_with_a_mask_of_its_own_is_refused(mask):
     with pytest.raises(ValueError, match="micro-batch 0 is not plain causal.*--reset-attention-mask"):
-        read(mask)
+        read(mask[None, None])
 
 
 @pytest.mark.parametrize("mask", [CAUSAL[None, None], ~CAUSAL[None, None], CAUSAL.expand(3, 1, LENGTH, LENGTH)])
@@ -70,7 +59,7 @@ def test_masks_longer_than_a_block_of_rows_are_compared_whole():
 def test_masks_on_a_gpu_are_settled_later():
     """A mask that is like one on a GPU: the comparison waits for `settle`."""
     masks = MaskCheck()
-    for mask in (CAUSAL, within_documents(3)[0, 0]):
+    for mask in (CAUSAL, within_documents(3)):
         masks.require_causal(mask.as_subclass(LikeCuda), "the mask")
     with pytest.raises(ValueError, match="the mask is not plain causal"):
         masks.settle()
@@ -87,7 +76,7 @@ def test_a_mask_that_the_script_makes_is_checked_in_the_layer():
         layer(tokens, tokens, tokens, CAUSAL[None, None], attn_mask_type=AttnMaskType.causal)
         for mask in OTHERS.values():
             with pytest.raises(ValueError, match="micro-batch 0 is not plain causal"):
-                layer(tokens, tokens, tokens, mask)
+                layer(tokens, tokens, tokens, mask[None, None])
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Spans, readings and peak memory of a step, on a CPU and by events on a GPU; the files of measured steps."""
 
 import json
-import logging
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -77,13 +77,12 @@ def test_the_peak_counts_what_was_freed_and_not_what_was_before(memory_of_the_pr
 
 
 def test_collectives_of_several_buckets_are_one_span(memory_of_the_process):
-    recorder, futures = Recorder(CPU), [torch.futures.Future() for _ in range(2)]
-    for future in futures:
-        works = [SimpleNamespace(get_future=lambda future=future: future)]
+    recorder, future = Recorder(CPU), torch.futures.Future()
+    for _ in range(2):
+        works = [SimpleNamespace(get_future=lambda: future)]
         recorder.collective(Action(Kind.REDUCE, 1), recorder.now(), SimpleNamespace(works=works))
     recorder.collective(Action(Kind.GATHER, 1), recorder.now(), None)  # waited for at once, not beside compute
-    for future in futures:
-        future.set_result(None)
+    future.set_result(None)
     (span,) = recorder.spans()
     assert str(span.action) == "1REDUCE" and span.start < span.end
 
@@ -104,12 +103,14 @@ def test_clocks_apart_count_from_the_barrier():
     assert timeline.meta == {"iteration": 4, "peak_memory_bytes": [7, 7, 7]}
 
 
-def test_chosen_iterations_are_written(alone, tmp_path):
-    iterations = iter((1, 2, 3))
-    tracer = Tracer(tmp_path, {2}, lambda: next(iterations))
-    traced = executor(tracer=tracer)
-    for _ in range(3):
+def trace(folder, chosen, *iterations) -> None:
+    traced = executor(tracer=Tracer(folder, chosen, partial(next, iter(iterations))))
+    for _ in iterations:
         run(traced, Stage())
+
+
+def test_chosen_iterations_are_written(alone, tmp_path):
+    trace(tmp_path, {2}, 1, 2, 3)
     (path,) = tmp_path.iterdir()
     assert path.name == "iteration-2-pipeline-0.json"
     written = json.loads(path.read_text())
@@ -120,11 +121,6 @@ def test_chosen_iterations_are_written(alone, tmp_path):
 
 
 def test_a_start_beyond_all_chosen_iterations_warns_once(alone, tmp_path, caplog):
-    iterations = iter((51, 52))
-    tracer = Tracer(tmp_path, {3, 7}, lambda: next(iterations))
-    traced = executor(tracer=tracer)
-    with caplog.at_level(logging.WARNING):
-        for _ in range(2):
-            run(traced, Stage())
+    trace(tmp_path, {3, 7}, 51, 52)
     assert caplog.text.count("none of --pipeline-trace-iterations 3 7 is traced") == 1
     assert not list(tmp_path.iterdir())
