@@ -136,49 +136,38 @@ AUTO = ("--sequence-splits", "auto", "--device", "cuda", "--dry-run")
 
 
 def test_auto_takes_the_segments_of_the_shortest_step_that_fits():
-    def number(*flags, **megatron):
-        args = parsed(
-            *AUTO, *flags, **{"pipeline_model_parallel_size": 8, "bf16": True, "replaced_on_cpu": {}, **megatron}
-        )
+    def chosen(memory=10000, **sizes):
+        sizes = {"pipeline_model_parallel_size": 8, "bf16": True, "replaced_on_cpu": {}, **sizes}
+        args = parsed(*AUTO, "--device-memory", str(memory), **sizes)
         config = validate(args)
         assert args.sequence_splits == config.num_segments and config.schedule == ScheduleChoice("1f1b")
-        return config.num_segments
+        return config
 
-    ample = ("--device-memory", "10000")
-    assert number(*ample, seq_length=32768) > 2
+    def number(length, memory=10000, **sizes):
+        return chosen(memory, seq_length=length, **sizes).num_segments
+
     # More micro-batches leave less of a bubble to shrink; less memory needs more segments.
-    assert number(*ample, seq_length=32768, global_batch_size=4096) < number(*ample, seq_length=32768)
-    assert number("--device-memory", "24", seq_length=65536, global_batch_size=4096) > number(
-        *ample, seq_length=65536, global_batch_size=4096
-    )
-    assert number(*ample, seq_length=256) == 1
-
-
-def test_auto_is_the_best_of_all_numbers():
-    args = parsed(*AUTO, "--device-memory", "10000", pipeline_model_parallel_size=8, bf16=True, replaced_on_cpu={})
-    config = pipeline_config(args)
-    seconds = {
-        count: config.partition.costs.forecast(config.schedule, config.partition.cut(16384, count)).seconds
-        for count in (1, 2, 3, 4, 6, 8, 12, 16)
-    }
+    many = {"global_batch_size": 4096}
+    assert number(256) == 1 and 2 < number(32768) > number(32768, **many)
+    assert number(65536, 24, **many) > number(65536, **many)
+    config, seconds = chosen(), {}
+    for count in (1, 2, 3, 4, 6, 8, 12, 16):
+        lengths = config.partition.cut(16384, count)
+        seconds[count] = config.partition.costs.forecast(config.schedule, lengths).seconds
     assert min(seconds, key=seconds.get) == config.num_segments
 
 
 @pytest.mark.parametrize(
     "flags, sentence",
     [
-        (["--sequence-splits", "4", "--sequence-split-strategy", "profile"], "write a trace with --pipeline-trace"),
-        (["--unit-tokens", "0"], "'0' is no number of tokens"),
-        (
-            ["--pipeline-placement", "v", "--pipeline-schedule", "auto"],
-            "but there is one; add --num-virtual-stages-per-pipeline-rank 2",
-        ),
+        ("--sequence-splits 4 --sequence-split-strategy profile", "write a trace with --pipeline-trace"),
+        ("--unit-tokens 0", "'0' is no number of tokens"),
+        ("--pipeline-placement v --pipeline-schedule auto", "there is one; add --num-virtual-stages-per-pipeline-rank"),
     ],
-    ids=str,
 )
 def test_what_cannot_be_honoured_ends_with_one_sentence(flags, sentence):
     with pytest.raises(ValueError) as error:
-        validate(parsed(*flags))
+        validate(parsed(*flags.split()))
     assert sentence in str(error.value) and "\n" not in str(error.value)
 
 
@@ -202,14 +191,9 @@ def test_auto_plans_whole_backwards_where_none_can_be_split(caplog, monkeypatch,
 @pytest.mark.parametrize("family", FAMILY_NAMES)
 def test_layers_spread_unevenly_over_chunks_are_predicted(family, placement, capsys):
     """One stage has no layer."""
-    config = validate(
-        parsed(
-            *("--pipeline-schedule", family, "--pipeline-placement", placement, "--sequence-splits", "16"),
-            pipeline_model_parallel_layout="Et*7|t*5||t*9|t*10|tL",
-            virtual_pipeline_model_parallel_size=3,
-            bf16=True,
-        )
-    )
+    flags = ("--pipeline-schedule", family, "--pipeline-placement", placement, "--sequence-splits", "16")
+    sizes = {"virtual_pipeline_model_parallel_size": 3, "bf16": True}
+    config = validate(parsed(*flags, pipeline_model_parallel_layout="Et*7|t*5||t*9|t*10|tL", **sizes))
     assert config.run.layers_per_stage == (7, 5, 0, 9, 10, 1) and config.num_segments == 16
     assert "predicted step" in capsys.readouterr().out
 
@@ -217,17 +201,14 @@ def test_layers_spread_unevenly_over_chunks_are_predicted(family, placement, cap
 @pytest.fixture
 def file(tmp_path):
     """Of two ranks, three micro-batches, two segments."""
-    path = tmp_path / "mine.csv"
-    write_csv(build("zb-h1", Shape(Placement(2), 3, 2)), path)
-    return path
+    write_csv(build("zb-h1", Shape(Placement(2), 3, 2)), tmp_path / "mine.csv")
+    return str(tmp_path / "mine.csv")
 
 
 def test_a_file_takes_the_place_of_a_family(file):
-    args = parsed("--pipeline-schedule-file", str(file), "--sequence-splits", "2")
-    validate(args)
-    assert pipeline_config(args).schedule == ScheduleChoice.of(build("zb-h1", Shape(Placement(2), 3, 2)))
-    auto = parsed("--pipeline-schedule-file", str(file), *AUTO, replaced_on_cpu={})
-    assert pipeline_config(auto).num_segments == 2
+    config = validate(parsed("--pipeline-schedule-file", file, "--sequence-splits", "2"))
+    assert config.schedule == ScheduleChoice.of(build("zb-h1", Shape(Placement(2), 3, 2)))
+    assert pipeline_config(parsed("--pipeline-schedule-file", file, *AUTO, replaced_on_cpu={})).num_segments == 2
 
 
 @pytest.mark.parametrize(
@@ -242,7 +223,7 @@ def test_a_file_takes_the_place_of_a_family(file):
     ids=str,
 )
 def test_a_file_whose_sizes_contradict_the_flags_is_refused(file, megatron):
-    args = parsed("--pipeline-schedule-file", str(file), "--sequence-splits", "2")
+    args = parsed("--pipeline-schedule-file", file, "--sequence-splits", "2")
     vars(args).update(megatron)
     with pytest.raises(ValueError) as error:
         validate(args)
@@ -271,8 +252,7 @@ def test_balanced_looks_at_the_slowest_stage():
 def test_terapipe_finds_the_segments_and_a_file_gives_them(tmp_path):
     args = parsed("--sequence-split-strategy", "terapipe", "--device", "cuda", pipeline_model_parallel_size=8)
     config = validate(args)
-    assert config.schedule == ScheduleChoice("1f1b") and args.sequence_splits == config.num_segments > 4
-    assert len(config.cut(16384)) == config.num_segments
+    assert config.schedule == ScheduleChoice("1f1b") and args.sequence_splits == len(config.cut(16384)) > 4
 
     path = tmp_path / "lengths.txt"
     path.write_text("8192 4096 4096")
@@ -357,9 +337,8 @@ def test_no_more_moves_than_the_memory_asks_for():
     flags = ("--sequence-splits", "8", "--device", "cuda", "--dry-run")
 
     def made(share, memory):
-        return pipeline_config(
-            parsed(*flags, "--offload-activations", str(share), "--device-memory", str(memory), **sizes)
-        )
+        memories = ("--offload-activations", str(share), "--device-memory", str(memory))
+        return pipeline_config(parsed(*flags, *memories, **sizes))
 
     def needed(share):
         config = made(share, 80)
@@ -376,8 +355,9 @@ def test_no_more_moves_than_the_memory_asks_for():
 
 
 def test_a_schedule_with_moves_leaves_none_to_the_flag(tmp_path):
-    order = build("gpipe", Shape(Placement(1), 8)).ranks[0]
-    write_csv(Schedule(Shape(Placement(1), 8), (with_moves(order, units_to_move(order, 1)),)), tmp_path / "moves.csv")
+    shape = Shape(Placement(1), 8)
+    [order] = build("gpipe", shape).ranks
+    write_csv(Schedule(shape, (with_moves(order, units_to_move(order, 1)),)), tmp_path / "moves.csv")
     flags = ("--pipeline-schedule-file", str(tmp_path / "moves.csv"))
     sizes = {"pipeline_model_parallel_size": 1, "global_batch_size": 16, "data_parallel_size": 1}
     assert pipeline_config(parsed(*flags, **sizes)).schedule.has_moves
@@ -394,16 +374,15 @@ def test_lengths_follow_documents_where_the_strategy_can():
         config = pipeline_config(parsed("--sequence-splits", "4", *flags))
         return config.partition.follows_documents, config.cut(16384, documents) != config.cut(16384)
 
-    assert cuts("--sequence-split-strategy", "balanced") == (True, True)
-    assert cuts("--sequence-split-strategy", "even") == (False, False)
-    assert cuts("--sequence-split-strategy", "uniform_comp") == (False, False)
+    for strategy, follows in (("balanced", True), ("even", False), ("uniform_comp", False)):
+        assert cuts("--sequence-split-strategy", strategy) == (follows, follows)
 
 
 @pytest.mark.parametrize("flags", [(), ("--sequence-splits", "4")], ids=["number found", "number given"])
 def test_terapipes_programme_is_solved_once(flags):
     args = parsed("--sequence-split-strategy", "terapipe", "--device", "cuda", *flags, pipeline_model_parallel_size=8)
     with patch.object(cut, "terapipe", wraps=cut.terapipe) as solve:
-        config = megatron.seq1f1b.validate(args)
+        config = validate(args)
         assert config.cut(16384) == config.lengths
     solve.assert_called_once()
 
@@ -411,9 +390,6 @@ def test_terapipes_programme_is_solved_once(flags):
 def test_what_validate_made_is_what_everybody_gets(monkeypatch):
     overlay = Overlay(schedules.get_forward_backward_func, ExitStack())
     monkeypatch.setattr(schedules, "get_forward_backward_func", overlay.get_forward_backward_func)
-    install = importlib.import_module("megatron.seq1f1b.install")
-    with patch.object(install, "make_config", wraps=install.make_config) as make:
-        config = megatron.seq1f1b.validate(parsed("--sequence-splits", "4", sft=True))
-        for _ in range(3):  # as for every batch of --sft
-            assert megatron.seq1f1b.pipeline_config() is config and config.follows_documents
-    make.assert_called_once()
+    config = validate(parsed("--sequence-splits", "4", sft=True))
+    for _ in range(3):  # as for every batch of --sft
+        assert megatron.seq1f1b.pipeline_config() is config and config.follows_documents
