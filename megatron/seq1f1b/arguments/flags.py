@@ -125,18 +125,14 @@ def _add_flags(add: Callable[..., Any]) -> None:
 class _Removed(argparse.Action):
     """Accepts a flag without effect, so that old launch scripts run, and warns once."""
 
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
-    ) -> None:
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option: str | None = None) -> None:
         warn_on_rank_0(_log, f"{option} has no effect and can be dropped: Megatron lacks it")
 
 
 class _Splits(argparse.Action):
     """Records whether a spelling was used that implies equal lengths."""
 
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
-    ) -> None:
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option: str | None = None) -> None:
         setattr(namespace, self.dest, values)
         namespace.means_equal_lengths = option in EQUAL_SPLITS
 
