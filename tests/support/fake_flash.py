@@ -27,17 +27,7 @@ def forward(
 
 
 def backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    logsumexp: Tensor,
-    scale: float,
-    dropout: float,
-    state: Tensor,
-    packing=(),
-    one_size=True,
+    grad, query, key, value, output, logsumexp, scale, dropout, state, packing=(), one_size=True
 ) -> tuple[Tensor, ...]:
     """Gradients of query, key and value, from what the forward saved."""
     _check(query, key, value, output, grad, one_size=one_size)

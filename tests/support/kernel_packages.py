@@ -18,9 +18,7 @@ def provide(monkeypatch, package, module, **functions):
     names = package.split(".")
     for i in range(len(names)):
         monkeypatch.setitem(sys.modules, ".".join(names[: i + 1]), ModuleType(names[i]))
-    content = ModuleType(module)
-    for name, function in functions.items():
-        setattr(content, name, function)
+    content = SimpleNamespace(**functions)
     monkeypatch.setattr(sys.modules[package], module, content, raising=False)
     monkeypatch.setitem(sys.modules, f"{package}.{module}", content)
 

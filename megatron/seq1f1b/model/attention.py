@@ -4,7 +4,6 @@ It replaces Megatron's `core_attention`, between the rotary embedding and the ou
 segment it is plain causal attention on the same kernel, so that schedules can be compared.
 """
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from math import sqrt
@@ -23,7 +22,7 @@ from .head_exchange import HeadExchange
 from .kernels import AttentionRule, Kernel, KernelChoice, RunOnce, Saved, WithSink, default_generator, on_parts
 from .kv_cache import KVCache
 from .packed_documents import KEEP_APART
-from .segment import Segment, SegmentContext
+from .segment import SegmentContext
 
 
 class SegmentAttention(torch.nn.Module):
@@ -81,18 +80,17 @@ class SegmentAttention(torch.nn.Module):
             query, key, value = self.exchange.to_heads(query, key, value)
             sink = None if sink is None else self.exchange.own_heads(sink)
         rule = self.training_rule if self.training else self.evaluation_rule
-        kernel, cache, end = self._kernel(rule, query, value, sink), None, None
+        kernel, cache, prefix, end = self._kernel(rule, query, value, sink), None, None, None
         if segment is not None and not segment.is_whole_sequence:
             assert key.shape[0] == segment.length, (
                 f"attention got {key.shape[0]} tokens for a segment of {segment.length}: the batch was not cut"
             )
             cache = context.cache(self, partial(KVCache, segment.sequence_length, rule.window))
-            end = context.end_of_backward(self)
+            prefix, end = cache.take_prefix(), context.end_of_backward(self)
         # Tensor-parallel ranks drop different weights; with sequence parallelism Megatron has forked the generator
         # already.
         draws = rule.dropout and not self.config.sequence_parallel
         with get_cuda_rng_tracker().fork() if draws else nullcontext():
-            prefix = cache and cache.take_prefix()
             output = _Attend.apply(query, key, value, sink, prefix, (kernel, segment, cache, end))
         if cache is not None:
             is_used_again = context.is_used_again(self, output)
@@ -124,18 +122,15 @@ class SegmentAttention(torch.nn.Module):
     sharded_state_dict = DotProductAttention.sharded_state_dict  # the sink of the heads of this tensor-parallel rank
 
 
-# A kernel; for a segment also the cache of its keys and values, and a function that its backward calls at the end.
-_Call = tuple[Kernel, Segment | None, KVCache | None, Callable[[], object] | None]
-
-
 class _Attend(torch.autograd.Function):
     """Attention of a whole sequence or a segment; keys and values of a segment go to the cache, not the graph, since
     later segments write other rows of the same buffers."""
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, prefix: Tensor | None, call: _Call
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, prefix: Tensor | None, call: tuple
     ) -> Tensor:
+        # For a segment also the cache of its keys and values, and a function that its backward calls at the end.
         kernel, segment, cache, _ = ctx.call = call
         query = query.contiguous()  # a view would keep the whole output of the projection
         if cache is None:

@@ -118,12 +118,8 @@ def _routing(
     is_computed_again = router.training and context.keeps_for_backward and not torch.is_grad_enabled()
     balances = [balance for balance in _BALANCES if router.get_aux_loss_coeff(balance) > 0]
     if segment is not None and not segment.is_whole_sequence and is_computed_again and balances:
-        chosen, _ = compute_routing_scores_for_aux_loss(
-            logits.view(-1, router.num_experts),
-            router.topk,
-            router.score_function,
-            fused=router.config.moe_router_fusion,
-        )
+        scored = logits.view(-1, router.num_experts), router.topk, router.score_function
+        chosen, _ = compute_routing_scores_for_aux_loss(*scored, fused=router.config.moe_router_fusion)
         for balance in balances:
             _noted(router, balance, chosen, logits.shape[1] if balance == _BY_SEQUENCE else 1)
     return routing(logits, padding_mask=padding_mask)
@@ -149,7 +145,7 @@ def _noted(router: TopKRouter, balance: str, routing_map: Tensor, sequences: int
     return tally
 
 
-def _group(router: TopKRouter, balance: str) -> torch.distributed.ProcessGroup:
+def _group(router: TopKRouter, balance: str) -> Any:
     return router.tp_dp_cp_group if balance == _OVER_STEP else router.tp_cp_group
 
 

@@ -61,9 +61,8 @@ class HeadExchange:
     def to_tokens(self, output: Tensor) -> Tensor:
         """Exchange its row's tokens with its heads, [n·a/c, b, h/a·d], for its own with all heads, [n/c, b, h·d]."""
         parts = output.chunk(2 * self._row_size)
-        sent = torch.cat(
-            [part for pair in zip(parts[: self._row_size], reversed(parts), strict=False) for part in pair]
-        )
+        pairs = zip(parts[: self._row_size], reversed(parts), strict=False)
+        sent = torch.cat([part for pair in pairs for part in pair])
         row, of_rank = self._row(), len(output) // self._row_size
         sizes = [of_rank if rank in row else 0 for rank in range(self._size)]
         return all_to_all(self._group, sent, sizes, sizes).unflatten(0, (self._row_size, -1)).movedim(0, 2).flatten(2)

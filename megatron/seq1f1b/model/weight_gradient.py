@@ -57,7 +57,6 @@ class WeightGradientStore:
             _WeightGradient.apply(product, *parameters).backward()
 
     def clear(self) -> None:
-        """Forget everything, after a step that failed."""
         self._left.clear()
 
     def assert_empty(self) -> None:

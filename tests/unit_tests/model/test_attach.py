@@ -70,31 +70,17 @@ def on_a_cpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
 
 
-class Wrapper(torch.nn.Module):
-    """Megatron's DistributedDataParallel as far as it hooks modules to gather parameters ahead."""
-
-    def __init__(self, module):
-        super().__init__()
-        self.module = module
-        self.remove_forward_pre_hook_handles = {}
-        for part in self.module.modules():
-            self.remove_forward_pre_hook_handles[part] = part.register_forward_pre_hook(self._make_forward_pre_hook())
-
-    def _make_forward_pre_hook(self):
-        return lambda *_: None
-
-    def disable_forward_pre_hook(self):
-        for part in self.module.modules():
-            self.remove_forward_pre_hook_handles.pop(part).remove()
-        assert not self.remove_forward_pre_hook_handles
-
-
 def test_the_hook_of_a_wrapper_is_carried_over():
+    """Megatron's DistributedDataParallel hooks every module to gather parameters ahead."""
     layer = attention_layer(SelfAttention, AttnMaskType.causal)
-    wrapper = Wrapper(torch.nn.ModuleList([layer]))
+    wrapper, hook = torch.nn.ModuleList([layer]), lambda *_: None
+    wrapper._make_forward_pre_hook = lambda: hook
+    handles = {part: part.register_forward_pre_hook(hook) for part in layer.modules()}
+    wrapper.remove_forward_pre_hook_handles = handles
     use_segment_attention([wrapper])
-    assert len(layer.core_attention._forward_pre_hooks) == 1
-    wrapper.disable_forward_pre_hook()
+    assert handles.keys() == {*layer.modules()} and len(layer.core_attention._forward_pre_hooks) == 1
+    for handle in handles.values():
+        handle.remove()
     assert not layer.core_attention._forward_pre_hooks
 
 
@@ -163,20 +149,12 @@ def test_chunks_share_rotary_positions_while_one_needs_them():
         assert torch.equal(rotaries[1](6), whole[4:10])
 
 
-class Decoder(TransformerBlock):
-    """Recomputed layers, as far as their input matters."""
-
-    def __init__(self) -> None:
-        torch.nn.Module.__init__(self)
-        self.config = SimpleNamespace(recompute_granularity="full", cuda_graph_impl="none")
-
-    def forward(self, hidden_states):
-        return hidden_states
-
-
 def test_recomputed_layers_learn_behind_a_frozen_embedding():
     """Megatron repeats a forward only in the backward of its input."""
-    decoder = Decoder()
+    decoder = TransformerBlock.__new__(TransformerBlock)
+    torch.nn.Module.__init__(decoder)
+    decoder.config = SimpleNamespace(recompute_granularity="full", cuda_graph_impl="none")
+    decoder.forward = lambda hidden_states: hidden_states
     chunk = torch.nn.ModuleDict({"decoder": decoder})
     for _ in range(2):
         attach([chunk], SegmentContext())

@@ -70,7 +70,6 @@ def went_away_and_back(memory, xs):
 
 
 def test_units_of_unequal_sizes_share_blocks(memory, made):
-    """The host has what all that is away at once takes, whatever took it before."""
     for rows in (5, 900, 300, 1100, 40):  # 512 bytes each, kept twice
         xs = [torch.randn(part * rows, 64, dtype=torch.float64, requires_grad=True) for part in (1, 3)]
         went_away_and_back(memory, xs)

@@ -15,11 +15,11 @@ from support.kernel_packages import flash_attention_4, transformer_engine
 RULE = AttentionRule(0.125)
 
 
-def tensor(size, dtype=torch.bfloat16, is_cuda=True):
-    return SimpleNamespace(is_cuda=is_cuda, dtype=dtype, shape=(4, 1, 2, size))
-
-
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def tensor(size, dtype=BF16, is_cuda=True):
+    return SimpleNamespace(is_cuda=is_cuda, dtype=dtype, shape=(4, 1, 2, size))
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,6 @@ def test_version_4_only_if_asked_for_else_3_else_2(monkeypatch, caplog, tmp_path
 
 
 def test_version_4_refuses_dropout_that_it_would_leave_out(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     flash_attention_4(monkeypatch)
     with pytest.raises(ValueError, match="--flash-attention-version 4 has no attention dropout"):
         KernelChoice("auto", 4, has_dropout=True).kernel(AttentionRule(0.1, dropout=0.1), tensor(64), tensor(64))

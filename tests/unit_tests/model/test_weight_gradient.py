@@ -108,14 +108,11 @@ def test_without_anything_to_split_the_layer_is_left_alone():
 
 @pytest.mark.parametrize("zero_out", [False, True])
 def test_the_fused_kernel_adds_to_main_grad_and_says_so(monkeypatch, zero_out):
-    class Kernels:
-        """As Apex's, with a layout that only 2D operands have."""
+    def add(input, grad_output, main_grad):
+        main_grad.addmm_(grad_output.t(), input)  # as Apex's, of 2D operands only
 
-        @staticmethod
-        def wgrad_gemm_accum_fp32(input, grad_output, main_grad):
-            main_grad.addmm_(grad_output.t(), input)
-
-    monkeypatch.setattr(layers, "fused_weight_gradient_mlp_cuda", Kernels, raising=False)
+    kernels = SimpleNamespace(wgrad_gemm_accum_fp32=add)
+    monkeypatch.setattr(layers, "fused_weight_gradient_mlp_cuda", kernels, raising=False)
     layer, input = Layer(fusion=True), tokens()
     layer.weight.main_grad = torch.ones(OUT, IN)
     layer.weight.grad_added_to_main_grad = False

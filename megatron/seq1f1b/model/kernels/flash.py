@@ -57,8 +57,7 @@ class CudaFlash(DocumentKernel):
     def _call(
         self, tensors: list[Tensor], documents: CumulativeLengths | None
     ) -> tuple[tuple[Any, ...], dict[str, float]]:
-        """Arguments of forward and backward: lengths, dropout and the causal mask; the scale, and the keys that a query
-        sees before and after its own token."""
+        """Arguments of forward and backward: lengths, dropout, the causal mask; the scale, and the window."""
         lengths = documents or (None, None, tensors[0].shape[1], tensors[1].shape[1])
         window = self.rule.window
         sizes = {} if window is None else {"window_size_left": window, "window_size_right": 0}
