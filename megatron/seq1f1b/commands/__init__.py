@@ -34,7 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The console command `seq1f1b COMMAND ...`; returns its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help"):
-        print(usage(), file=sys.stdout if words else sys.stderr)
+        lines = (f"  {name:{max(map(len, COMMANDS))}}  {what}" for name, (_, what) in COMMANDS.items())
+        last = "seq1f1b COMMAND --help explains its options, seq1f1b --version names the version."
+        print("usage: seq1f1b COMMAND ...", "", *lines, "", last, sep="\n", file=sys.stdout if words else sys.stderr)
         return 0 if words else 2
     name = words.pop(0)
     if name == "--version":
@@ -61,10 +63,3 @@ def run(name: str, argv: Sequence[str] | None = None) -> int:
         is_plain = isinstance(error, (OSError, ValueError, ModuleNotFoundError, KeyboardInterrupt))
         say(sentence_of(error), None if is_plain else "".join(traceback.format_exception(error)))
         return 130 if isinstance(error, KeyboardInterrupt) else 2
-
-
-def usage() -> str:
-    width = max(map(len, COMMANDS))
-    lines = (f"  {name:{width}}  {what}" for name, (_, what) in COMMANDS.items())
-    last = "seq1f1b COMMAND --help explains its options, seq1f1b --version names the version."
-    return "\n".join(("usage: seq1f1b COMMAND ...", "", *lines, "", last))

@@ -33,12 +33,6 @@ def test_a_panel_is_the_schedule_of_its_family(family, placement, chunks):
     assert plain["time"] == pytest.approx(3 * (5 + 4 - 1)) and plain["memory"] == pytest.approx([4, 3, 2, 1])
 
 
-def test_without_attention_a_panel_is_the_figure_of_the_readme():
-    panel, plain = shown(attention=0)["panels"]
-    assert round(panel["idle"], 2) == 0.16 and round(plain["idle"], 2) == 0.43
-    assert panel["memory"][0] == 7 / 4
-
-
 @pytest.mark.parametrize("share", [0, 0.3, 0.9])
 def test_balanced_cuts_have_equal_times_even_ones_equal_lengths(share):
     for strategy in CUTS:
@@ -51,16 +45,16 @@ def test_balanced_cuts_have_equal_times_even_ones_equal_lengths(share):
 
 
 def test_auto_uses_the_memory_that_it_is_given():
+    panel, plain = shown(attention=0)["panels"]  # the figure of the README
+    assert (round(panel["idle"], 2), round(plain["idle"], 2), panel["memory"][0]) == (0.16, 0.43, 7 / 4)
     tight, wide = (shown(family="auto", memory=memory)["panels"][0] for memory in (1, 2))
     peak = max(shown()["panels"][0]["memory"]) + 1e-9
     assert max(tight["memory"]) <= peak < max(wide["memory"]) <= 2 * peak and wide["time"] < tight["time"]
 
 
 def test_what_cannot_be_shown_is_a_sentence():
-    error = shown(ranks=64, microbatches=64)["error"]
-    assert error.startswith(
-        f"49,152 actions are too many for a page, which draws {MOST_ACTIONS:,}: take fewer segments"
-    )
+    sentence = f"49,152 actions are too many for a page, which draws {MOST_ACTIONS:,}: take fewer segments"
+    assert shown(ranks=64, microbatches=64)["error"].startswith(sentence)
     assert "unknown cut" in shown(cut="uniform")["error"]
     assert "unknown schedule" in shown(family="2f2b")["error"]
 
@@ -69,11 +63,8 @@ def test_the_archive_of_the_site_needs_nothing_else(tmp_path):
     (tmp_path / "playground").mkdir()
     site_hook.on_post_build(SimpleNamespace(site_dir=tmp_path))
     shutil.unpack_archive(tmp_path / "playground" / "schedule.zip", tmp_path)
-    program = (
-        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
-        "from playground import answer\n"
-        'print(answer(\'{"family": "auto"}\'))'
-    )
+    program = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\nfrom playground import answer\n"
+    program += 'print(answer(\'{"family": "auto"}\'))'
     run = subprocess.run([sys.executable, "-I", "-S", "-c", program], capture_output=True, text=True, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     assert json.loads(run.stdout) == shown(family="auto")

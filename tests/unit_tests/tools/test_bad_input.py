@@ -23,10 +23,8 @@ def timeline(**spoilt):
     return json.dumps({"meta": sizes, "ranks": spoilt.get("ranks", [[span]])})
 
 
-LOG = (
-    "  seq_length ..... 64\n iteration        1/ 2 | elapsed time per iteration (ms): 1.0 | global batch size:     8 |"
-    " lm loss: 1.0E+00 |\n"
-)
+LOG = "  seq_length ..... 64\n iteration        1/ 2 | elapsed time per iteration (ms): 1.0 "
+LOG += "| global batch size:     8 | lm loss: 1.0E+00 |\n"
 
 FILES = {
     "deep.json": "[" * 100_000,

@@ -237,7 +237,7 @@ class _Packed:
     """
 
     def __init__(
-        self, steps: Steps, most: int, multiple: int, replicas: int, flops: tuple[int, int], alike: bool
+        self, steps: Steps, most: int, multiple: int, replicas: int, flops: Sequence[int], alike: bool
     ) -> None:
         part = lcm(multiple, max(1, most // _PARTS))
 

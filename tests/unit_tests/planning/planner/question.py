@@ -1,4 +1,4 @@
-"""A question that every configuration of can be simulated."""
+"""A question so small that all of its configurations can be simulated."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -25,19 +25,9 @@ def candidates(question: Question) -> Iterator[Candidate]:
 
 @cache
 def small(**changes) -> Question:
-    question = Question(
-        MODEL,
-        read_machine("a100-80gb"),
-        num_devices=4,
-        sequence_length=8192,
-        global_batch_size=4,
-        memory_gib=16,
-        families=("1f1b", "zb-h1"),
-        segments=(1, 2, 4),
-        chunks=(1, 2),
-        micro_batches=(1, 2),
-    )
-    return replace(question, **changes)
+    choices = {"families": ("1f1b", "zb-h1"), "segments": (1, 2, 4), "chunks": (1, 2), "micro_batches": (1, 2)}
+    sizes = {"num_devices": 4, "sequence_length": 8192, "global_batch_size": 4, "memory_gib": 16}
+    return Question(**{"model": MODEL, "machine": read_machine("a100-80gb"), **sizes, **choices, **changes})
 
 
 def linked(bandwidth, **changes):

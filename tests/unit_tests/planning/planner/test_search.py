@@ -25,14 +25,11 @@ def everything():
 
 @pytest.mark.parametrize("limit", LIMITS)
 def test_the_best_of_everything_that_fits(everything, limit):
-    balanced_first = sorted(everything, key=lambda each: each.candidate.strategy)
     best_cuts = {}
-    for each in balanced_first:
-        setup = each.candidate.setup
+    for each in sorted(everything, key=lambda each: each.candidate.strategy):  # balanced first
+        setup, count = each.candidate.setup, len(each.candidate.setup.segments)
         if each.memory_gib <= limit:
-            best_cuts.setdefault(
-                replace(setup, segments=(len(setup.segments),), sequence_length=len(setup.segments)), each
-            )
+            best_cuts.setdefault(replace(setup, segments=(count,), sequence_length=count), each)
     fitting = best_cuts.values()
     expected = sorted(each.prediction.seconds for each in fitting)[:5]
     found = Search(small(memory_gib=limit)).best()
@@ -77,9 +74,6 @@ def test_bounds_are_bounds(everything):
         setup = each.candidate.setup
         assert search.least_seconds(setup, small().machine) <= each.prediction.seconds * (1 + 1e-9)
         assert search.least_bytes(setup, len(setup.segments)) <= each.memory_gib * 2**30 * (1 + 1e-9)
-
-
-def test_no_candidate_of_a_set_up_is_below_its_bound():
     for sizes, setup in ((each, setup) for each in all_sizes(small()) for setup in spread(small(), each)):
         for family, segments in product(families(small(), setup), numbers_of_segments(small(), setup)):
             least = search.least_seconds_of(sizes, small().machine, segments)
