@@ -19,70 +19,51 @@ def slurm():
         yield cluster
 
 
-def iterations(log: Path, rank: int) -> list[int]:
-    """The numbers of the iterations of a rank, in the order of its log."""
-    text = log.read_text() if log.exists() else ""
-    return [int(number) for number in re.findall(rf"iteration +(\d+)/ on rank {rank}", text)]
-
-
-def start(slurm: Cluster, name: str, *options: str) -> tuple[str, Path, Path]:
-    """Start a job of two ranks on two nodes: its id, its log and the folder of its checkpoints."""
-    log, saved = slurm.folder / f"{name}.log", slurm.folder / name
-    settings = {"PYTHON": STAND_IN, "GPUS_PER_NODE": "1", "CHECKPOINT_PATH": str(saved)}
-    return slurm.submit(SBATCH, log, options=["--nodes=2", *options], **settings), log, saved
-
-
-def run_until_iteration(slurm: Cluster, log: Path, number: int) -> None:
-    slurm.wait_for(f"iteration {number}", lambda: all((iterations(log, rank) or [0])[-1] >= number for rank in (0, 1)))
-
-
-def ended_well(log: Path, saved: Path) -> bool:
-    """Whether both ranks saved where they stopped, and nothing else ended them."""
-    numbers = {rank: int((saved / f"rank-{rank}").read_text()) for rank in (0, 1)}
-    assert numbers == {rank: iterations(log, rank)[-1] for rank in (0, 1)}
-    return "srun: error" not in log.read_text()
-
-
-def test_ranks_of_two_nodes_meet_and_save_before_the_time_limit(slurm):
-    job, log, saved = start(slurm, "two", "--time=29", "--signal=TERM@60")
-    run_until_iteration(slurm, log, 2)
-    shorten(slurm, job, 40)
-    assert slurm.outcome(job, 120) == "COMPLETED 0:0", log.read_text()
-    assert ended_well(log, saved), log.read_text()
-    port = 10000 + int(job)
-    for rank in (0, 1):
-        where = f"rank {rank} of 2, local 0 of 1, on node{rank + 1}, meets at node1:{port}"
-        text = Path(f"{log}.ranks/rank-{rank}.log").read_text()
-        assert where in text and where in log.read_text()
-        assert "script pretrain_gpt.py, CUDA_DEVICE_MAX_CONNECTIONS=32" in text
-        assert f"rank {rank} saved" in text and f"rank {1 - rank}" not in text
-
-
-def test_two_tasks_on_a_node(slurm):
-    log, saved = slurm.folder / "one.log", str(slurm.folder / "one")
-    job = slurm.submit(SBATCH, log, options=["--nodes=1"], PYTHON=STAND_IN, GPUS_PER_NODE="2", CHECKPOINT_PATH=saved)
-    slurm.wait_for(
-        "both ranks", lambda: "rank 0 of 2, local 0 of 2" in text(log) and "rank 1 of 2, local 1" in text(log)
-    )
-    slurm.ask("scancel", job)
-    assert slurm.outcome(job, 60).startswith("CANCELLED")
-
-
 def text(log: Path) -> str:
     return log.read_text() if log.exists() else ""
 
 
-def test_a_requeued_job_resumes_and_keeps_its_log(slurm):
-    job, log, saved = start(slurm, "requeued")
-    run_until_iteration(slurm, log, 2)
+def iterations(log: Path, rank: int) -> list[int]:
+    """The numbers of the iterations of a rank, in the order of its log."""
+    return [int(number) for number in re.findall(rf"iteration +(\d+)/ on rank {rank}", text(log))]
+
+
+def test_ranks_of_two_nodes_meet_resume_and_save_in_time(slurm):
+    """A requeued job goes on and keeps its log; before the time limit it saves and ends well."""
+
+    def run_until_iteration(number: int) -> None:
+        def is_there() -> bool:
+            return all((iterations(log, rank) or [0])[-1] >= number for rank in (0, 1))
+
+        slurm.wait_for(f"iteration {number}", is_there)
+
+    log, saved = slurm.folder / "two.log", slurm.folder / "two"
+    settings = {"PYTHON": STAND_IN, "GPUS_PER_NODE": "1", "CHECKPOINT_PATH": str(saved)}
+    job = slurm.submit(SBATCH, log, options=["--nodes=2", "--time=29", "--signal=TERM@60"], **settings)
+    run_until_iteration(2)
     slurm.requeue(job)
-    run_until_iteration(slurm, log, int((saved / "rank-0").read_text()) + 2)
-    slurm.ask("scancel", "--signal=TERM", job)
-    assert slurm.outcome(job, 60) == "COMPLETED 0:0", log.read_text()
-    assert ended_well(log, saved) or "REQUEUE" in log.read_text()
+    run_until_iteration(int((saved / "rank-0").read_text()) + 2)
+    shorten(slurm, job, 40)
+    assert slurm.outcome(job, 120) == "COMPLETED 0:0", text(log)
+    assert "srun: error" not in text(log).rpartition("REQUEUE")[2], text(log)
+    port = 10000 + int(job)
     for rank in (0, 1):
         numbers = iterations(log, rank)
-        assert numbers == list(range(1, len(numbers) + 1))
+        assert numbers == list(range(1, int((saved / f"rank-{rank}").read_text()) + 1))
+        where = f"rank {rank} of 2, local 0 of 1, on node{rank + 1}, meets at node1:{port}"
+        of_rank = text(Path(f"{log}.ranks/rank-{rank}.log"))
+        assert where in of_rank and where in text(log)
+        assert "script pretrain_gpt.py, CUDA_DEVICE_MAX_CONNECTIONS=32" in of_rank
+        assert f"rank {rank} saved" in of_rank and f"rank {1 - rank}" not in of_rank
+
+
+def test_two_tasks_on_a_node_save_when_they_are_told(slurm):
+    log, saved = slurm.folder / "one.log", str(slurm.folder / "one")
+    job = slurm.submit(SBATCH, log, options=["--nodes=1"], PYTHON=STAND_IN, GPUS_PER_NODE="2", CHECKPOINT_PATH=saved)
+    starts = ("rank 0 of 2, local 0 of 2", "rank 1 of 2, local 1")
+    slurm.wait_for("both ranks", lambda: all(each in text(log) for each in starts))
+    slurm.ask("scancel", "--signal=TERM", job)
+    assert slurm.outcome(job, 60) == "COMPLETED 0:0", text(log)
 
 
 def shorten(slurm: Cluster, job: str, seconds: int) -> None:
