@@ -1,10 +1,13 @@
-"""The benchmarks run and measure what they claim to; speed itself is not tested."""
+"""The benchmarks and `seq1f1b profile` run and measure what they claim to; speed itself is not tested."""
 
 import json
+import sys
+from pathlib import Path
 
 import pytest
 
-from support.launch import ROOT
+from megatron.seq1f1b.planning.costs.machine import read_machine
+from support.launch import ROOT, torchrun
 
 TINY = ("--seq-length", "64", "--hidden-size", "32", "--repeats", "1")
 
@@ -75,3 +78,14 @@ def test_the_longest_sequence_in_a_given_memory(launch):
     job = launch(1, [*model.split(), *search], script=ROOT / "tools" / "benchmark_longest.py", timeout=400).check()
     assert "All losses of 1024 tokens: " in job.log and "out of memory" in job.log
     assert all(f"| {method} | " in job.log for method in methods)
+
+
+@pytest.mark.exhaustive
+def test_two_ranks_measure_their_device_and_their_link(tmp_path):
+    """That the constants are right: unit_tests/tools/test_profile.py."""
+    output, command = tmp_path / "mine.toml", Path(sys.executable).with_name("seq1f1b")
+    job = torchrun(command, 2, ["profile", "--output", output], timeout=600).check()
+    machine = read_machine(output)
+    assert output.read_text() in job.log and job.log.count("written. Predict with it") == 1
+    assert 0 < machine.device.flash_forward < 2 and 0 < machine.device.matmul_efficiency < 2
+    assert machine.node.bandwidth != read_machine("cpu").node.bandwidth

@@ -51,7 +51,7 @@ ALL = LAYOUTS | OWN | {"bf16": (2, ("--bf16", "--sequence-splits", "2"))}
 REPRESENTATIVE = [
     *(("Seq1F1B", "partitioned state"), ("partitioned state", "chunks")),
     *(("Seq1F1B", "DP 2"), ("Seq1F1B", "TP 2"), ("chunks", "V"), ("DP 2", "Megatron's own 1F1B")),
-    *(("chunks", "V of uneven chunks"), ("V of uneven chunks", "chunks"), ("bf16", "bf16")),
+    *(("chunks", "V of uneven chunks"), ("bf16", "bf16")),
     *(("one rank", target) for target in ("stock attention", "interleaved", "TP 2, PP 2, whole", "DP 2, overlap")),
 ]
 

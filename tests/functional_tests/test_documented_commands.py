@@ -13,7 +13,7 @@ TESTS = ROOT / "tests"
 
 # Commands, without settings in front of them, and the file of the tests that run them.
 ELSEWHERE = {
-    r"torchrun --no-python .* seq1f1b profile .*": "functional_tests/test_profile.py",
+    r"torchrun --no-python .* seq1f1b profile .*": "functional_tests/test_benchmarks.py",
     r"seq1f1b (?!compare).*": "unit_tests/test_docs_site.py",
     r"seq1f1b compare .*": "functional_tests/test_quickstart.py",
     r"bash scripts/quickstart\.sh": "functional_tests/test_quickstart.py",
