@@ -89,12 +89,8 @@ def test_the_logs_of_a_job_join_the_table(tmp_path):
     for name, text in stubs.items():
         (bin_folder / name).write_text(f"#!/bin/bash\n{text}\n")
         (bin_folder / name).chmod(0o755)
-    settings = {
-        "LOGS": str(tmp_path / "logs"),
-        "PATH": f"{bin_folder}:{os.environ['PATH']}",
-        "SLURM_JOB_ID": "7",
-        "SLURM_JOB_NODELIST": "node[1-4]",
-    }
+    settings = {"LOGS": str(tmp_path / "logs"), "PATH": f"{bin_folder}:{os.environ['PATH']}"}
+    settings |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[1-4]"}
     for _ in range(2):  # the second time the log is there
         run = launcher("32768-tokens-8-micro-batches-seq1f1b$", **settings)
         assert run.returncode == 0, run.stderr
