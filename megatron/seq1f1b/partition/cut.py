@@ -58,8 +58,8 @@ def _balanced(task: Task) -> tuple[int, ...]:
     cut = partial(balanced, task.sequence_length, task.num_segments or 1, time, task.multiple_of)
     if task.documents is not None:
         return cut(documents=task.documents)
-    # Where the kernels are slower for short segments, the time jumps as a segment shrinks, and equal times may not
-    # exist. Keeping every segment long enough can then be better or worse.
+    # If kernels are slower for short segments, the time jumps as a segment shrinks, so equal times may not exist, and
+    # long segments may be better or worse.
     found = cut()
     if min(found) < task.full_speed_rows:
         long_enough = cut(min_length=task.full_speed_rows)

@@ -45,7 +45,7 @@ def prepare(environment: Mapping[str, str]) -> None:
 
 
 def patches() -> PatchTable:
-    """What `install` binds for a rehearsal."""
+    """The patches that `install` applies for a rehearsal."""
     return (
         wrapping("megatron.training.arguments.parse_args", _parse_for_the_real_device, "looks for a GPU here"),
         Patch("torch.cuda.get_device_capability", lambda *_: (10, 0), "looks for a GPU here"),

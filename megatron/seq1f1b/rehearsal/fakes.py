@@ -1,4 +1,4 @@
-"""What stands in for the cluster in a rehearsal: batches, documents, other ranks and the kernels of a GPU."""
+"""Stand-ins for the cluster in a rehearsal: batches, documents, other ranks and the kernels of a GPU."""
 
 import math
 from argparse import Namespace
@@ -34,7 +34,7 @@ def fake_batches(args: Namespace) -> Iterator[dict[str, Tensor]]:
 
 
 def patches(args: Namespace, as_one_kernel: Callable) -> PatchTable:
-    """What is bound while a stage runs on fake tensors; includes the kernels of a GPU if the launch is for GPUs.
+    """The patches while a stage runs on fake tensors; they include the kernels of a GPU if the launch is for GPUs.
 
     `as_one_kernel(function, ...)` calls a function that a GPU runs as one kernel.
     """
@@ -152,7 +152,7 @@ _ON_A_GPU = (
     Patch(f"{_CHOICE}._fused", lambda _, rule, *__: CudaFlash(rule), "flash-attn, which may be missing, keeps as much"),
     Patch("torch.nn.functional.rms_norm", _fused_norm, "keeps more than the kernels of a GPU do"),
 )
-# What Megatron compiles for a GPU.
+# Functions that Megatron compiles for a GPU.
 _COMPILED = (
     *("gelu.bias_gelu", "gelu.bias_gelu_back", "dropout.bias_dropout_add_fused_train"),
     *(f"swiglu.{of}swiglu{back}" for of in ("", "bias_", "weighted_") for back in ("", "_back")),

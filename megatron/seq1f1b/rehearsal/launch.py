@@ -1,4 +1,4 @@
-"""The launch in words: why it cannot be rehearsed, what runs, and what a rehearsal replaces."""
+"""The launch in words: why it cannot be rehearsed, its size and schedule, and what a rehearsal replaces."""
 
 from argparse import Namespace
 
@@ -85,8 +85,8 @@ def stood_for(args: Namespace) -> list[str]:
         ),
         (
             args.num_experts,
-            f"the router: each of the {args.num_experts} experts gets the same number of tokens. A rank whose experts "
-            "get more needs more memory, in proportion",
+            f"the router: each of the {args.num_experts} experts gets the same number of tokens. A rank needs more "
+            "memory, in proportion, if its experts get more",
         ),
         (
             _is_packed(args),

@@ -23,7 +23,7 @@ _ROWS = 128  # flash attention rounds the number of queries up to this
 
 
 class Category(StrEnum):
-    """What a storage holds."""
+    """The content of a storage."""
 
     WEIGHTS = "weights"
     GRADIENTS = "gradients"
@@ -230,7 +230,7 @@ def _kept_by_segments(chunks: Iterable[torch.nn.Module]) -> list[Any]:
 
 
 def workspace_bytes(args: Sequence[Any]) -> int:
-    """Bytes that the backward of flash attention 2 allocates while it runs, beyond what it returns.
+    """Bytes that the backward of flash attention 2 allocates while it runs, beyond its results.
 
     It sums the gradient of the queries in fp32, at a head size that is a multiple of 32 (64 above 128), keeps one fp32
     number a query and head (`dq_accum` and `softmax_d` in mha_bwd of pytorch/aten/src/ATen/native/transformers/cuda/

@@ -88,7 +88,7 @@ def _is_map(tensor: Tensor) -> bool:
 
 
 def _communicated(function: Any, args: tuple) -> Any:
-    """What a collective returns; it writes its results to tensors among its arguments."""
+    """The return value of a collective, which writes its results to tensors among its arguments."""
     returns = function._schema.returns
     results = tuple(FakeWork().boxed() if "Work" in str(result.type) else args[0] for result in returns)
     return results[0] if len(results) == 1 else results

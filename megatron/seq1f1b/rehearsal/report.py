@@ -16,7 +16,7 @@ CANNOT_PROVE = (
     "how NCCL orders and times the messages: here none ever waits. schedule/lowering.py shows why that cannot hang",
     "messages on their way: each is counted as gone when it is sent, but stays until the other rank takes it",
     "the numbers: tensors have no values here, so neither losses nor overflows",
-    "the kernels: that each one runs, how fast, and what it allocates meanwhile, but for flash attention's backward",
+    "the kernels: whether and how fast each one runs, and its temporaries, except flash attention's in the backward",
     "fragmentation of the allocator, which takes a few per cent where sizes vary",
     "the other ranks of a stage: each is assumed to be like the rehearsed one",
 )
@@ -57,7 +57,7 @@ class RehearsalReport:
         number, stage = max(enumerate(stages), key=lambda each: each[1].needed)
         largest, size = max(stage.fullest.peak.items(), key=lambda item: item[1])
         most, moment = f"{in_words(stage.needed)} on pipeline rank {number}", at(stage.fullest.name)
-        self._most = f"{most}, {moment}, of which {largest} {in_words(size)}"
+        self._most = f"{most}, {moment}, {in_words(size)} of it {largest}"
         self._free = device_memory - stage.needed
         self.problems = list(self._mismatches)
         if self._free < 0:

@@ -76,7 +76,7 @@ class Stage:
         return chunks, optimizer, scheduler
 
     def _label(self, chunks: Iterable[torch.nn.Module], optimizer: Any) -> None:
-        """Label what is alive after the model and its optimizer are built."""
+        """Label the storages of the model and its optimizer."""
         label = self.ledger.label
         label([group["params"] for group in optimizer.param_groups], Category.OPTIMIZER)
         for chunk in chunks:

@@ -78,7 +78,7 @@ def auto(
 
 
 def shortest_makespan(timeline: Timeline) -> float:
-    """A lower bound for all schedules of this shape and costs, from one whose ranks start at their first input."""
+    """A lower bound for all schedules of this shape and costs. In `timeline`, ranks start at their first input."""
     return max(spans[0].start + timeline.busy(rank) for rank, spans in enumerate(timeline.ranks))
 
 

@@ -1,4 +1,4 @@
-"""Clocks, from which the order of each rank follows.
+"""Clocks determine the order of each rank.
 
 A family is a clock: a nominal tick for every action. Ticks only sort: a rank runs its actions in the order of their
 ticks and waits for none. If every action has a later tick than its dependencies, the schedule has no cycle and cannot

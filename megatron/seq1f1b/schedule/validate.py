@@ -63,9 +63,9 @@ def _check_moves(schedule: Schedule, rank: int) -> None:
         if kind is Kind.OFFLOAD and before is not Kind.F:
             raise _error(schedule, rank, index, "does not follow the forward of its unit")
         if kind is Kind.RELOAD and before is not Kind.OFFLOAD:
-            raise _error(schedule, rank, index, "brings back what is not in the memory of the host")
+            raise _error(schedule, rank, index, "reloads activations that are not on the host")
         if kind in (Kind.B, Kind.I) and before is Kind.OFFLOAD:
-            raise _error(schedule, rank, index, "needs what is in the memory of the host; RELOAD it before")
+            raise _error(schedule, rank, index, "needs activations that are on the host; RELOAD them before")
         last[action[1:]] = kind
 
 

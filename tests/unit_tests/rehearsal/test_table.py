@@ -32,7 +32,7 @@ def report(gib=10, num_full=1):
 
 def test_what_fits():
     text, needed = report().as_text(), 11 + bytes_outside(3) / GIB
-    most = f"{needed:.1f} GiB on pipeline rank 0, {MOMENT}, of which activations 10.0 GiB"
+    most = f"{needed:.1f} GiB on pipeline rank 0, {MOMENT}, 10.0 GiB of it activations"
     assert f"Memory: fits. At most {most}; {80 - needed:.1f} GiB of 80 GiB stay free." in text
     assert "Messages: 1 on 1 channel, the largest of 64.0 bytes; both ends of each agree" in text
     assert "0F0.0" in text and "one thing." in text and "keys and values" not in text
@@ -51,7 +51,7 @@ def test_what_does_not_fit_is_one_problem(num_full):
     (problem,) = full.problems
     assert problem == (
         f"the 80 GiB of --device-memory are too few for {num_full} of 2 pipeline ranks: 91.9 GiB on pipeline rank 0, "
-        f"{MOMENT}, of which activations 90.0 GiB"
+        f"{MOMENT}, 90.0 GiB of it activations"
     )
     assert f"Memory: {problem}." in full.as_text() and full.as_text().count(" ! ") == num_full
 
