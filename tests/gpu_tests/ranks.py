@@ -19,7 +19,6 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 from functional_tests.equality.layout import named
 from megatron.seq1f1b.partition import even, packs_of_step
@@ -58,28 +57,27 @@ def build(args, length: int, dtype: torch.dtype, chunks: int, recomputes: bool) 
         calculate_per_token_loss=bool(args.unequal),
         **recompute if recomputes else {},
     )
-    return [_chunk(config, chunk, chunks, length, dtype).to(args.device) for chunk in range(chunks)]
-
-
-def _chunk(config: TransformerConfig, chunk: int, chunks: int, length: int, dtype: torch.dtype) -> GPTModel:
-    rank, last = dist.get_rank(), dist.get_world_size() - 1
-    model = GPTModel(
-        config,
-        get_gpt_layer_local_spec(),
-        VOCABULARY,
-        length,
-        pre_process=rank == 0 and chunk == 0,
-        post_process=rank == last and chunk == chunks - 1,
-        position_embedding_type="rope",
-        share_embeddings_and_output_weights=False,
-        vp_stage=chunk if chunks > 1 else None,
-    )
+    is_first, is_last = dist.get_rank() == 0, dist.get_rank() == dist.get_world_size() - 1
+    found = [
+        GPTModel(
+            config,
+            get_gpt_layer_local_spec(),
+            VOCABULARY,
+            length,
+            pre_process=is_first and chunk == 0,
+            post_process=is_last and chunk == chunks - 1,
+            position_embedding_type="rope",
+            share_embeddings_and_output_weights=False,
+            vp_stage=chunk if chunks > 1 else None,
+        )
+        for chunk in range(chunks)
+    ]
     with torch.no_grad():
-        for name, parameter in named([model]):
+        for name, parameter in named(found):
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(noise * 0.1 if parameter.dim() > 1 else 1 + 0.1 * noise)
-    return model
+    return [model.to(args.device) for model in found]
 
 
 def forward_step(data_iterator, model):
@@ -95,12 +93,12 @@ def forward_step(data_iterator, model):
 
 def batches(length: int, step: int, args) -> list:
     """A micro-batch for each sequence, or one with a list of all for units."""
-    found, device = [], args.device
+    found = []
     lengths = [max(1, length // part) for part in UNEQUAL] if args.unequal else [length] * MICROBATCHES
     for number, length in enumerate(lengths):
         generator = torch.Generator().manual_seed(len(lengths) * step + number)
-        tokens = torch.randint(VOCABULARY, (1, length + 1), generator=generator).to(device)
-        positions = torch.arange(length, device=device)[None]
+        tokens = torch.randint(VOCABULARY, (1, length + 1), generator=generator).to(args.device)
+        positions = torch.arange(length, device=args.device)[None]
         found.append({"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "position_ids": positions})
     if args.unequal and args.segments:
         return [[{name: rows[0] for name, rows in batch.items()} for batch in found]]
