@@ -86,6 +86,7 @@ def test_documents_of_a_batch(alone):
         "loss_mask": (tokens > 0).double(),
         "cu_seqlens": torch.tensor([[0, 3, 9, 12], [0, 12, 12, 12]], dtype=torch.int32),
         "max_seqlen": torch.tensor([6, 12], dtype=torch.int32),
+        "dataset_id": torch.tensor([0, 1]),  # in a blend
     }
     found = cut(batch, size=2)
     joined = [torch.cat([unit["tokens"] for unit in row], dim=1)[0].tolist() for row in read(found)]
