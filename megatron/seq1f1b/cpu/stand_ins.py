@@ -167,10 +167,8 @@ FLAGS = (
 
 
 def parse_with_cpu_defaults(parse_args, *args, **kwargs):
-    """`parse_args` with kernels and backends in its result that exist on a CPU.
-
-    In a rehearsal, `replaced_on_cpu` of the result keeps the replaced values, those for a GPU.
-    """
+    """`parse_args` with kernels and backends in its result that exist on a CPU; in a rehearsal, `replaced_on_cpu` of
+    the result keeps the replaced ones."""
     parsed = parse_args(*args, **kwargs)
     if getattr(parsed, "dry_run", False):
         parsed.replaced_on_cpu = {flag: getattr(parsed, flag) for flag, _, _ in FLAGS}
@@ -221,10 +219,8 @@ def build_from_local_layers(build_model, self, *args, **kwargs):
 
 
 def build_loader_with_own_generator(build_data_loader, *args, **kwargs):
-    """A data loader that draws the seed of its workers from a generator of its own, not from that of dropout.
-
-    The seed is drawn when the loader starts: before the first step, but after a checkpoint is loaded.
-    """
+    """A data loader that draws the seed of its workers, when it starts, from a generator of its own, not from that of
+    dropout, which a checkpoint may have set by then."""
     loader = build_data_loader(*args, **kwargs)
     if isinstance(loader, torch.utils.data.DataLoader):
         loader.generator = torch.Generator()

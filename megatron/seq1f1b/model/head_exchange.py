@@ -33,8 +33,8 @@ class HeadExchange:
         assert self._size % self._row_size == 0, f"{self._size} ranks in rows of {self._row_size}"
 
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Exchange this rank's tokens with all heads, [n/c, b, h, d] and [n/c, b, g, d], in one message for its row's
-        queries [n·a/c, b, h/a, d] and all keys and values [n, b, g/a, d] with its heads."""
+        """Exchange this rank's tokens with all heads, [n/c, b, h, d] and [n/c, b, g, d], for its row's queries
+        [n·a/c, b, h/a, d] and all keys and values [n, b, g/a, d] with its heads."""
         copies = lcm(key.shape[2], self._row_size) // key.shape[2]
         if copies > 1:
             key, value = (tensor.repeat_interleave(copies, dim=2) for tensor in (key, value))

@@ -17,11 +17,9 @@ Documents = tuple[tuple[int, ...], ...]
 
 
 class Piece(NamedTuple):
-    """The tokens `start` to `end` of one document in a segment, which see the keys from `first_key` on.
-
-    All are positions in the sequence. The pieces of a segment have no gaps; only the first may begin later than its
-    document.
-    """
+    """The tokens `start` to `end` of one document in a segment, which see the keys from `first_key` on; all are
+    positions in the sequence. Pieces have no gaps, and only the first of a segment may begin later than its
+    document."""
 
     first_key: int
     start: int
@@ -34,21 +32,16 @@ def document_start(starts: Sequence[int], token: int, first_token: int = 0) -> i
 
 
 def pieces(starts: Sequence[int], start: int, end: int, first_token: int = 0) -> list[Piece]:
-    """The pieces of documents that begin at `starts`, in the segment of the tokens `start` to `end`.
-
-    Keys before `first_token` are not seen, so a document with an earlier start begins there.
-    """
+    """The pieces of documents that begin at `starts`, in the segment of the tokens `start` to `end`. Keys before
+    `first_token` are not seen, so a document with an earlier start begins there."""
     inner = starts[bisect_right(starts, start) : bisect_right(starts, end - 1)]
     bounds = [document_start(starts, start, first_token), *inner, end]
     return [Piece(first_key, max(first_key, start), stop) for first_key, stop in pairwise(bounds)]
 
 
 class CumulativeLengths(NamedTuple):
-    """Consecutive documents: the ends of the queries and keys of each, and the most of either in a document.
-
-    `query_ends` and `key_ends` are int32 on the device, with a 0 in front. The queries of a document are the last
-    tokens of its keys.
-    """
+    """Consecutive documents: the ends of the queries and keys of each, int32 on the device with a 0 in front, and the
+    most of either in a document. The queries of a document are the last tokens of its keys."""
 
     query_ends: Tensor
     key_ends: Tensor
@@ -72,11 +65,8 @@ class MaskCheck:
         self._doubts: list[tuple[Tensor, str]] = []
 
     def require_causal(self, mask: Tensor, where: str, may_be_inverted: bool = False) -> None:
-        """Raise ValueError unless `mask`, booleans [..., s, s], hides from each token exactly those after it.
-
-        `may_be_inverted` also accepts a mask that shows exactly those. `where` names the mask in the error, which
-        `settle` raises if the mask is on a GPU.
-        """
+        """Raise ValueError unless `mask`, booleans [..., s, s], hides from each token exactly those after it, or shows
+        exactly those if it `may_be_inverted`. `where` names the mask in the error; `settle` raises it for a GPU's."""
         mask = mask.bool().view(-1, *mask.shape[-2:])
         doubt = differs(mask)
         if may_be_inverted:
@@ -96,10 +86,8 @@ class MaskCheck:
 
 
 def differs(mask: Tensor, document: Tensor | None = None) -> Tensor:
-    """Whether `mask` [b, s, s] differs from causal attention, which hides later tokens: a boolean on its device.
-
-    With `document` [b, s], the number of each token's document, other documents are to be hidden, too.
-    """
+    """Whether `mask` [b, s, s] differs from causal attention, which hides later tokens, and other documents if
+    `document` [b, s] is the number of each token's: a boolean on its device."""
     found = torch.zeros((), dtype=torch.bool, device=mask.device)
     for first in range(0, mask.shape[-1], _ROWS_AT_ONCE):
         rows = mask[:, first : first + _ROWS_AT_ONCE]

@@ -110,10 +110,8 @@ class SegmentContext:
 
     def is_used_again(self, layer: Any, output: Tensor) -> bool:
         """Whether a backward of the running segment passes through the `output` of `layer`: not in an evaluation, and
-        not if all weights below are frozen. If it does not, the cache is freed after the last segment.
-
-        A forward without gradients outside of an evaluation will be repeated.
-        """
+        not if all weights below are frozen. If it does not, the cache is freed after the last segment. A forward
+        without gradients outside of an evaluation will be repeated."""
         is_used_again = self.keeps_for_backward and (output.requires_grad or not torch.is_grad_enabled())
         if self.segment.is_last and not is_used_again:
             del self._caches[layer, self.segment.microbatch]

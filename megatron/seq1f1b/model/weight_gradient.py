@@ -47,10 +47,8 @@ class WeightGradientStore:
         self._left.setdefault(self.unit, deque()).append((parameters, product))
 
     def compute(self, unit: Hashable) -> None:
-        """Compute the weight gradients of `unit`, and free each product.
-
-        They reach the parameters' hooks, and so Megatron's DistributedDataParallel, through autograd.
-        """
+        """Compute the weight gradients of `unit`, and free each product. Autograd takes them to the parameters' hooks,
+        and so to Megatron's DistributedDataParallel."""
         left = self._left.pop(unit, ())
         while left:
             parameters, product = left.popleft()

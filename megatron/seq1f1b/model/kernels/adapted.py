@@ -168,11 +168,8 @@ def _calls(
 
 @dataclass(frozen=True)
 class InCalls:
-    """Runs `kernel` once for every call on the keys from `first` on; no two calls share a query.
-
-    The gradients of a segment cover all keys from `first` on, however many calls it has, so those of the segment after
-    it find their rows. A single call copies nothing.
-    """
+    """Runs `kernel` once for every call on the keys from `first` on; no two calls share a query, and a single call
+    copies nothing. The gradients cover all keys from `first` on, so those of the segment after it find their rows."""
 
     kernel: Kernel
     calls: tuple[Call, ...]

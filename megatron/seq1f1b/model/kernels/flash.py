@@ -24,11 +24,8 @@ _KEYS_AT_ONCE = 2048  # of the prefix in the backward on a CPU; their gradients 
 
 @dataclass(frozen=True)
 class CudaFlash(DocumentKernel):
-    """PyTorch's operators, which are FlashAttention 2 unless the process has activated version 3.
-
-    bf16 and fp16; heads of one size, a multiple of 8 up to 256; grouped KV heads without expansion; dropout in
-    version 2.
-    """
+    """PyTorch's operators, which are FlashAttention 2 unless the process has activated version 3: bf16 and fp16; heads
+    of one size, a multiple of 8 up to 256; grouped KV heads without expansion; dropout in version 2."""
 
     rule: AttentionRule
 
@@ -65,11 +62,9 @@ class CudaFlash(DocumentKernel):
 
 
 class FlashAttention4:
-    """The kernels of the package flash-attn-4 (`flash_attn.cute`), for Hopper and Blackwell GPUs.
-
-    bf16 and fp16; grouped KV heads; no dropout, no window. Head sizes are multiples of 8, those of queries and values
-    may differ. Hopper takes all up to 256; Blackwell takes those up to 128, 192 with values of 128, and 256.
-    """
+    """The kernels of the package flash-attn-4 (`flash_attn.cute`): bf16 and fp16; grouped KV heads; no dropout, no
+    window. Head sizes are multiples of 8, those of queries and values may differ. Hopper takes all up to 256; Blackwell
+    takes those up to 128, 192 with values of 128, and 256."""
 
     def __init__(self, rule: AttentionRule) -> None:
         if rule.dropout:
