@@ -195,25 +195,21 @@ REST = (
 )
 # Sizes of tensor, context, pipeline, data and expert parallelism, model chunks, segments, schedule.
 PLANS = {
-    "dense": (DENSE, (2, 1, 4, 2, 1), 1, 4, "zb-h1"),
-    "chunks": (DENSE, (1, 2, 2, 4, 1), 2, 4, "1f1b"),
-    "layout": (DENSE, (2, 1, 2, 4, 1), 3, 4, "1f1b"),
-    "experts": (MIXTURE, (2, 1, 2, 4, 4), 2, 1, "breadth-first"),
+    "dense": (DENSE, 2, 1, 4, 2, 1, 1, 4, "zb-h1"),
+    "chunks": (DENSE, 1, 2, 2, 4, 1, 2, 4, "1f1b"),
+    "layout": (DENSE, 2, 1, 2, 4, 1, 3, 4, "1f1b"),
+    "experts": (MIXTURE, 2, 1, 2, 4, 4, 2, 1, "breadth-first"),
 }
 
 
-def planned(words: str, sizes: tuple[int, ...], chunks: int, segments: int, family: str) -> Candidate:
+def planned(words: str, *wanted: int | str) -> Candidate:
+    def choices(setup) -> tuple[int | str, ...]:
+        sizes = setup.tensor_parallel, setup.context_parallel, setup.pipeline_parallel, setup.data_parallel
+        return *sizes, setup.expert_parallel, setup.placement.num_chunks, len(setup.segments), setup.family
+
     question = Question(model_of(read_model(words.split())), read_machine("a100-80gb"), 16, 8192, 16)
-    for candidate in candidates(question):
-        setup = candidate.setup
-        found = setup.tensor_parallel, setup.context_parallel, setup.pipeline_parallel, setup.data_parallel
-        if (
-            (*found, setup.expert_parallel) == sizes
-            and (setup.placement.num_chunks, len(setup.segments), setup.family) == (chunks, segments, family)
-            and setup.recompute == "none"
-        ):
-            return candidate
-    raise LookupError(f"no candidate of {sizes}")
+    found = (each for each in candidates(question) if choices(each.setup) == wanted)
+    return next(each for each in found if each.setup.recompute == "none")
 
 
 def test_megatron_and_our_validation_take_plans(launch):

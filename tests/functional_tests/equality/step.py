@@ -169,13 +169,10 @@ NAMES = {
 }
 
 
-def routers(chunks) -> list[TopKRouter]:
-    return [module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter)]
-
-
 def set_biases(chunks) -> dict[str, torch.Tensor]:
     """The biases by which routers without balance losses learn balance, far from zero, which would be no bias."""
-    found = {f"expert bias of layer {router.layer_number}": router.expert_bias for router in routers(chunks)}
+    routers = (module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter))
+    found = {f"expert bias of layer {router.layer_number}": router.expert_bias for router in routers}
     return {name: bias.copy_(torch.linspace(-0.2, 0.2, len(bias))) for name, bias in found.items() if bias is not None}
 
 
