@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from . import cpu, rehearsal
 from .arguments import PipelineConfig, add_arguments, parse_options, run_of_arguments
 from .arguments import pipeline_config as make_config
-from .arguments.config import check
+from .arguments.checks import check
 from .arguments.net import Net
 from .planning.run_costs import RunCosts
 from .planning.summary import advice, copies_summary, summary

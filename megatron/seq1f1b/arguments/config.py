@@ -1,12 +1,8 @@
 """Our flags and Megatron's run as one frozen value."""
 
 import argparse
-import math
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from ..partition import DEFAULT_STRATEGY, Pack, packs_of_step, work_by_flops
@@ -202,44 +198,3 @@ def _partition(flags: argparse.Namespace, run: MegatronRun, costs: Predictions) 
         wants_equal = flags.means_equal_lengths or run.settings.get("tp_comm_overlap")
         strategy = DEFAULT_STRATEGY if run.has_sizes and not wants_equal else "even"
     return SequencePartition(run, costs, strategy, num_segments, flags.sequence_split_file)
-
-
-def check(args: argparse.Namespace) -> None:
-    """Raise ValueError for mistakes in flags that neither Megatron nor a library notices before they cost work."""
-    for name, value in vars(args).items():
-        if isinstance(value, float) and math.isnan(value):  # Megatron would train on NaN losses
-            raise ValueError(f"--{name.replace('_', '-')} nan must be a number")
-    given = vars(args).get
-    if given("ckpt_step") is not None and not given("load") and not given("pretrained_checkpoint"):
-        raise ValueError(f"--ckpt-step {given('ckpt_step')} needs --load")  # Megatron would start anew
-    if os.path.isfile(given("load") or ""):  # Megatron would train from random weights
-        raise ValueError(f"--load {given('load')} is a file; give the folder that --save named")
-    if given("position_embedding_type") == "rope" and given("rotary_percent") == 0:  # it would train without positions
-        raise ValueError("--rotary-percent 0.0 must be above 0")
-    for end in ("first", "last"):  # Megatron would train a model of another depth
-        layers = given(f"decoder_{end}_pipeline_num_layers")
-        if layers and layers > args.num_layers:
-            flag = f"--decoder-{end}-pipeline-num-layers"
-            raise ValueError(f"{flag} {layers} must be at most --num-layers {args.num_layers}")
-    if args.pipeline_trace is not None:
-        first = min(args.pipeline_trace_iterations)
-        # The first iteration of a run that continues from a checkpoint is not known yet.
-        for flag, last in (("--train-iters", args.train_iters), ("--exit-interval", args.exit_interval)):
-            if last and first > last and not (args.load and flag == "--exit-interval"):
-                raise ValueError(f"--pipeline-trace-iterations {first} is beyond {flag} {last}; choose earlier ones")
-    if args.dry_run_output is not None and not args.dry_run:
-        raise ValueError("--dry-run-output needs --dry-run")
-    written = {"--dry-run-output": args.dry_run_output}
-    if not args.dry_run and os.environ.get("LOCAL_RANK", "0") == "0":
-        # Megatron fails at the first save only; a trace is written after the third step.
-        written |= {"--save": given("save"), "--pipeline-trace": args.pipeline_trace}
-    for flag, path in written.items():
-        if path is None or "://" in str(path):
-            continue
-        try:
-            Path(path).mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=path) as file:
-                file.write(b"\0")
-                file.flush()
-        except OSError as error:
-            raise ValueError(f"{flag} {path} cannot be written ({error.strerror}); give another folder") from None
