@@ -45,8 +45,9 @@ from megatron.seq1f1b.model import Segment, SegmentContext  # noqa: E402
 from megatron.seq1f1b.model.attention import SegmentAttention  # noqa: E402
 from megatron.seq1f1b.model.kernels import DocumentKernel, Gradients, Kernel  # noqa: E402
 from megatron.seq1f1b.runtime.gradient_sync import GradientSync  # noqa: E402
-from megatron.seq1f1b.runtime.interpreter import Interpreter, Program  # noqa: E402
+from megatron.seq1f1b.runtime.interpreter import Interpreter  # noqa: E402
 from megatron.seq1f1b.runtime.loss import LossLedger  # noqa: E402
+from megatron.seq1f1b.runtime.program import Program  # noqa: E402
 from megatron.seq1f1b.runtime.step import Step  # noqa: E402
 from megatron.seq1f1b.runtime.tracer import Recorder  # noqa: E402
 from megatron.seq1f1b.schedule import FAMILY_NAMES, Kind, Placement, Shape, build, lower_rank  # noqa: E402

@@ -27,10 +27,11 @@ from ..process.ranks import check_agreement
 from ..schedule import CostsOfLengths, Placement, ScheduleChoice, channels_of
 from .communication import Communicator
 from .gradient_sync import GradientSync, add_up_tied_embeddings, gradient_syncs
-from .interpreter import Interpreter, Program, Programs
+from .interpreter import Interpreter
 from .loss import LossLedger
 from .partitioned_state import is_partitioned
 from .prediction import prediction_patches
+from .program import Program, Programs
 from .segmentation import Segmentation
 from .step import Step
 from .tracer import Recorder, Tracer

@@ -1,12 +1,10 @@
-"""The program of one rank, its lowered actions, and what runs it: one loop, one small handler per kind of action, with
-Megatron's own `forward_step` and `backward_step`."""
+"""Runs the lowered schedule of one rank: one loop, one small handler per kind of action. Megatron's own `forward_step`
+and `backward_step` run the model."""
 
-import gc
-import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache, lru_cache, partial
+from functools import cache, partial
 from typing import ClassVar
 
 import torch
@@ -21,103 +19,16 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from ..model import SegmentContext
-from ..process.ranks import warn_on_rank_0
-from ..schedule import (
-    COMPUTE_KINDS,
-    FAMILIES,
-    Action,
-    CostsOfLengths,
-    Kind,
-    ScheduleChoice,
-    Shape,
-    channels_of,
-    lower_rank,
-    merged,
-    partition_state,
-    units_to_move,
-    with_moves,
-)
+from ..schedule import Action, Kind, channels_of
 from .communication import Communicator
 from .gradient_sync import GradientSync
 from .loss import LossLedger
 from .prediction import rows_per_token
+from .program import Program
 from .step import Step
 from .tracer import Recorder
 
-_log = logging.getLogger(__name__)
-
 _NOTHING = nullcontext()
-
-# The actions that remain in an evaluation; the order on every channel stays the same.
-_FORWARD_KINDS = (Kind.RECV_F, Kind.F, Kind.SEND_F)
-
-_MANY_FORWARDS = 5_000  # over all stages; from here on planning takes seconds
-_KEPT = 16  # programs: of training and evaluation, of first and later steps, of a few batch sizes
-
-
-class Program:
-    """The lowered actions of one rank.
-
-    `moved` are the units, as (stage, micro-batch, segment), that go to the memory of the host and back; `ends`, for
-    each chunk, the last action that computes input gradients, as (I, action), and the last that computes weight ones,
-    as (W, action). With `is_partitioned` the parameters of chunks are gathered and released.
-    """
-
-    def __init__(self, actions: Sequence[Action], is_partitioned: bool = False) -> None:
-        self.actions = tuple(partition_state(actions) if is_partitioned else actions)
-        self.splits_backwards = any(action.kind is Kind.W for action in self.actions)
-        self.moved = frozenset(action[1:] for action in self.actions if action.kind is Kind.OFFLOAD)
-        self.ends: set[tuple[Kind, Action]] = set()
-        for half in (Kind.I, Kind.W):
-            last = {action.stage: action for action in self.actions if action.kind in (Kind.B, half)}
-            self.ends.update((half, action) for action in last.values())
-
-
-class Programs:
-    """The programs of this rank by the shape of a step, planned for `costs(lengths)` of segments of these lengths.
-
-    `one_queue`: streams may share a hardware queue, so messages are issued in an order that cannot hang then.
-    `offloaded`: the share of a rank's activations that moves to host memory, see `units_to_move`. `program` is
-    `_program` with a cache.
-    """
-
-    def __init__(self, choice: ScheduleChoice, costs: CostsOfLengths | None = None, one_queue: bool = True) -> None:
-        self.name = choice.name
-        self.placement = choice.placement
-        self.offloaded = 0.0
-        self._choice = choice
-        self._one_queue = one_queue
-        self._plan = lru_cache(maxsize=1)(partial(choice.plan, costs=costs))
-        self.program = lru_cache(maxsize=_KEPT)(self._program)
-
-    def _program(
-        self,
-        shape: Shape,
-        lengths: tuple[int, ...],
-        rank: int,
-        forward_only: bool,
-        in_turn: bool = False,
-        is_partitioned: bool = False,
-    ) -> Program:
-        """The program of a step with segments of `lengths` tokens; raises ValueError if a given schedule has another
-        shape."""
-        was_enabled = gc.isenabled()
-        gc.disable()  # while many actions are made, collections would take most of the time
-        try:
-            if forward_only:  # a named family has an order for any shape
-                named = self._choice if self._choice.name in FAMILIES else ScheduleChoice("1f1b")
-                actions = lower_rank(named.plan(shape, lengths, None), rank, self._one_queue, in_turn)
-                return Program([action for action in actions if action.kind in _FORWARD_KINDS], is_partitioned)
-            if self._choice.is_planned and shape.num_stages * shape.num_units > _MANY_FORWARDS:
-                warn_on_rank_0(_log, f"Planning the order of a step on {shape}; the first step begins after that.")
-            actions = lower_rank(self._plan(shape, lengths), rank, self._one_queue, in_turn)
-            if self.offloaded:
-                order = [action for action in actions if action.kind in COMPUTE_KINDS]
-                actions = merged(actions, with_moves(order, units_to_move(order, self.offloaded)))
-            return Program(actions, is_partitioned)
-        finally:
-            if was_enabled:
-                gc.enable()
 
 
 @dataclass(eq=False)

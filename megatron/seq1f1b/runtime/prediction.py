@@ -13,7 +13,8 @@ from torch import Tensor
 from ..model import LookAhead, PredictionHeads, Segment, SegmentContext
 from ..process.patches import PatchTable
 from ..schedule import Placement
-from .step import SegmentIterator, Step
+from .data import SegmentIterator
+from .step import Step
 
 _ENTRIES = ("tokens", "position_ids", "labels", "loss_mask")
 

@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from ..model import Segment
+from .data import SegmentIterator
 from .partitioned_state import is_partitioned
 from .segmentation import Packing, Segmentation, document_starts, on_all_ranks, segments_of
-from .step import SegmentIterator, Step
+from .step import Step
 
 # Entries of a batch that follow from the lengths of its sequences.
 BOUNDS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")

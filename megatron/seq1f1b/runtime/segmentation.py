@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..model import Documents, Segment, differs
-from .step import SegmentIterator, Step
+from .data import SegmentIterator
+from .step import Step
 
 # The entries of a batch that may mark documents; the first one present is used.
 _MARKS = ("cu_seqlens_padded", "cu_seqlens", "attention_mask", "tokens")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron.seq1f1b.model import Segment
-from megatron.seq1f1b.runtime.step import SegmentIterator, cut
+from megatron.seq1f1b.runtime.data import SegmentIterator, cut
 
 
 def batch(number):

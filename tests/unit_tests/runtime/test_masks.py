@@ -6,7 +6,7 @@ from megatron.core.transformer.enums import AttnMaskType
 
 from megatron.seq1f1b.model import Segment, SegmentContext
 from megatron.seq1f1b.model.packed_documents import MaskCheck, differs
-from megatron.seq1f1b.runtime.step import SegmentIterator
+from megatron.seq1f1b.runtime.data import SegmentIterator
 from support.segments import attention
 
 LENGTH = 8

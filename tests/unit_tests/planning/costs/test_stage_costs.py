@@ -16,7 +16,7 @@ from megatron.seq1f1b.planning.costs.stage_costs import (
     analytic_costs,
     bottleneck_time,
 )
-from megatron.seq1f1b.runtime.interpreter import Programs
+from megatron.seq1f1b.runtime.program import Programs
 from megatron.seq1f1b.schedule import Kind, Placement, ScheduleChoice, Shape, build, lower_rank
 
 GPT_7B = ModelShape(32, 4096, 16384, 32, 128, 32768)
