@@ -10,6 +10,7 @@ from math import prod
 from ..arguments.flags import AUTO, EQUAL_SPLITS, share_or_auto
 from ..arguments.megatron_run import hybrid_stages, layers_per_stage, stages_of_layout
 from ..partition import DEFAULT_STRATEGY, STRATEGIES
+from ..planning.costs.context_exchange import comm_type_of_segments
 from ..planning.costs.training_setup import ALL_BUT_ATTENTION, TrainingSetup, has_costs, recompute_of, recomputed_share
 from ..planning.planner.search import fitted
 from ..planning.planner.space import Candidate, Question, cut, expert_sizes
@@ -182,8 +183,7 @@ def decided_flags(candidate: Candidate, by_megatron: bool = False) -> list[str]:
     """The flags that the planner decides, each item with its values; none of this package with `by_megatron`."""
     setup = candidate.setup
     context, segments = setup.context_parallel, len(setup.segments)
-    shares_heads = setup.model.num_heads % (setup.tensor_parallel * context) == 0
-    exchange, *sizes = (setup.cp_comm_type or ("a2a" if shares_heads else "all_gather")).split()
+    exchange, *sizes = (setup.cp_comm_type or comm_type_of_segments(setup)).split()
     in_units, in_segments = candidate.unit_tokens is not None, candidate.unit_tokens is None and segments > 1
     ours = {
         f"--pipeline-schedule {setup.family}": True,

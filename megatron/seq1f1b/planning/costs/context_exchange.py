@@ -49,6 +49,12 @@ def comm_types(setup: TrainingSetup, machine: Machine) -> tuple[str, ...]:
     return tuple(ways)
 
 
+def comm_type_of_segments(setup: TrainingSetup) -> str:
+    """The `cp_comm_type` of segments: training accepts `a2a` only if the ranks divide the heads."""
+    ranks = setup.tensor_parallel * setup.context_parallel
+    return "a2a" if setup.model.num_heads % ranks == 0 else "all_gather"
+
+
 def _of_segments(setup: TrainingSetup, attention: Attention) -> float:
     """Numbers of a token that context-parallel ranks exchange around attention, with the part that a rank keeps. Ranks
     share the heads, and the queries of a head if there are more ranks than heads."""

@@ -19,6 +19,7 @@ from typing import Any
 
 from ...partition import Pack, packs_of_step, segment_multiple, work_by_flops
 from ...schedule import FAMILIES, Action, Schedule, Shape
+from ..costs.context_exchange import comm_type_of_segments
 from ..costs.flops import authors_flops, pairs
 from ..costs.machine import GIB
 from ..costs.stage_times import Row, stage_rows
@@ -262,8 +263,7 @@ class _Packed:
         self.setup_of = lru_cache(maxsize=1024)(self._setup_of)
 
     def _setup_of(self, setup: TrainingSetup) -> TrainingSetup:
-        heads = setup.tensor_parallel * setup.context_parallel
-        way = None if setup.context_parallel == 1 else "a2a" if setup.model.num_heads % heads == 0 else "all_gather"
+        way = None if setup.context_parallel == 1 else comm_type_of_segments(setup)
         alone = replace(setup, longest=self.longest, num_microbatches=1, cp_comm_type=way, seen=())
         parts = tuple(
             replace(alone, sequence_length=sum(lengths), segments=lengths, seen=seen) for lengths, seen in self.kinds
