@@ -89,47 +89,47 @@ GOALS: dict[str, tuple[float | None, float | None]] = {
 
 # What is common to the rows with large errors, as far as known.
 MISSES = """\
-What is off, and why, as far as we found it:
+What is off, and why, as far as we found:
 
-- vTrain multi-node: three of 55 rows are off by more than 20 %, all too fast. The two of TP 2, DP 16, PP 16 take 11 s
-  and 7 s more than predicted, which is 0.22 s for each of their 47 and 31 slots of the pipeline: as much for micro-
-  batches of 3 as of 6, so it is neither compute nor bandwidth, and bytes over the bandwidths of the cluster come to
-  less than 0.5 s. On the same 512 GPUs and with the same TP 2, 175B has none of it (2 % off). With TP 4, DP 16, PP 8
-  the excess is 0.04 s, 0.08 s, 0 and 0 s a slot for micro-batches of 2, 3, 6 and 12: it comes and goes with the run.
-  The third (3.6B, TP 8, micro-batch 2) takes 9.2 ms for a layer, 1.7 times what the same layout takes for the same
-  tokens in micro-batches of 8, and 2.4 times what one node takes to launch it. Nothing is fitted to any of these.
-- Megatron recomputation: 175B and 1T came to the tables when all constants were fixed; nothing is fitted on them.
-- Seq1F1B: how many chunks Seq1F1B-I had is not published; the authors' script tries two and four. Its memory is that of
-  two in all four models (four would take 13 to 26 % less), its times are those of four (3 % off; two would be up to
-  15 % faster, and the order of the methods wrong in five groups). The tables of times assume four, those of memory two.
-- Seq1F1B memory: nothing is fitted on these rows, and three are more than 10 % off. With 1F1B, 13B takes 5 GiB more at
-  65536 tokens than at 49152, and there 14 GiB more than at 32768; its first stage is within a GiB of what there is. Of
-  7B at 32768 tokens with 1F1B-I, and of one stage of the third party's 40, we predict 10.2 and 10.3 % too little.
-- TeraPipe: what its code does is predicted as it does it. Weight gradients are added by kernels of their own once a
-  message has left, 3.8 ms a slice for 175B: without that, 128 slices would take 2.1 s and not 3.1. The slices of
-  settings 1, 6 and of figure 7 are not in the sources; as many equal ones as are fastest by prediction stand for them.
-  Times of setting 1 spread by 7 % and 13 %, more than its gain is off. Of figure 6(a), 4, 8 and 16 slices take the same
-  time to 1 %; by prediction eight would be a tenth faster than four. In setting 5 a slice of 700 tokens takes 0.375 of
-  the time of the whole sequence as published, 0.405 by prediction, since its products leave half of the multiprocessors
+- vTrain multi-node: three of 55 rows are predicted more than 20 % too fast. The two with TP 2, DP 16, PP 16 take 11 s
+  and 7 s more than predicted: 0.22 s for each of their 47 and 31 pipeline slots, equal for micro-batches of 3 and of 6.
+  So the cause is neither compute nor bandwidth, and the bytes sent need less than 0.5 s on this cluster. On the same
+  512 GPUs with the same TP 2, 175B shows nothing of it (2 % off). With TP 4, DP 16, PP 8 the excess is 0.04 s, 0.08 s,
+  0 and 0 s a slot for micro-batches of 2, 3, 6 and 12: it comes and goes with the run. The third row (3.6B, TP 8,
+  micro-batch 2) takes 9.2 ms a layer, 1.7 times as long as the same layout with the same tokens in micro-batches of 8,
+  and 2.4 times as long as one node takes to launch it. Nothing is fitted to these rows.
+- Megatron recomputation: 175B and 1T were added after all constants were fixed; nothing is fitted to them.
+- Seq1F1B: the number of chunks of Seq1F1B-I is not published; the authors' script tries two and four. Its memory fits
+  two in all four models (four would take 13 to 26 % less); its times fit four (3 % off; two would be up to 15 % faster,
+  and the order of the methods wrong in five groups). The tables of times assume four, those of memory two.
+- Seq1F1B memory: nothing is fitted to these rows, and three are more than 10 % off. With 1F1B, 13B takes 5 GiB more at
+  65536 tokens than at 49152, and at 49152 14 GiB more than at 32768; its first stage is within a GiB of the limit. For
+  7B at 32768 tokens with 1F1B-I, and for one of the third party's 40 stages, we predict 10.2 and 10.3 % too little.
+- TeraPipe: its code is modelled as it runs. Separate kernels add weight gradients after a message has left, 3.8 ms a
+  slice for 175B; without them, 128 slices would take 2.1 s, not 3.1. The slices of settings 1, 6 and of figure 7 are
+  not in the sources; the number of equal slices that is fastest by prediction stands for them. Published times of
+  setting 1 spread by 7 % and 13 %, more than the error of its gain. In figure 6(a), 4, 8 and 16 slices take the same
+  time to 1 %; by prediction eight are a tenth faster than four. In setting 5 a slice of 700 tokens takes 0.375 of the
+  time of the whole sequence as published, and 0.405 by prediction, since its products leave half of the multiprocessors
   idle by our count of tiles.
-- Zero Bubble: ZB-2p has no counterpart here; `auto` in the same memory shortens the step instead. All ranks take the
-  optimizer step together, so that a step is no shorter than its work on the last rank, which starts when the first
-  forward arrives; `auto` reaches that bound in all six rows. ZB-2p lets every rank begin and end on its own, which its
-  rate counts and which shortens no single step; `auto` has that for a second aim, and is held to idle at most 0.010
-  more than ZB-2p. Idling less is no miss: in the first row its ranks idle 0.023 of the time and not 0.043.
-- SlimPipe: what is published of its memory is the authors' model, not measured, and nothing is fitted to it. In the row
-  with whole sequences, all layers are recomputed: it counts what is computed again, 4 GiB, and we count the gradients
-  beside it and the gathered inputs of products, 8 GiB. Left out are Mixtral, whose published weights lack most
-  experts, and models of unpublished sizes; of the longest sequences, those of SlimPipe itself, which moves keys and
-  values between ranks, and of interleaved 1F1B, for which 80K to 92K were tried: here 117K fit.
-- Large vocabularies: 1F1B is 3 % off at most. Where layers move away from the last stage and the vocabulary has 256,000
-  entries, we take that stage to have none left, and predict 9 % more; with one left it would be 22 %.
+- Zero Bubble: ZB-2p has no counterpart here; `auto` shortens the step in the same memory instead. All ranks take the
+  optimizer step together, so a step is no shorter than the work of its last rank, which starts when the first forward
+  arrives; `auto` reaches that bound in all six rows. ZB-2p lets every rank start and end on its own, which improves its
+  rate but shortens no single step; for `auto` that is a secondary aim, and the goal is to idle at most 0.010 more than
+  ZB-2p. Idling less is no miss: in the first row its ranks idle 0.023 of the time instead of 0.043.
+- SlimPipe: the published memory is the authors' model, not a measurement, and nothing is fitted to it. The row with
+  whole sequences recomputes all layers: the authors count the recomputed activations, 4 GiB; we add their gradients and
+  the gathered inputs of products, 8 GiB. Left out are Mixtral, whose published weights lack most experts, and models of
+  unpublished sizes; among the longest sequences, those of SlimPipe itself, which moves keys and values between ranks,
+  and those of interleaved 1F1B, for which 80K to 92K were tried: here 117K fit.
+- Large vocabularies: 1F1B is at most 3 % off. Where layers move away from the last stage and the vocabulary has 256,000
+  entries, we assume that this stage keeps none, and predict 9 % more; with one layer kept it would be 22 %.
 - Hopper, 34 rows in four tables: two constants are fitted to nine of them, the six of Kwai without offload and those of
-  64K, 256K and 1024K tokens of NVIDIA's long sequences. Offload takes 50 GB/s a GPU. Kwai's tensor-parallel
-  collectives run beside products, ours as in Megatron without --tp-comm-overlap: rows of TP 4 come out too slow. Of
-  gpt-oss-120b the recomputation is not published, and without any it would not fit; the bubble of 42 % by our costs is
-  that of a last stage with 201,088 logits a token. Without offload, 65B on 256 GPUs is published as out of memory; we
-  predict 75 of 79 GiB.
+  64K, 256K and 1024K tokens of NVIDIA's long sequences. Offload moves 50 GB/s per GPU. Kwai's tensor-parallel
+  collectives overlap products; ours do not, as in Megatron without --tp-comm-overlap, so rows with TP 4 come out too
+  slow. The recomputation of gpt-oss-120b is not published, and it would not fit without any; by our costs, the logits
+  of its last stage, 201,088 a token, cause its bubble of 42 %. 65B on 256 GPUs without offload is published as out of
+  memory; we predict 75 of 79 GiB.
 """
 
 

@@ -45,28 +45,29 @@ def headline_text() -> str:
         "Seq1F1B trains 30B at 65536 tokens on 64 A100 without recomputation": (
             headlines.thirty_billion_at_64k,
             "arXiv 2406.03488: 1F1B and its interleaved form cannot. Predicted for the authors' code and 16 "
-            "micro-batches, the verdicts agree. For Seq1F1B-I the authors measured 66.9 GiB: two chunks are near that, "
-            "four, by which its published times are met, are not. [Rehearsed](rehearsal.md), too, on 8 micro-batches: "
-            "1F1B exceeds 80 GiB on "
-            "pipeline ranks 0 to 3, its interleaved form on 0 to 6, Seq1F1B and its interleaved form on none.",
+            "micro-batches, the verdicts agree. The authors measured 66.9 GiB for Seq1F1B-I: the prediction for two "
+            "chunks is near that, the one for four, which meets the published times, is not. A "
+            "[rehearsal](rehearsal.md) on 8 micro-batches agrees, too: 1F1B exceeds 80 GiB on pipeline ranks 0 to 3, "
+            "its interleaved form on 0 to 6, Seq1F1B and its interleaved form on none.",
             "bash scripts/paper/seq1f1b.sh --predict",
             ("Seq1F1B memory", "Seq1F1B 7B throughput"),
         ),
         "TeraPipe speeds GPT-3 175B up 5.0 times on 48 p3.16xlarge": (
             headlines.terapipe_175b,
-            "arXiv 2102.07988, settings 9 and 10 of its table 1, slices of equal length here. Agrees: the measured "
-            "speed-ups are 6.7, with slices of 64 to 120 tokens, and 5.0.",
+            "arXiv 2102.07988, settings 9 and 10 of its table 1; slices have equal lengths here. The predictions "
+            "agree: the measured speed-ups are 6.7, with slices of 64 to 120 tokens, and 5.0.",
             "bash scripts/paper/terapipe.sh --predict",
             ("TeraPipe latencies", "TeraPipe, gain of slices"),
         ),
         "1T at 502 PFLOP/s on 3072 A100, 52 % of the peak; interleaving gains 10 % and more": (
             headlines.trillion,
-            "arXiv 2104.04473, table 1; FLOPs as there, recomputation included. **That the aggregate agrees is no "
-            "evidence**: two constants of its machine file, `matmul_efficiency` and `memory_efficiency`, are fitted on "
-            "the rows of this table and four others. Fitted on those four alone, they predict this table 2.5 % off "
-            "in the mean and 7.4 % at worst ([Published tables](paper_tables.md)). These rows have "
-            "many micro-batches, and interleaving gains 4 to 6 % in them, less than the 10 % of the abstract. With few "
-            "it gains more: 7B at 32768 tokens in 8 micro-batches 10 % published, 11 % predicted.",
+            "arXiv 2104.04473, table 1; FLOPs are counted as there, with recomputation. **The agreement of the "
+            "aggregate is no evidence**: two constants of the machine file, `matmul_efficiency` and "
+            "`memory_efficiency`, are fitted on the rows of this table and four others. Fitted on those four alone, "
+            "they predict this table 2.5 % off in the mean and 7.4 % at worst ([Published tables](paper_tables.md)). "
+            "These rows have many micro-batches, so interleaving gains only 4 to 6 %, less than the 10 % of the "
+            "abstract. It gains more with few: for 7B at 32768 tokens in 8 micro-batches, 10 % were published and "
+            "11 % are predicted.",
             "bash scripts/paper/megatron_sc21.sh --predict",
             ("Megatron SC21 table 1",),
         ),
@@ -79,17 +80,15 @@ def headline_text() -> str:
 
 # What of arXiv 2106.02679 the table shows, and what it does not.
 CLAIMS = (
-    "- *A small fraction of memory* holds for the state of the soonest trainings: partitioned it takes 12 GiB on 65536 "
-    "GPUs, where the other methods take 23 to 45 on InfiniBand. It does not hold for a device as a whole: "
-    "`breadth-first` keeps the activations of all micro-batches, which are recomputed here and still take more than "
-    "that.",
-    "- *Half the time of 1F1B* does not hold. Partitioned, fewer and fuller pipeline ranks fit, so that on InfiniBand "
-    "the shortest training is that of the partitioned state. It is a tenth shorter than with interleaved 1F1B, which "
-    "shrinks the bubble as well.",
-    "- *No fast InfiniBand* holds where replicas have many micro-batches: on 16384 GPUs the modular pipeline does with "
-    "10 GB/s a node, 1F1B needs 56. It does not hold for the shortest "
-    "training: among 1024 replicas of 12 micro-batches there is little compute to hide two gathers and a reduction "
-    "behind, and on the slow network the partition gains nothing.",
+    "- *A small fraction of memory* holds for the state of the soonest trainings: on 65536 GPUs with InfiniBand, the "
+    "partitioned state takes 12 GiB and that of the other methods 23 to 45. It does not hold for the whole device: "
+    "`breadth-first` keeps the activations of all micro-batches, which take more than that even with recomputation.",
+    "- *Half the time of 1F1B* does not hold. With the state partitioned, fewer and fuller pipeline ranks fit, which "
+    "gives the shortest training on InfiniBand. It is a tenth shorter than with interleaved 1F1B, which shrinks the "
+    "bubble, too.",
+    "- *No fast InfiniBand* holds for replicas with many micro-batches: on 16384 GPUs the modular pipeline needs 10 "
+    "GB/s a node and 1F1B 56. It does not hold for the shortest training: 1024 replicas of 12 micro-batches have "
+    "little compute to hide two gathers and a reduction behind, and on the slow network the partition gains nothing.",
 )
 
 
@@ -100,14 +99,14 @@ def layered_text(found: Sequence[layered.Case]) -> str:
         "",
         *wrap(
             "arXiv 2106.02679 claims that they halve the shortest training time, do without fast InfiniBand and use a "
-            "small fraction of GPU memory. **Our own derivation**, with the costs of this package, since the tables of "
-            f"the paper could not be obtained: the model {layered.MODEL} on {layered.TOKENS / 1e9:.0f} billion tokens, "
-            f"sequences of {layered.LENGTH}, on A100, tensor parallelism 8, the optimizer state sharded, gradients "
-            "reduced and parameters gathered beside compute, the batch by the `noise-scale` law "
+            "small fraction of GPU memory. The tables of the paper could not be obtained, so this is **our own "
+            f"derivation** with the costs of this package: {layered.MODEL} on {layered.TOKENS / 1e9:.0f} billion "
+            f"tokens, sequences of {layered.LENGTH}, on A100, with tensor parallelism 8, a sharded optimizer state, "
+            "gradients reduced and parameters gathered beside compute, and the batch of the `noise-scale` law "
             "([Time to train](planning.md#time-to-train)). *1F1B* has one chunk a rank, *interleaved 1F1B* up to 16, "
             "the *modular pipeline* is `breadth-first` with 2 to 16, its *state partitioned* by `--partition-state`. "
-            "Each row is the soonest of its method. *Of state*: weights, gradients and state of the optimizer. *10 % "
-            "longer below*: with less bandwidth of a node the step of this configuration grows by 10 % over that on "
+            "Each row is the soonest training of its method. *Of state*: weights, gradients and state of the "
+            "optimizer. *10 % longer below*: the bandwidth of a node below which the step takes 10 % longer than on "
             "8 x 200 Gbit/s.",
             118,
         ),
@@ -161,10 +160,9 @@ def gains_section(pictures: Path | None) -> str:
     cells = read_cells(GAINS)
     text = (
         "The fastest step that the planner finds, and the fastest of Megatron's own schedules with "
-        "[all that it is credited with](planning.md#what-megatron-alone-is-credited-with); either side may move "
-        "activations to the host, at 50 GB/s each way on H100: at 30, 70B with 128k tokens on 64 GPUs and 50 GB/s or "
-        "more between nodes gains 9 to 12 % instead of 11 to 17. Where the gain is not above the error, or below "
-        "nothing, "
+        "[all that it is credited with](planning.md#what-megatron-alone-is-credited-with). Either side may move "
+        "activations to the host, at 50 GB/s each way on H100; at 30 GB/s, 70B with 128k tokens on 64 GPUs and 50 GB/s "
+        "or more between nodes gains 9 to 12 % instead of 11 to 17. Where the gain is within the error, or negative, "
         "[take Megatron's own schedules](choosing.md#segments-or-megatrons-own-schedules). X is context parallelism, "
         "C model chunks, k segments. "
         + nearest("NVIDIA long sequences", "Kwai with offload", "NVIDIA performance summary", "vTrain multi-node")
