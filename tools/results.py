@@ -123,9 +123,9 @@ def layered_text(found: Sequence[layered.Case]) -> str:
 def layered_picture(found: Sequence[layered.Case], path: Path) -> None:
     lines = {
         f"{method}, {network}": [
-            (each.devices, each.training.days, each.training.device_hours)
+            (each.devices, each.soonest[0], 24 * each.soonest[0] * each.devices)
             for each in found
-            if (each.method, each.network) == (method, network) and each.training is not None
+            if (each.method, each.network) == (method, network) and each.soonest is not None
         ]
         for network in layered.networks()
         for method in layered.METHODS

@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 from math import log2
 
 from megatron.seq1f1b.commands.model_flags import preset
-from megatron.seq1f1b.commands.train_time import LAWS, Training, soonest
+from megatron.seq1f1b.commands.train_time import LAWS, soonest
 from megatron.seq1f1b.planning.costs.blocks import parameters_of_model
 from megatron.seq1f1b.planning.costs.machine import Machine, read_machine
 from megatron.seq1f1b.planning.costs.training_setup import TrainingSetup
+from megatron.seq1f1b.planning.planner.search import Plan
 from megatron.seq1f1b.planning.planner.space import Candidate, Question
 from megatron.seq1f1b.planning.simulator.step import Prediction, predict
 
@@ -32,12 +33,12 @@ METHODS: dict[str, Callable[[TrainingSetup], bool]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """The soonest training by a method on a number of devices; None where nothing fits."""
+    """The days of the soonest training by a method on a number of devices, and its plan; None where nothing fits."""
 
     network: str
     method: str
     devices: int
-    training: Training | None
+    soonest: tuple[float, Plan] | None
 
 
 def networks() -> dict[str, Machine]:
@@ -72,7 +73,7 @@ def cases(progress: Callable[[str], None] = lambda text: None) -> Iterator[Case]
             for devices in COUNTS:
                 asked = replace(question, num_devices=devices, accepts=accept)
                 training = soonest(asked, TOKENS, law, largest, shares=(1.0,))
-                progress(f"{network}, {method}, {devices}: {training and training.days}\n")
+                progress(f"{network}, {method}, {devices}: {training and training[0]}\n")
                 yield Case(network, method, devices, training)
 
 
@@ -104,23 +105,23 @@ def markdown(found: list[Case]) -> list[str]:
     ]
     machines = networks()
     fastest, *_ = machines.values()
-    plain = {(each.network, each.devices): each.training for each in found if each.method == "1F1B"}
+    plain = {(each.network, each.devices): each.soonest for each in found if each.method == "1F1B"}
     for each in sorted(found, key=lambda case: (list(machines).index(case.network), case.devices)):
         head = f"| {each.network} | {each.devices} | {each.method} |"
-        if each.training is None:
+        if each.soonest is None:
             lines.append(f"{head} does not fit | | | | | | | |")
             continue
-        training, setup = each.training, each.training.plan.candidate.setup
+        (days, plan), setup = each.soonest, each.soonest[1].candidate.setup
         base = plain[each.network, each.devices]
-        ratio = "-" if base is None else f"{training.days / base.days:.2f}"
+        ratio = "-" if base is None else f"{days / base[0]:.2f}"
         sizes = (setup.pipeline_parallel, setup.data_parallel, setup.placement.num_chunks, setup.num_microbatches)
         ideal = setup.num_microbatches / (
             setup.num_microbatches + (setup.pipeline_parallel - 1) / setup.placement.num_chunks
         )
         lines.append(
-            f"{head} {training.days:.3g} | {ratio} | {24 * training.days * setup.num_devices:.3g} | "
+            f"{head} {days:.3g} | {ratio} | {24 * days * setup.num_devices:.3g} | "
             f"{', '.join(map(str, sizes))} | "
-            f"{100 * ideal:.0f} % | {training.plan.memory_gib:.0f} | {state_gib(predict(setup, fastest)):.1f} | "
+            f"{100 * ideal:.0f} % | {plan.memory_gib:.0f} | {state_gib(predict(setup, fastest)):.1f} | "
             f"{slowest_network(setup, fastest):.0f} GB/s |"
         )
     return lines
@@ -131,8 +132,8 @@ def findings(found: list[Case]) -> list[str]:
     lines, soonest_of = [], {}
     for network in networks():
         for method in METHODS:
-            of_method = (each.training for each in found if (each.network, each.method) == (network, method))
-            days = min((training.days for training in of_method if training), default=None)
+            of_method = (each.soonest for each in found if (each.network, each.method) == (network, method))
+            days = min((training[0] for training in of_method if training), default=None)
             soonest_of[network, method] = days
         plain, interleaved, *layered = (soonest_of[network, method] for method in METHODS)
         if plain is None or interleaved is None or None in layered:

@@ -16,7 +16,7 @@ from ..planning.planner.search import fitted
 from ..planning.planner.space import Candidate, Question, cut, expert_sizes
 from ..schedule import FAMILY_NAMES, Shape
 from .model_flags import add_every_model_flag
-from .parsing import check_size, count, read_known, with_values
+from .parsing import Parser, check_size, count, name_of, with_values
 
 # The modules of attention for --offload-modules, its norm included.
 _OF_ATTENTION = "attn_norm qkv_linear core_attn attn_proj"
@@ -38,25 +38,26 @@ _SWITCHES = """
 """
 
 
-def read_launch(words: Sequence[str]) -> argparse.Namespace:
-    """Read the flags of a launch; a flag that is not given is None. `unread` has the flags that change no prediction,
-    each with its values."""
-    launch, others = read_known(words, add_every_model_flag, _add_positions, _add_decided)
+def read_launch(words: Sequence[str], preset: Sequence[str] = ()) -> argparse.Namespace:
+    """Read the flags of a launch, behind those of a preset; a flag that is not given is None.
+
+    `kept` has those that a plan leaves as they are, each with its values; `unread` those of the launch that change no
+    prediction; `of_model` the names of those of the launch that give sizes of the model.
+    """
+    parser = Parser(None, allow_abbrev=False, add_help=False)
+    known = []
+    for add in (_add_decided, add_every_model_flag, _add_positions):
+        add(parser)
+        known.append({*parser._option_string_actions})
+    decided, with_sizes, read = known
+    launch = parser.parse_known_args([*preset, *words])[0]
     if launch.recompute_activations:  # as Megatron does
         launch.recompute_granularity = "selective"
-    launch.unread = with_values(others)
+    names = {flag: name_of(flag) for flag in with_values(words)}
+    launch.kept = [flag for flag in with_values([*preset, *words]) if name_of(flag) not in decided]
+    launch.unread = [flag for flag, name in names.items() if name not in read]
+    launch.of_model = [name for name in names.values() if name in with_sizes - decided]
     return launch
-
-
-def undecided(words: Sequence[str]) -> list[str]:
-    """The flags of a launch without those that a planner decides, each with its values."""
-    return with_values(read_known(words, _add_decided)[1])
-
-
-def model_sizes_in(words: Sequence[str]) -> list[str]:
-    """The names of the flags of a launch that give the sizes of the model."""
-    others = read_known(words, add_every_model_flag)[1]
-    return [word.partition("=")[0] for word in words if word.startswith("--") and word not in others]
 
 
 def _add_positions(parser: argparse.ArgumentParser) -> None:

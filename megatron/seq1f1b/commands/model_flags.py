@@ -10,21 +10,20 @@ from typing import Any
 
 from ..arguments.megatron_run import hybrid_stages
 from ..planning.costs.model_shape import ModelShape, model_shape
-from .parsing import MOST_LAYERS, count, count_up_to, read_known
+from .parsing import MOST_LAYERS, Parser, count, count_up_to
 
 # From a name to flags of Megatron.
 PRESETS: Mapping[str, str] = MappingProxyType(tomllib.loads(Path(__file__).with_name("models.toml").read_text()))
 
 
-def gpt_of(parameters: float) -> str:
-    """A GPT with about `parameters` beside embeddings: 128 times as wide as deep, as GPT-3 175B, heads of 128."""
-    layers = max(8, 8 * round((parameters / (12 * 128**2)) ** (1 / 3) / 8))
-    return f"--num-layers {layers} --hidden-size {128 * layers} --num-attention-heads {layers} --vocab-size 51200"
-
-
 def preset(name: str) -> ModelShape:
     """The model of one of PRESETS."""
     return model_of(read_model(PRESETS[name].split()))
+
+
+def preset_words(name: str, sequence_length: int) -> list[str]:
+    """The flags of a model to be trained."""
+    return [*PRESETS[name].split(), *" ".join(training_flags(sequence_length)).split()]
 
 
 def training_flags(sequence_length: int) -> list[str]:
@@ -90,7 +89,9 @@ def _window(text: str) -> tuple[int, ...]:
 
 def read_model(words: Sequence[str]) -> argparse.Namespace:
     """Read the flags of a model in a launch and ignore the others."""
-    return read_known(words, add_every_model_flag)[0]
+    parser = Parser(None, allow_abbrev=False, add_help=False)
+    add_every_model_flag(parser)
+    return parser.parse_known_args(words)[0]
 
 
 def model_of(launch: argparse.Namespace) -> ModelShape:

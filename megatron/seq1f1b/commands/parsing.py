@@ -27,16 +27,6 @@ class Parser(argparse.ArgumentParser):
     error = refuse
 
 
-def read_known(
-    words: Sequence[str], *add_flags: Callable[[argparse.ArgumentParser], None]
-) -> tuple[argparse.Namespace, list[str]]:
-    """Read the flags of a launch that some functions add to a parser; also returns the other words."""
-    parser = Parser(None, allow_abbrev=False, add_help=False)
-    for add in add_flags:
-        add(parser)
-    return parser.parse_known_args(words)
-
-
 # The types of flags that count or measure something.
 count = value(int, lambda number: number >= 1, "not a whole number from 1 on")
 amount = value(float, lambda number: 0 < number < inf, "not a number above 0")
@@ -56,6 +46,11 @@ def with_values(words: Sequence[str]) -> list[str]:
         else:
             flags[-1] += f" {shlex.quote(word)}"
     return flags
+
+
+def name_of(flag: str) -> str:
+    """The name of a flag with its values."""
+    return shlex.split(flag)[0].partition("=")[0]
 
 
 def output_path(*endings: str) -> Callable[[str], Path]:

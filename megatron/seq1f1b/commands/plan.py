@@ -22,6 +22,7 @@ from dataclasses import replace
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from ..arguments.supported import Use
 from ..planning.costs.machine import OUTSIDE_GIB, machine_names, read_machine
@@ -30,10 +31,10 @@ from ..planning.planner.search import MOST_ACTIONS_OF_AUTO, Plan, Search, predic
 from ..planning.planner.space import Question
 from ..planning.planner.way_out import way_out
 from . import plan_text
-from .launch_flags import as_given, decided_flags, model_sizes_in, read_launch, undecided
+from .launch_flags import as_given, decided_flags, read_launch
 from .launch_rules import LaunchRules
-from .model_flags import PRESETS, model_of, preset, training_flags
-from .parsing import PICTURES, Parser, amount, amount_or_0, count, count_up_to, output_path, read_histogram, with_values
+from .model_flags import PRESETS, model_of, preset_words
+from .parsing import PICTURES, Parser, amount, amount_or_0, count, count_up_to, name_of, output_path, read_histogram
 
 # What keeps the sequences of a launch apart.
 _APART = ("--sft", "--dataloader-inter-document-masking", "--reset-attention-mask")
@@ -82,7 +83,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         args.gpus = int(os.environ["WORLD_SIZE"])
     if args.rehearse is not None and not args.rehearse.is_file():
         parser.error(f"--rehearse {args.rehearse}: there is no such script; name your own")
-    args.words, args.launch = words, read_launch(words)
+    if args.lengths is not None:
+        args.histogram = read_histogram(args.lengths)
+        args.seq_length = args.seq_length or -(-max(args.histogram) // _ROUND) * _ROUND
+    args.launch = read_launch(words, preset_words(args.model, args.seq_length) if args.model else ())
+    if args.model and args.launch.of_model:
+        parser.error(f"--model {args.model} has its own {args.launch.of_model[0]}; drop one of them")
     return args
 
 
@@ -94,18 +100,16 @@ def add_machine(parser: Parser, default: str) -> None:
 def rules_of(args: argparse.Namespace) -> LaunchRules:
     """Raises ValueError if the launch does not go with any plan."""
     always = {Use.PARTITIONED_STATE} if args.launch.partition_state else set()
-    return LaunchRules(kept_flags(args), always | ({Use.SEGMENTS, Use.UNITS} if args.lengths else set()))
+    return LaunchRules(kept_flags(args.launch), always | ({Use.SEGMENTS, Use.UNITS} if args.lengths else set()))
 
 
 def question(args: argparse.Namespace, rules: LaunchRules) -> Question:
     """Raises ValueError for what is missing, unknown or does not go together."""
-    if args.model is not None and (sizes := model_sizes_in(args.words)):
-        raise ValueError(f"--model {args.model} has its own {sizes[0]}; drop one of them")
     machine = read_machine(args.machine)
     if args.host_memory and not machine.device.host_bandwidth:
         raise ValueError(f"--host-memory is for machines with host_bandwidth in [device], which {args.machine} lacks")
     return Question(
-        model=model_of(args.launch) if args.model is None else preset(args.model),
+        model=model_of(args.launch),
         machine=machine,
         num_devices=args.gpus,
         sequence_length=args.seq_length,
@@ -117,19 +121,18 @@ def question(args: argparse.Namespace, rules: LaunchRules) -> Question:
     )
 
 
-def kept_flags(args: argparse.Namespace) -> list[str]:
-    """The flags of the preset and of the launch that a planner leaves as they are. Experts exchange their tokens all to
-    all, as predicted, unless the launch has the flexible dispatcher."""
-    preset = [] if args.model is None else with_values(PRESETS[args.model].split()) + training_flags(args.seq_length)
-    flags = [*preset, *undecided(args.words)]
-    exchanges = "--num-experts" in " ".join(flags) and not {"flex", "--moe-token-dispatcher-type=flex"} & {*args.words}
-    return [*flags, "--moe-token-dispatcher-type alltoall"] if exchanges else flags
+def kept_flags(launch: argparse.Namespace) -> list[str]:
+    """The flags that a planner leaves as they are. Experts exchange their tokens all to all, as predicted, unless the
+    launch has the flexible dispatcher."""
+    name = "--moe-token-dispatcher-type"
+    is_flexible = {f"{name} flex", f"{name}=flex"} & {*launch.kept}
+    return [*launch.kept, f"{name} alltoall"] if launch.num_experts and not is_flexible else launch.kept
 
 
 def all_flags(args: argparse.Namespace, best: Plan, by_megatron: bool = False) -> list[str]:
     """The flags that are kept, and those of the plan; the last wins where a name repeats."""
-    flags = [*kept_flags(args), *decided_flags(best.candidate, by_megatron)]
-    return list({flag.split()[0].partition("=")[0]: flag for flag in flags}.values())
+    flags = [*kept_flags(args.launch), *decided_flags(best.candidate, by_megatron)]
+    return list({name_of(flag): flag for flag in flags}.values())
 
 
 def in_lines(flags: Sequence[str]) -> str:
@@ -146,63 +149,39 @@ def show(done: int, total: int) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
-    return plan_sequences(args) if args.lengths is None else plan_units(args)
-
-
-def plan_units(args: argparse.Namespace) -> int:
-    """Plan for a histogram of lengths; returns the exit code."""
-    histogram = read_histogram(args.lengths)
-    if args.seq_length is None:
-        args.seq_length = -(-max(histogram) // _ROUND) * _ROUND
-    search, units, given = UnitSearch(question(args, rules_of(args)), histogram), args.launch.unit_tokens, None
-    if units is not None and (candidate := as_given(args.launch, search.average(units))):
-        given = search.predict(replace(candidate, unit_tokens=units))
+    rules, launch = rules_of(args), args.launch
+    asked, in_units = question(args, rules), args.lengths is not None
+    search: Any = UnitSearch(asked, args.histogram) if in_units else Search(asked)
+    given = plan_as_given(launch, search)
     found = search.best(args.best)
     if not found:
-        raise search.way_out()
-    megatron = search.of_megatron()
-    print(plan_text.title_of_units(search))
-    print("", *plan_text.ranking(found, megatron, given, partial(plan_text.row_of_units, search)), "", sep="\n")
-    print(plan_text.packs_alone(found[0], megatron, search.question.machine.error))
-    print(plan_text.memory_by_stage(found[0], search.question))
-    flags = all_flags(args, found[0])
-    print(f"Flags of the best:{in_lines(flags)}")
-    if not any(flag.split()[0] in _APART for flag in flags):
-        print(f"Units are for sequences that are kept apart: add one of {', '.join(_APART)}.")
-    return 0
-
-
-def plan_sequences(args: argparse.Namespace) -> int:
-    """Plan for sequences of one length; returns the exit code."""
-    rules = rules_of(args)
-    asked = question(args, rules)
-    candidate, search = as_given(args.launch, asked), Search(asked)
-    found = search.best(args.best)
-    if not found:
-        raise way_out(asked)
+        raise search.way_out() if in_units else way_out(asked)
     show(1, 2)
-    megatron = next(iter(Search(asked.of_megatron()).best(1)), None)
+    megatron = search.of_megatron()
     show(2, 2)
-    gain = plan_text.Gain(found[0].prediction.seconds, megatron and megatron.prediction.seconds, asked.machine.error)
-    best = found[0] if megatron is None or gain.is_of_segments else megatron
-    given = candidate and predict_candidate(candidate, asked)
-    print(plan_text.title(asked))
-    table = plan_text.ranking(found, megatron, given, plan_text.row)
+    gain = plan_text.Gain.of(found[0], megatron, asked.machine.error)
+    best = found[0] if in_units or megatron is None or gain.is_of_segments else megatron
+    print(plan_text.title_of_units(search) if in_units else plan_text.title(asked))
+    row = partial(plan_text.row_of_units, search) if in_units else plan_text.row
+    print("", *plan_text.ranking(found, megatron, given, row), sep="\n")
     if given is not None:
-        table.append(plan_text.of_launch(given, found[0], asked.memory_limit))
-    print("", *table, "", sep="\n")
-    print(plan_text.megatron_alone(gain, megatron))
-    print(plan_text.memory_by_stage(best, asked))
+        print(plan_text.of_launch(given, found[0], asked.memory_limit))
+    print("", plan_text.verdict(gain, megatron, in_units), plan_text.memory_by_stage(best, asked), sep="\n")
     flags = all_flags(args, best, by_megatron=best is megatron)
     print(f"Flags of {"Megatron's own schedules" if best is megatron else 'the best'}:{in_lines(flags)}")
     if best is megatron:
         print(f"Runner-up: this package, in {gain.ours:.3f} s:{in_lines(all_flags(args, found[0]))}")
-    print("".join(f"{sentence}\n" for sentence in rules.left_out()), end="")
-    for name in (word.partition("=")[0] for word in args.words):
+    for sentence in rules.left_out():
+        print(sentence)
+    for name in map(name_of, launch.unread):
         if name in ("--fp8-format", "--fp4-format"):
             print(f"{name} is not modelled: times and memory are those of 16 bit.")
-    if args.launch.unread:
-        print(f"These flags come back as given and change no prediction: {', '.join(args.launch.unread)}.")
+    if launch.unread:
+        print(f"These flags come back as given and change no prediction: {', '.join(launch.unread)}.")
+    if in_units:
+        if not {*_APART} & {*map(name_of, flags)}:
+            print(f"Units are for sequences that are kept apart: add one of {', '.join(_APART)}.")
+        return 0
     if search.too_long_for_auto:
         print(
             f"auto was left out for {len(search.too_long_for_auto)} of the best: their schedules have more than "
@@ -213,6 +192,17 @@ def plan_sequences(args: argparse.Namespace) -> int:
     if args.output is not None:
         draw(search, args.output)
     return 0 if args.rehearse is None else rehearse(args, asked, flags)
+
+
+def plan_as_given(launch: argparse.Namespace, search: Any) -> Plan | None:
+    """The configuration of the launch itself, predicted; None if it names no parallel sizes, or no --unit-tokens where
+    the search is for units."""
+    if isinstance(search, Search):
+        candidate = as_given(launch, search.question)
+        return candidate and predict_candidate(candidate, search.question)
+    units = launch.unit_tokens
+    candidate = units and as_given(launch, search.average(units))
+    return candidate and search.predict(replace(candidate, unit_tokens=units))
 
 
 def draw(search: Search, path: Path) -> None:

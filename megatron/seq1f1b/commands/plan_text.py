@@ -29,6 +29,13 @@ class Gain:
     megatron: float | None
     error: float
 
+    @classmethod
+    def of(cls, ours: Plan, megatron: Plan | None, error: float) -> "Gain":
+        """The gain of a plan; seconds are those for equally many tokens."""
+        if megatron is None:
+            return cls(ours.seconds, None, error)
+        return cls(ours.seconds, ours.seconds * ours.tokens_per_second / megatron.tokens_per_second, error)
+
     @property
     def value(self) -> float | None:
         """How much more throughput, relative; None unless both fit."""
@@ -101,7 +108,7 @@ def of_launch(given: Plan, best: Plan, limit: float) -> str:
     if given.memory_gib > limit:
         fullest = max(given.prediction.memory, key=lambda rank: rank.total)
         return f"As given it does not fit: the fullest rank takes {by_use(fullest)}."
-    longer = given.prediction.seconds / best.prediction.seconds - 1
+    longer = given.seconds / best.seconds - 1
     return f"As given it fits, and takes {100 * longer:.1f} % longer than the best."
 
 
@@ -128,9 +135,9 @@ def row(plan: Plan) -> Mapping[str, str]:
         "mb": str(setup.micro_batch_size),
         "recompute": setup.recompute,
         "offload": f"{setup.offloads:g}",
-        "step s": f"{prediction.seconds:.3f}",
-        "tokens/s": f"{prediction.tokens_per_second:.0f}",
-        "TFLOPS": f"{flops / prediction.seconds / setup.num_devices / 1e12:.0f}",
+        "step s": f"{plan.seconds:.3f}",
+        "tokens/s": f"{plan.tokens_per_second:.0f}",
+        "TFLOPS": f"{flops / plan.seconds / setup.num_devices / 1e12:.0f}",
         "bubble": f"{100 * prediction.bubble:.1f} %",
         "GiB": f"{plan.memory_gib:.1f}",
         "host GiB": f"{plan.host_gib:.1f}",
@@ -174,22 +181,20 @@ def memory_by_stage(plan: Plan, question: Question) -> str:
     return "\n".join([*lines, ""])
 
 
-def megatron_alone(found: Gain, megatron: Plan | None) -> str:
-    """Whether Megatron's own schedules do as well; `megatron` is their best, None where they do not fit."""
+def verdict(found: Gain, megatron: Plan | None, in_units: bool) -> str:
+    """Whether Megatron's own schedules do as well, on packs as long as the longest sequence where ours run `in_units`;
+    `megatron` is their best, None where they do not fit."""
+    if in_units:
+        packs = "packs as long as the longest sequence."
+        if megatron is None:
+            return f"Megatron's own schedules do not hold {packs}"
+        return f"Units gain {found} over Megatron's own schedules on {packs}"
     if megatron is None:
         return "Megatron's own schedules do not fit."
-    taken = f"{found.megatron:.3f} s ({short_name(megatron) or 'data parallel'})"
+    taken = f"{megatron.seconds:.3f} s ({short_name(megatron) or 'data parallel'})"
     if found.is_of_segments:
         return f"Megatron's own schedules take {taken}: the gain over them is {found}."
     return f"Use Megatron's own schedules: they take {taken}, and the gain over them is {found}."
-
-
-def packs_alone(best: UnitPlan, megatron: UnitPlan | None, error: float) -> str:
-    """How units compare with packs as long as the longest sequence."""
-    if megatron is None:
-        return "Megatron's own schedules do not hold packs as long as the longest sequence."
-    found = Gain(best.seconds, best.tokens / megatron.tokens_per_second, error)
-    return f"Units gain {found} over Megatron's own schedules on packs as long as the longest sequence."
 
 
 _OF_LAYERS = (

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 
 import memory_by_use
-from megatron.seq1f1b.commands.train_time import Training
 from megatron.seq1f1b.planning.costs import step_memory as memory
 from paper import allocator, headlines, layered, megatron_tables
 from paper_tables import GOALS, all_rows, as_csv, markdown
@@ -85,7 +84,7 @@ def test_the_derivation_sets_the_methods_side_by_side():
             if is_its(each.setup) and each.setup.pipeline_parallel == each.setup.data_parallel == 2
         )
         days = {"1F1B": 8.0, "interleaved 1F1B": 6.0, "modular pipeline": 5.0}.get(method, 4.0)
-        training = Training(days, 100.0, SimpleNamespace(candidate=each, memory_gib=20.0))
+        training = days, SimpleNamespace(candidate=each, memory_gib=20.0)
         found += [layered.Case(network, method, 16384, training), layered.Case(network, method, 65536, None)]
     lines = layered.markdown(found)
     assert len(lines) == 2 + len(found) and sum("does not fit" in line for line in lines) == 8

@@ -33,6 +33,14 @@ class Plan:
     prediction: Prediction
 
     @property
+    def seconds(self) -> float:
+        return self.prediction.seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.prediction.tokens_per_second
+
+    @property
     def memory_gib(self) -> float:
         return max(memory.total for memory in self.prediction.memory) / GIB
 
@@ -208,6 +216,10 @@ class Search:
                     found.append(automatic)
             found = sorted(found, key=lambda each: each.prediction.seconds)[:number]
         return found
+
+    def of_megatron(self) -> Plan | None:
+        """The best of Megatron's own schedules for the question; None if none fits."""
+        return next(iter(Search(self.question.of_megatron()).best(1)), None)
 
     def fastest_first(self, below: float = inf) -> Iterator[Plan]:
         """All configurations of the named families that fit in less than `below` seconds."""

@@ -9,7 +9,7 @@ import pytest
 from megatron.seq1f1b.arguments import pipeline_config, run_of_arguments
 from megatron.seq1f1b.arguments.config import refuse_unsupported
 from megatron.seq1f1b.arguments.supported import Use
-from megatron.seq1f1b.commands.launch_flags import as_given, decided_flags, read_launch, undecided
+from megatron.seq1f1b.commands.launch_flags import as_given, decided_flags, read_launch
 from megatron.seq1f1b.commands.launch_rules import LaunchRules
 from megatron.seq1f1b.commands.model_flags import PRESETS, model_of, preset, read_model
 from megatron.seq1f1b.commands.parsing import with_values
@@ -112,7 +112,7 @@ def test_sizes_of_all_kinds_of_layers_are_read():
 
 def test_other_flags_of_a_launch_come_back_unchanged():
     launch = "--num-layers 6 --tensor-model-parallel-size 2 --lr 6e-5 --data-path a b --sequence-parallel --bf16"
-    assert undecided(shlex.split(launch)) == ["--num-layers 6", "--lr 6e-5", "--data-path a b", "--bf16"]
+    assert read_launch(shlex.split(launch)).kept == ["--num-layers 6", "--lr 6e-5", "--data-path a b", "--bf16"]
     assert as_given(read_launch(["--num-layers", "6"]), small()) is None, "no configuration without parallel sizes"
 
 
