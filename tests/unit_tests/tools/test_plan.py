@@ -119,7 +119,8 @@ def test_lengths_of_a_corpus_and_mistakes_in_a_file(tmp_path):
 
 
 def test_the_soonest_training_is_shown_with_its_law_and_flags(capsys):
-    assert commands.main(["train-time", *"--model 2.7b --tokens 1e9 --seq-length 2048 --gpus 1".split()]) == 0
+    words = "train-time --model 2.7b --tokens 1e9 --seq-length 2048 --gpus 1"
+    assert commands.main(words.split()) == 0
     printed = capsys.readouterr().out
     assert "2.69 B parameters; largest batch: 0.302 million tokens (arXiv 2410.21676)" in printed
     assert "GPU hours" in printed and "--micro-batch-size" in printed
