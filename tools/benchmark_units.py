@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from benchmarking.model import build_model, use_ranks
 from megatron.seq1f1b.partition import Pack, even, packs_of_step
-from megatron.seq1f1b.runtime import Packing, PipelineExecutor, Repacking, Segmentation
+from megatron.seq1f1b.runtime import PipelineExecutor, Repacking, Segmentation
 from megatron.seq1f1b.schedule import Placement, ScheduleChoice, Shape, Timeline, write_timeline
 
 Batch = dict[str, torch.Tensor]
@@ -98,12 +98,12 @@ def variants(args: argparse.Namespace, longest: int) -> dict[str, tuple[Pipeline
         return packs_of_step(lengths, most, replicas=replicas, alike=alike)
 
     make = partial(PipelineExecutor, ScheduleChoice(args.schedule))
-    whole = Segmentation(packing=Packing(None))
-    cut = Segmentation(k, lambda length: even(length, k), Packing(None))
+    whole = Segmentation(packed=True)
+    cut = Segmentation(k, lambda length, *_: even(length, k), packed=True)
     named = {
         "packed": (make(whole), packed),
         "packed, cut": (make(cut), packed),
-        "units": (make(Repacking(lambda length: even(length, k), Packing(None), pack)), [found]),
+        "units": (make(Repacking(lambda length: even(length, k), pack)), [found]),
     }
     if not args.leave_out_padded:
         named["padded"] = make(whole), [filled([each], longest) for each in found]

@@ -22,7 +22,7 @@ from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipeli
 
 from functional_tests.equality.layout import named
 from megatron.seq1f1b.partition import even, packs_of_step
-from megatron.seq1f1b.runtime import Packing, PipelineExecutor, Repacking, Segmentation, communication
+from megatron.seq1f1b.runtime import PipelineExecutor, Repacking, Segmentation, communication
 from megatron.seq1f1b.schedule import ScheduleChoice
 
 LAYERS, HEADS, VOCABULARY, MICROBATCHES, STEPS = 8, 4, 256, 4, 3
@@ -172,7 +172,7 @@ def segmentation_of(args, unit: int) -> Segmentation:
     def pack(lengths: list[int], replicas: int, alike: bool) -> list:
         return packs_of_step(lengths, unit, replicas=replicas, alike=alike)
 
-    return Repacking(cut, Packing(None), pack) if args.unequal else Segmentation(args.segments, cut)
+    return Repacking(cut, pack) if args.unequal else Segmentation(args.segments, cut)
 
 
 def losses_of_all_dtypes(args, variant: str) -> dict[str, list[float] | float]:

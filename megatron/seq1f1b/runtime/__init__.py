@@ -2,5 +2,5 @@
 
 from .executor import PipelineExecutor
 from .repacking import Repacking
-from .segmentation import Packing, Segmentation
+from .segmentation import Segmentation
 from .tracer import Reading, Tracer, run_traced

@@ -114,7 +114,7 @@ class PipelineExecutor:
         # messages are kernels, none is in flight in that step while another kernel starts.
         kernels = step.placement, lengths, step.micro_batch_size, step.forward_only
         communicator.goes_in_turn = communicator.is_on_device and kernels not in self._ran_before
-        if segmentation.cuts_sequences or segmentation.packing is not None or context.kept_attention is not None:
+        if segmentation.cuts_sequences or segmentation.packed or context.kept_attention is not None:
             attach(step.chunks, context)  # else the model keeps its own attention
         add_up_all_weight_gradients(step.chunks)
         num_tokens = step.seq_length * (step.micro_batch_size or 0) // step.groups.cp.size()
@@ -153,7 +153,7 @@ class PipelineExecutor:
                 around.callback(sync.close)  # also after a failure
             if program.splits_backwards:
                 around.enter_context(defer_weight_gradients(self._context.weight_gradients, step.chunks))
-            if step.shape.num_segments > 1 or step.groups.cp.size() > 1 or self.segmentation.packing is not None:
+            if step.shape.num_segments > 1 or step.groups.cp.size() > 1 or self.segmentation.packed:
                 around.enter_context(patched(prediction_patches(step, self._context)))
             if self.tracer is None or step.forward_only:
                 recorder = around.enter_context(Recorder(step.device))

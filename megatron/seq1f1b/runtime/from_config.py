@@ -6,19 +6,19 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import cache, partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from megatron.core.utils import get_model_config
 
 from ..arguments import MegatronRun, PipelineConfig, is_on_cpu, keywords_in_errors, run_of_program
-from ..model import PIECE
+from ..model import PIECE, Documents
 from ..model.kernels import AttentionRule, KernelChoice
 from ..process.ranks import warn_on_rank_0
 from .executor import PipelineExecutor
 from .repacking import Repacking
-from .segmentation import Packing, Segmentation
+from .segmentation import Segmentation
 from .tracer import Tracer, run_traced
 from .v_chunks import in_forward_step
 
@@ -116,13 +116,15 @@ def _executor(
 
 
 def _segmentation(config: PipelineConfig, end_of_document: Callable[[], int] | None) -> Segmentation:
-    cut = cache(config.cut)  # in every step
-    if not config.follows_documents:  # there are no units either: they are refused where documents see one another
-        return Segmentation(config.num_segments, cut)
-    packing = Packing(end_of_document and end_of_document(), config.cut if config.partition.follows_documents else None)
-    if config.flags.unit_tokens is None:
-        return Segmentation(config.num_segments, cut, packing)
-    return Repacking(cut, packing, config.pack)
+    kept, packed, follows = lru_cache(config.cut), config.follows_documents, config.partition.follows_documents
+
+    def cut(length: int, documents: Documents | None = None) -> tuple[int, ...]:
+        return kept(length, documents) if follows else kept(length)
+
+    end = end_of_document() if packed and end_of_document else None
+    if config.flags.unit_tokens is not None:
+        return Repacking(cut, config.pack, end)
+    return Segmentation(config.num_segments, cut, packed, end)
 
 
 def _tracer(config: PipelineConfig, iteration_now: Callable[[], int]) -> Tracer | None:

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 from ..model import Segment
 from .data import SegmentIterator
 from .partitioned_state import is_partitioned
-from .segmentation import Packing, Segmentation, document_starts, on_all_ranks, segments_of
+from .segmentation import Segmentation, document_starts, on_all_ranks, segments_of
 from .step import Step
 
 # Entries of a batch that follow from the lengths of its sequences.
@@ -33,8 +33,10 @@ class Repacking(Segmentation):
     the segments of a sequence that is alone in its unit.
     """
 
-    def __init__(self, cut: Callable[[int], Sequence[int]], packing: Packing, pack: Callable[..., Any]) -> None:
-        super().__init__(0, cut, packing)
+    def __init__(
+        self, cut: Callable[..., Sequence[int]], pack: Callable[..., Any], end_of_document: int | None = None
+    ) -> None:
+        super().__init__(0, cut, packed=True, end_of_document=end_of_document)
         self._pack = pack
 
     def description(self, sequence_length: int) -> str:
@@ -89,7 +91,7 @@ class Repacking(Segmentation):
         if isinstance(batch, dict):
             # Without entries of one number per sequence, such as the data set in a blend.
             rows = {name: leaf for name, leaf in batch.items() if name not in BOUNDS and leaf.dim() > 1}
-            starts = document_starts(batch, (step.micro_batch_size, step.seq_length), self.packing.end_of_document)
+            starts = document_starts(batch, (step.micro_batch_size, step.seq_length), self.end_of_document)
             found = [
                 {name: leaf[row, start:end] for name, leaf in rows.items()}
                 for row, of_row in enumerate(starts)

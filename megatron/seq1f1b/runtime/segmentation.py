@@ -1,7 +1,6 @@
 """The segments of the sequences of a step, and the starts of the documents in them."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -17,27 +16,24 @@ from .step import Step
 _MARKS = ("cu_seqlens_padded", "cu_seqlens", "attention_mask", "tokens")
 
 
-@dataclass(frozen=True)
-class Packing:
-    """How documents are packed into sequences: the token `end_of_document` ends one, unless batches mark them in
-    another way; `cut(sequence_length, documents)` gives the lengths of segments that follow documents."""
-
-    end_of_document: int | None
-    cut: Callable[[int, Documents], Sequence[int]] | None = None
-
-
 class Segmentation:
     """`num_segments` segments of the lengths `cut(sequence_length)`; whole sequences by default.
 
-    With `packing`, attention stays within the documents of a sequence, and the lengths may follow them. `apart` then
-    holds the number of micro-batches of the last training step and the lengths of all its documents.
+    In `packed` sequences attention stays within documents, and the lengths are `cut(sequence_length, documents)`. The
+    token `end_of_document` ends a document unless batches mark them in another way. `apart` then holds the number of
+    micro-batches of the last training step and the lengths of all its documents.
     """
 
     def __init__(
-        self, num_segments: int = 1, cut: Callable[[int], Sequence[int]] = lambda _: (), packing: Packing | None = None
+        self,
+        num_segments: int = 1,
+        cut: Callable[..., Sequence[int]] = lambda *_: (),
+        packed: bool = False,
+        end_of_document: int | None = None,
     ) -> None:
         self.num_segments = num_segments
-        self.packing = packing
+        self.packed = packed
+        self.end_of_document = end_of_document
         self.apart: tuple[int, list[int]] | None = None
         self._cut = cut
 
@@ -50,20 +46,18 @@ class Segmentation:
         """Tokens of each segment, first to last, of a micro-batch with these documents or unpacked."""
         if self.num_segments == 1:
             return (sequence_length,)
-        if documents is not None and self.packing.cut is not None:
-            return self.packing.cut(sequence_length, documents)
-        return self._cut(sequence_length)
+        return self._cut(sequence_length) if documents is None else self._cut(sequence_length, documents)
 
     def cut_step(self, step: Step, check: Callable[[Tensor, str], None]) -> None:
         """Set the segments and the batches of a step. If segments attend to everything before them, `check(mask,
         where)` is called for the masks of batches."""
-        checks = self.num_segments > 1 and self.packing is None
+        checks = self.num_segments > 1 and not self.packed
         step.batches = [
             iterator and SegmentIterator(iterator, check if checks else None) for iterator in step.iterators
         ]
         documents: Sequence[Documents | None] = [None] * step.num_microbatches
-        if self.packing is not None:
-            documents = packed = documents_of_step(step, self.packing.end_of_document)
+        if self.packed:
+            documents = packed = documents_of_step(step, self.end_of_document)
             if not step.forward_only:
                 bounds = (pairwise((*row, step.seq_length)) for rows in packed for row in rows)
                 self.apart = step.num_microbatches, [end - start for row in bounds for start, end in row]
@@ -78,9 +72,7 @@ class Segmentation:
 
     def description(self, sequence_length: int) -> str:
         """A description, equal on ranks that cut alike."""
-        if self.packing is not None and self.packing.cut is not None:
-            return f"{self.num_segments} segments of {sequence_length} tokens that follow the documents"
-        within = "" if self.packing is None else " within documents"
+        within = " within documents" if self.packed else ""
         return f"segments of {list(self.lengths(sequence_length))} tokens{within}"
 
 

@@ -29,7 +29,7 @@ from megatron.seq1f1b.model.without_te import OUTPUT_LAYER
 from megatron.seq1f1b.partition import balanced, packs_of_step
 from megatron.seq1f1b.planning.costs.stage_costs import AnalyticTime
 from megatron.seq1f1b.process.patches import Patch, patched
-from megatron.seq1f1b.runtime import Packing, PipelineExecutor, Repacking, Segmentation
+from megatron.seq1f1b.runtime import PipelineExecutor, Repacking, Segmentation
 from megatron.seq1f1b.schedule import Kind, ScheduleChoice
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
@@ -174,21 +174,19 @@ def piece_of(case: Case, layout: Layout) -> int | None:
 def segmentation(case: Case) -> Segmentation:
     """Where our run cuts its sequences."""
 
-    def lengths(length: int) -> tuple[int, ...]:
-        return case.lengths
+    def lengths(length, documents=None):
+        if documents is None or case.split != "documents":
+            return case.lengths
+        # They differ from one micro-batch to the next.
+        cost = AnalyticTime(per_token=1.0, per_pair=0.5)
+        return balanced(length, case.k, cost, multiple_of=2, documents=documents)
 
     def pack(found, replicas, alike):
         return packs_of_step(found, case.lengths[0], case.multiple, replicas, alike=alike)
 
-    def by_documents(length, documents):
-        cost = AnalyticTime(per_token=1.0, per_pair=0.5)
-        return balanced(length, case.k, cost, multiple_of=2, documents=documents)
-
     if case.packed == "units":
-        return Repacking(lengths, Packing(0), pack)
-    # Split by documents, lengths differ from one micro-batch to the next.
-    packing = Packing(0, by_documents if case.split == "documents" else None)
-    return Segmentation(case.k, lengths, packing if case.packed else None)
+        return Repacking(lengths, pack, end_of_document=0)
+    return Segmentation(case.k, lengths, packed=bool(case.packed), end_of_document=0)
 
 
 def in_all(got: list[dict], wanted: list[dict], layout: Layout) -> tuple[list[dict], list[dict]]:

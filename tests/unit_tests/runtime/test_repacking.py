@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.seq1f1b.partition import packs_of_step
-from megatron.seq1f1b.runtime import Packing, Repacking, Segmentation
+from megatron.seq1f1b.runtime import Repacking, Segmentation
 from megatron.seq1f1b.schedule import Placement
 
 
@@ -33,7 +33,7 @@ def step_of(*batches, size=1, length=12, forward_only=False):
 
 
 def in_units():
-    return Repacking(lambda length: (4, 4, 4), Packing(9), pack)
+    return Repacking(lambda length: (4, 4, 4), pack, 9)
 
 
 def cut(*batches, **sizes):
@@ -72,7 +72,7 @@ def test_what_was_apart_in_the_last_step_of_a_training(alone):
     units.cut_step(step_of(batch), None)
     units.cut_step(step_of(batch, batch, forward_only=True), None)
     assert units.apart == (1, [6, 1])
-    rows = Segmentation(2, lambda length: (6, 6), Packing(9))
+    rows = Segmentation(2, lambda length, documents: (6, 6), packed=True, end_of_document=9)
     tokens = torch.tensor([[1, 2, 9, 3, 4, 5, 6, 7, 9, 0, 0, 0], [8] * 12])
     rows.cut_step(step_of({"tokens": tokens}, size=2), None)
     assert rows.apart == (1, [3, 6, 3, 12])
