@@ -113,9 +113,6 @@ class OnDevice(Communicator):
         OnDevice.turns += self.goes_in_turn
         super().finish()
 
-    def _settle(self) -> None:
-        """There is no stream to wait for."""
-
 
 class Counted:
     """Batches [b, n, h], the sequences first as in Megatron's data sets, and how many were read."""
@@ -149,8 +146,8 @@ def test_messages_used_in_another_order_than_sent():
 
     model, expected = in_a_row(placement)
     for kind in (Communicator, OnDevice):
-        given = executor(ScheduleChoice.of(order), k=2)
         with patch.object(executor_file, "Communicator", kind):
+            given = executor(ScheduleChoice.of(order), k=2)
             for _ in range(2):
                 run(given, model, step, pg_collection=collection, data_iterator=[Counted(), Counted()])
                 assert_gradients(model, expected)

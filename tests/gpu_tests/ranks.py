@@ -185,7 +185,7 @@ def losses_of_all_dtypes(args, variant: str) -> dict[str, list[float] | float]:
         if args.segments:
             segmentation = segmentation_of(args, length if variant == "packs" else length // args.segments)
             run = PipelineExecutor(ScheduleChoice(schedule), segmentation, timeout=patience(args.device))
-            run.offload(share)
+            run.programs.offloaded = share
         name = str(dtype).removeprefix("torch.")
         losses[name], seconds = losses_of(run, model, length, args)
         losses[f"{name}_seconds"] = statistics.median(seconds[1:])  # the first makes communicators and kernels

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
+from itertools import chain
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..schedule import Action, Channel, Kind
+from ..schedule import Action, Channel, Kind, Placement, channels_of
 
 _log = logging.getLogger(__name__)
 
@@ -56,12 +57,13 @@ class Communicator:
     def __init__(
         self,
         group: dist.ProcessGroup,
-        channels: Iterable[Channel],
+        placement: Placement,
         dtype: torch.dtype,
         device: torch.device,
         timeout: timedelta,
     ) -> None:
-        channels = sorted(set(channels))
+        of_ranks = (channels_of(placement, rank).values() for rank in range(placement.num_ranks))
+        channels = sorted(set(chain.from_iterable(of_ranks)))
         self._ranks = dist.get_process_group_ranks(group)
         self._rank = self._ranks.index(dist.get_rank())
         self._group = group

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from functools import cache, partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from ..model import (
 )
 from ..process.patches import patched
 from ..process.ranks import check_agreement
-from ..schedule import CostsOfLengths, Placement, ScheduleChoice, channels_of
+from ..schedule import CostsOfLengths, ScheduleChoice
 from .communication import Communicator
 from .gradient_sync import GradientSync, add_up_tied_embeddings, gradient_syncs
 from .interpreter import Interpreter
@@ -43,7 +42,8 @@ class PipelineExecutor:
     `auto` plans for `costs(lengths)`, for equal costs if it is None. `around_forward(stage, length)` is entered around
     the user's forward step, for code that derives shapes or the entries to read from globals. No wait for a message is
     longer than `timeout`. With `reports_on_last_rank` the last rank gets the reports of another one, too. The loss is
-    computed in pieces of `piece` logits (model/loss_pieces.py); None keeps all logits.
+    computed in pieces of `piece` logits (model/loss_pieces.py); None keeps all logits. `context` may be set to keep
+    attention, `programs` to move activations.
 
     No state of a step survives it. After a step that failed every call raises RuntimeError: the other ranks stopped in
     the middle of it, and their messages no longer match.
@@ -61,26 +61,18 @@ class PipelineExecutor:
     ) -> None:
         # A GPU has 8 hardware queues by default, and at most 32, enough for all streams of a process.
         shares_queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "32"
-        self._programs = Programs(schedule, costs, shares_queues)
+        self.programs = Programs(schedule, costs, shares_queues)
         self.segmentation = segmentation
         self._around_forward = around_forward
         self.tracer: Tracer | None = None  # records training steps
         self.recorder: Recorder | None = None  # of the last training step
         self._reports_on_last_rank = reports_on_last_rank
         self._piece = piece
-        self._context = SegmentContext()
-        self._communicator = cache(partial(_communicator, timeout))
+        self.context = SegmentContext()
+        self._communicator = cache(partial(Communicator, timeout=timeout))
         self._check_agreement = cache(check_agreement)
         self._ran_before: set[tuple] = set()
         self._failure: str | None = None
-
-    def keep_attention(self) -> None:
-        """Run the attention of a recomputed layer once."""
-        self._context.kept_attention = {}
-
-    def offload(self, share: float) -> None:
-        """Move a `share` of the activations to host memory, see `units_to_move`."""
-        self._programs.offloaded = share
 
     def host_rate(self) -> float:
         """Bytes/s of the slowest rank's link to the host, each way, while all ranks use both ways."""
@@ -97,8 +89,8 @@ class PipelineExecutor:
                 f"an earlier step of this pipeline failed ({self._failure}), and its ranks have been out of step since "
                 "then; end the program, and start it again from a checkpoint"
             )
-        step = Step(style=self._programs.placement, **arguments)
-        segmentation, context = self.segmentation, self._context
+        step = Step(style=self.programs.placement, **arguments)
+        segmentation, context = self.segmentation, self.context
         if segmentation.cuts_sequences:
             refuse_attention_to_later_tokens(step.chunks)
             if step.decoder_seq_length not in (None, step.seq_length):
@@ -126,7 +118,7 @@ class PipelineExecutor:
         try:
             segmentation.cut_step(step, partial(context.masks.require_causal, may_be_inverted=True))
             how = step.rank, step.forward_only, communicator.goes_in_turn, is_partitioned(step.chunks)
-            program = self._programs.program(step.shape, lengths, *how)
+            program = self.programs.program(step.shape, lengths, *how)
             context.splits_backwards = program.splits_backwards
             reports = self._run(step, program, communicator)
             self._ran_before.add(kernels)
@@ -152,32 +144,23 @@ class PipelineExecutor:
             for sync in syncs:
                 around.callback(sync.close)  # also after a failure
             if program.splits_backwards:
-                around.enter_context(defer_weight_gradients(self._context.weight_gradients, step.chunks))
+                around.enter_context(defer_weight_gradients(self.context.weight_gradients, step.chunks))
             if step.shape.num_segments > 1 or step.groups.cp.size() > 1 or self.segmentation.packed:
-                around.enter_context(patched(prediction_patches(step, self._context)))
+                around.enter_context(patched(prediction_patches(step, self.context)))
             if self.tracer is None or step.forward_only:
                 recorder = around.enter_context(Recorder(step.device))
             else:
                 lengths = {tuple(segment.length for segment in segments) for segments in step.segments}
-                of_all = lengths.pop() if len(lengths) == 1 else None
-                tracing = self.tracer.step(self._programs.name, step.shape, step.chunks, step.pipeline, of_all)
+                tracing = self.tracer.step(self.programs.name, step.shape, step.chunks, step.pipeline, lengths)
                 recorder = around.enter_context(tracing)
             if not step.forward_only:
                 self.recorder = recorder
-            Interpreter(
-                step,
-                program,
-                communicator=communicator,
-                context=self._context,
-                losses=losses,
-                syncs=syncs,
-                around_forward=self._around_forward,
-                recorder=recorder,
-            ).run()
+            around_model = self.context, losses, syncs, self._around_forward, recorder
+            Interpreter(step, program, communicator, *around_model).run()
             for sync in syncs:
                 sync.close()
             losses.make_up_checks()
-            self._context.masks.settle()
+            self.context.masks.settle()
             if config.finalize_model_grads_func is not None and not step.forward_only:
                 num_tokens = losses.total_num_tokens(step.device) if config.calculate_per_token_loss else None
                 if num_tokens is not None and step.placement.turns:
@@ -208,16 +191,9 @@ class PipelineExecutor:
         """Compare the plan of this step with that of the other ranks, once for each plan."""
         placement, config = step.placement, step.config
         self._check_agreement(
-            f"{self._programs.name}, {'evaluation' if step.forward_only else 'training'} on {placement.num_ranks} "
+            f"{self.programs.name}, {'evaluation' if step.forward_only else 'training'} on {placement.num_ranks} "
             f"ranks with {placement.num_chunks} model chunks ({placement.style}), {step.num_microbatches} "
             f"micro-batches of {step.micro_batch_size} sequences, {self.segmentation.description(step.seq_length)}, "
             f"of a model with {getattr(config, 'num_layers', 'its own')} layers and messages of "
             f"{config.hidden_size} {config.pipeline_dtype}"
         )
-
-
-def _communicator(
-    timeout: timedelta, pipeline: dist.ProcessGroup, placement: Placement, dtype: torch.dtype, device: torch.device
-) -> Communicator:
-    of_ranks = (channels_of(placement, rank).values() for rank in range(placement.num_ranks))
-    return Communicator(pipeline, chain.from_iterable(of_ranks), dtype, device, timeout)

@@ -109,9 +109,9 @@ def _executor(
         **options,
     )
     executor.tracer = _tracer(config, iteration_now)
-    executor.offload(config.offloads)
+    executor.programs.offloaded = config.offloads
     if config.flags.recompute_keeps_attention:
-        executor.keep_attention()
+        executor.context.kept_attention = {}
     return executor
 
 

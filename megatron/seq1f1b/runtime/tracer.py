@@ -147,10 +147,10 @@ class Tracer:
 
     @contextmanager
     def step(
-        self, schedule: str, shape: Shape, chunks: Sequence[Any], group: Any, lengths: Sequence[int] | None = None
+        self, schedule: str, shape: Shape, chunks: Sequence[Any], group: Any, lengths: Collection[Sequence[int]] = ()
     ) -> Iterator[Recorder]:
         """Record one training step of the model `chunks` of this rank in the pipeline `group`; a chosen iteration with
-        collectives and a file, which has the `lengths` of segments that all micro-batches share."""
+        collectives and a file, which has the `lengths` of segments if there is one cut for all micro-batches."""
         device = torch.device(torch.cuda.current_device())
         iteration = self._iteration_now()
         if self._is_first_step and iteration > max(self._iterations, default=iteration) and group.rank() == 0:
@@ -175,8 +175,10 @@ class Tracer:
         dist.gather_object(measured, gathered, dst=first_rank, group=group)
         if gathered is None:
             return
-        of_lengths = {} if lengths is None else {"segment_lengths": list(lengths)}
-        timeline = from_barrier(shape, gathered, {"schedule": schedule, "iteration": iteration, **of_lengths})
+        meta = {"schedule": schedule, "iteration": iteration}
+        if len(lengths) == 1:
+            meta["segment_lengths"] = [*next(iter(lengths))]
+        timeline = from_barrier(shape, gathered, meta)
         self._directory.mkdir(parents=True, exist_ok=True)
         write_timeline(timeline, self._directory / f"iteration-{iteration}-pipeline-{first_rank}.json")
 

@@ -125,10 +125,9 @@ def compare(references: References, model: Model, layout: Layout, cases: Iterabl
             )
             for _ in range(2)
         )
-        if model.offloads:
-            executor.offload(model.offloads)
+        executor.programs.offloaded = model.offloads
         if model.keeps_attention:
-            executor.keep_attention()
+            executor.context.kept_attention = {}
         evaluated, _ = step(executor, case=replace(case, m=1), forward_only=True)
         with counted_attention() as calls:
             reports, grads = step(executor, case=case)
@@ -154,7 +153,7 @@ def compare(references: References, model: Model, layout: Layout, cases: Iterabl
                 errors[name] = inf
         if model.offloads:
             has_moved = Kind.OFFLOAD in {span.action.kind for span in executor.recorder.spans()}
-            if has_moved != bool(executor._context.host_memory.most_bytes):
+            if has_moved != bool(executor.context.host_memory.most_bytes):
                 errors["nothing moved"] = inf
         if model.offloads or model.keeps_attention:
             with counted_attention() as usual_calls:

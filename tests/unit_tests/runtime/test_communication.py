@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron.seq1f1b.runtime import communication
 from megatron.seq1f1b.runtime.communication import MAX_CTAS, Communicator, groups_per_communicator
-from megatron.seq1f1b.schedule import Channel, Kind, parse_action
+from megatron.seq1f1b.schedule import Channel, Kind, Placement, parse_action
 
 FORWARD, BACKWARD = Channel(Kind.F, 0, 1), Channel(Kind.B, 1, 0)
 TIMEOUT = timedelta(seconds=7)
@@ -49,9 +49,7 @@ def wires(alone, monkeypatch):
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 4])
     monkeypatch.setattr(dist, "isend", transfer(wires.sent))
     monkeypatch.setattr(dist, "irecv", transfer(wires.received))
-    wires.communicator = Communicator(
-        dist.group.WORLD, [FORWARD, BACKWARD], torch.float32, torch.device("cpu"), TIMEOUT
-    )
+    wires.communicator = Communicator(dist.group.WORLD, Placement(2), torch.float32, torch.device("cpu"), TIMEOUT)
     wires.sent.clear(), wires.received.clear()
     return wires
 
@@ -169,7 +167,7 @@ def test_on_nccl_a_late_message_names_its_stage_and_action(alone, monkeypatch, c
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
     monkeypatch.setattr(torch.cuda, "set_device", lambda given: chosen.append((threading.current_thread().name, given)))
     monkeypatch.setattr(Communicator, "_connect", lambda *_: None)
-    communicator = Communicator(dist.group.WORLD, [BACKWARD], torch.float32, device, timedelta(seconds=3))
+    communicator = Communicator(dist.group.WORLD, Placement(2), torch.float32, device, timedelta(seconds=3))
     wait_for(lambda: chosen)
     assert chosen == [("receives", device)]
     for action in (parse_action(f"2RECV_B5.{segment}") for segment in (1, 0)):

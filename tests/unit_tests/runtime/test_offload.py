@@ -15,7 +15,7 @@ def small_storages_move(monkeypatch):
 
 def offloading():
     made = executor("gpipe", k=4)
-    made.offload(1.0)
+    made.programs.offloaded = 1.0
     return made
 
 
@@ -32,7 +32,7 @@ def test_evaluation_moves_nothing(alone):
     runs = offloading()
     with torch.no_grad():
         run(runs, Stage(), forward_only=True)
-    assert runs._context.host_memory.most_bytes == 0
+    assert runs.context.host_memory.most_bytes == 0
 
 
 def test_a_failing_move_names_its_action(alone, monkeypatch):
