@@ -10,6 +10,7 @@ import warnings
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from .arguments.net import Net
 from .planning.run_costs import RunCosts
 from .planning.summary import advice, copies_summary, summary
 from .process.patches import Patch, patched, rebound, wrapping
-from .process.ranks import is_rank_0, warn_on_rank_0
+from .process.ranks import is_rank_0, results_queue, warn_on_rank_0
 
 if TYPE_CHECKING:
     import torch
@@ -283,7 +284,10 @@ def _patches_of_megatron() -> list[Patch]:
         if find_spec("megatron.core.datasets.helpers_cpp") is None:
             compile_helpers()
 
+    # A spawned Python imports Megatron and the script again, but with CUDA a fork is not safe.
+    queue = partial(results_queue, "fork" if cpu.is_active() else "spawn")
+    writing = "megatron.core.dist_checkpointing.strategies.filesystem_async.get_write_results_queue"
     name, reason = "megatron.core.datasets.utils.compile_helpers", "fails in a wheel, which ships them compiled"
-    # The CPU's patches include the repairs.
-    repairs = () if cpu.is_active() else without_te.repairs()
-    return [wrapping(name, compile_unless_shipped, reason), *repairs]
+    rows = [wrapping(name, compile_unless_shipped, reason)]
+    rows.append(wrapping(writing, queue, "starts a process that outlives a killed rank"))
+    return rows if cpu.is_active() else [*rows, *without_te.repairs()]  # the CPU's patches include the repairs

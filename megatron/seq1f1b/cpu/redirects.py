@@ -25,7 +25,7 @@ _FACTORIES = (
 _NOW = "memory_allocated", "memory_reserved", "device_memory_used"
 _WAITS = "set_stream", "synchronize"
 _TRAINING, _RNG = "megatron.training", "megatron.core.tensor_parallel.random"
-_PARSING, _WRITING = f"{_TRAINING}.arguments", "megatron.core.dist_checkpointing.strategies.filesystem_async"
+_PARSING = f"{_TRAINING}.arguments"
 _EXPERTS = "megatron.core.transformer.moe.token_dispatcher"
 
 _NO_DEVICE = "there is no CUDA device; hides nothing that shapes a step"
@@ -41,7 +41,6 @@ _GLOO = "each group would poll its sockets in a thread of its own; hides nothing
 # The first step with segments of new lengths has no message under way while kernels are compiled and loaded.
 _COMPILED = "compiling takes minutes and saves nothing here; hides kernels that are made at their first use"
 _SIZES = "passes tensors as split sizes to all-to-all; hides a wait of the host in each layer of experts (GPU suite)"
-_FORKED = "the first save would import Megatron again; hides that Python, which imports the script, too (a test has it)"
 _SEED = "starting it would move the generator that dropout draws from; hides nothing: a GPU has its own"
 _DEFAULTS = "its defaults name NCCL and CUDA kernels; hides NCCL's order of messages (simulated) and fused kernels"
 _QUEUES = "there is no CUDA device; hides that Megatron demands one hardware queue before Blackwell (launchers' test)"
@@ -81,7 +80,6 @@ REDIRECTS = (
     Patch(f"{_RNG}._get_cuda_rng_state", stand_ins.get_rng_state, _RANDOM),
     Patch(f"{_RNG}._set_cuda_rng_state", stand_ins.set_rng_state, _RANDOM),
     Patch(f"{_EXPERTS}.maybe_move_tensor_to_cpu", stand_ins.on_cpu, _SIZES),
-    Patch(f"{_WRITING}.get_write_results_queue", stand_ins.queue_of_forks, _FORKED, wraps=True),
     wrapping(f"{_TRAINING}.training.build_pretraining_data_loader", stand_ins.build_loader_with_own_generator, _SEED),
     wrapping(f"{_PARSING}.parse_args", stand_ins.parse_with_cpu_defaults, _DEFAULTS),
     Patch(f"{_PARSING}.get_device_arch_version", lambda: 10, _QUEUES),

@@ -195,11 +195,6 @@ def not_compiled(function=None, **options):
     return function if function is not None else not_compiled
 
 
-def queue_of_forks(get_write_results_queue):
-    # `mp_mode` is set as a default: other patches look that up, and start the process themselves.
-    return functools.partial(get_write_results_queue, mp_mode="fork")
-
-
 def on_cpu(tensor, as_numpy=False, record_stream=False):
     """`maybe_move_tensor_to_cpu`; upstream's ignores `as_numpy` if there is nothing to move."""
     return tensor.numpy() if as_numpy and tensor is not None else tensor

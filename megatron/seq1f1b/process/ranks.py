@@ -2,6 +2,7 @@
 
 import ctypes
 import logging
+import multiprocessing
 import os
 import signal
 import sys
@@ -11,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from multiprocessing.managers import SyncManager
 from typing import Any
 
 _POLL, _PATIENCE = 0.5, 20.0  # seconds
@@ -32,6 +34,17 @@ def warn_on_rank_0(log: logging.Logger, message: str) -> None:
     """Log a sentence once in a job, as a warning, which Python shows even before logging is set up."""
     if is_rank_0():
         log.warning(message)
+
+
+def results_queue(usual_mode: str, _: Any, mp_mode: str | None = None) -> Any:
+    """Replaces Megatron's `get_write_results_queue`: its process must not outlive a rank that is killed."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    if filesystem_async._results_queue is None:
+        manager = SyncManager(ctx=multiprocessing.get_context(mp_mode or usual_mode))
+        manager.start(end_with_parent)
+        filesystem_async._results_queue = manager.Queue()
+    return filesystem_async._results_queue
 
 
 def end_with_parent() -> None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
-import multiprocessing
 import re
 import shutil
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from functools import partial
-from multiprocessing.managers import SyncManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +17,9 @@ from megatron.core import parallel_state
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.datasets.utils import Split
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from ..process.patches import Patch, wrapping
-from ..process.ranks import end_with_parent, warn_on_rank_0
+from ..process.ranks import warn_on_rank_0
 from .tracer import Reading
 
 if TYPE_CHECKING:
@@ -52,7 +48,6 @@ class TrainingLoop:
         training, core = "megatron.training.training", "megatron.core"
         data = f"{core}.datasets.blended_megatron_dataset_builder.BlendedMegatronDatasetBuilder.build_generic_dataset"
         experts = f"{core}.transformer.moe.moe_logging.MoEMetricsTracker.report"
-        queue = f"{core}.dist_checkpointing.strategies.filesystem_async.get_write_results_queue"
 
         def exit_silently(upstream: Callable, detector: Any, *_: Any) -> None:
             upstream(detector, None, None, None)
@@ -67,7 +62,6 @@ class TrainingLoop:
             wrapping(f"{training}.save_checkpoint_and_time", self.save, "names no folder if it fails, and needs one"),
             wrapping(f"{training}.load_checkpoint", self.load, "exits with code 0 if it cannot load"),
             wrapping(f"{core}.utils.StragglerDetector.__exit__", exit_silently, "logs exceptions on every rank, too"),
-            wrapping(queue, _queue_that_ends_with_its_rank, "starts a process that outlives a killed rank"),
             Patch(data, lambda old: staticmethod(partial(_built, old)), "adds up epochs of no tokens for ever", True),
         )
 
@@ -222,12 +216,3 @@ def _write(values: dict[str, float], iteration: int) -> None:
             writer.add_scalar(name, value, iteration)
     if wandb:
         wandb.log(values, iteration)
-
-
-def _queue_that_ends_with_its_rank(upstream: Callable, mp_mode: str | None = None) -> Any:
-    if filesystem_async._results_queue is None:
-        mode = mp_mode or inspect.signature(upstream).parameters["mp_mode"].default
-        manager = SyncManager(ctx=multiprocessing.get_context(mode))
-        manager.start(end_with_parent)
-        filesystem_async._results_queue = manager.Queue()
-    return filesystem_async._results_queue

@@ -1,15 +1,13 @@
-"""pretrain_gpt.py of this repository, which starts the process for checkpoints as on a GPU: in a new Python.
+"""pretrain_gpt.py, which starts the process for checkpoints as on a GPU: in a new Python, which imports this script."""
 
-That imports pretrain_gpt.py, too.
-"""
+from functools import partial
 
-import runpy
-import sys
-from pathlib import Path
+import pretrain_gpt
 
-from megatron.seq1f1b.cpu import stand_ins
+# isort: split
+# Megatron after what moves it to the CPU.
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-stand_ins.queue_of_forks = lambda get_write_results_queue: get_write_results_queue
-script = Path(__file__).parents[3] / "pretrain_gpt.py"
-sys.argv[0] = str(script)
-runpy.run_path(str(script), run_name="__main__")
+filesystem_async.get_write_results_queue = partial(filesystem_async.get_write_results_queue, mp_mode="spawn")
+if __name__ == "__main__":
+    pretrain_gpt.main(pretrain_gpt.gpt_config_from_args, {})

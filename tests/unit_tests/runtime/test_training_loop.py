@@ -7,11 +7,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 from megatron.core import parallel_state
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch.distributed.checkpoint import CheckpointException
 
-from megatron.seq1f1b.cpu.redirects import REDIRECTS
-from megatron.seq1f1b.process.patches import patched
 from megatron.seq1f1b.runtime import Reading, training_loop
 from megatron.seq1f1b.runtime.training_loop import TrainingLoop
 
@@ -81,22 +78,3 @@ def test_a_failed_save_names_the_folder_and_its_space(tmp_path):
 def test_a_checkpoint_at_which_megatron_exits_is_an_error():
     with pytest.raises(RuntimeError, match="cannot load /saved; what it printed last is the reason"):
         loop(load="/saved").load(Mock(side_effect=SystemExit))
-
-
-@pytest.mark.parametrize("redirects, how", [((), "spawn"), (REDIRECTS, "fork")], ids=["GPU", "CPU"])
-def test_what_starts_the_process_that_writes_checkpoints(monkeypatch, redirects, how):
-    """On a CPU a new Python would import Megatron and the training script for the first save of every rank."""
-    found = []
-
-    def manager(ctx):
-        found.append(ctx.get_start_method())
-        return SimpleNamespace(start=lambda initializer: None, Queue=lambda: "a queue")
-
-    monkeypatch.setattr(training_loop, "SyncManager", manager)
-    monkeypatch.setattr(filesystem_async, "_results_queue", None)
-    name = "get_write_results_queue"
-    upstream = getattr(filesystem_async, name)  # which a program that a test installed may have redirected
-    monkeypatch.setattr(filesystem_async, name, getattr(upstream, "func", upstream))
-    with patched([row for row in (*redirects, *loop().patches()) if row.target.endswith(name)]):
-        assert filesystem_async.get_write_results_queue() == "a queue"
-    assert found == [how]
