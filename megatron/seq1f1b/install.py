@@ -233,15 +233,16 @@ class Overlay:
         from .runtime.from_config import traced, training_executor
 
         config, parsed = self.pipeline_config(), _megatron_args()
+        trace = partial(traced, config=config, iteration_now=lambda: parsed.curr_iteration + 1)
         if config.schedule is None:
-            return traced(self._upstream(*args, **kwargs), config, parsed)
+            return trace(self._upstream(*args, **kwargs))
         executor = training_executor(config, parsed, lambda: get_tokenizer().eod)
         if config.moves_activations and not parsed.dry_run:
             rate = executor.host_rate()
             if is_rank_0():
                 print(copies_summary(config, RunCosts(parsed, config.run), rate), flush=True)
-        self.executor = executor
-        return executor
+        self.executor = trace(executor)
+        return self.executor
 
     def pipeline_config(self) -> PipelineConfig:
         """The configuration of Megatron's arguments; raises ValueError where no script has validated them."""

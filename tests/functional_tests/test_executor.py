@@ -105,8 +105,8 @@ class OnDevice(Communicator):
 
     turns = 0
 
-    def __init__(self, *args) -> None:
-        super().__init__(*args)
+    def __init__(self, *args, **options) -> None:
+        super().__init__(*args, **options)
         self.is_on_device = True
 
     def finish(self):

@@ -1,8 +1,7 @@
 """Messages between pipeline ranks.
 
-A channel carries one payload (activations or gradients) from one rank to another, in the order of the schedule, which
-is the same at both ends, so nothing is negotiated; `schedule/lowering.py` shows why this cannot hang. A rank may use
-messages in another order.
+A channel carries activations or gradients from one rank to another, in the order of the schedule, equal at both ends,
+so nothing is negotiated; `schedule/lowering.py` shows why this cannot hang. A rank may use messages in another order.
 """
 
 import logging
@@ -77,9 +76,9 @@ class Communicator:
         self._is_staged = self._is_gloo and device.type == "cuda"
         self._groups = {} if self._is_gloo or not channels else groups_per_communicator(group, channels, timeout)
         # A gloo send is complete only after a wait for it; with NCCL, the thread watches for late receives.
-        self._waits = Waits("sends" if self._is_gloo else "receives")
+        self._wait_aside = thread_for_waits("sends" if self._is_gloo else "receives")
         if not self._is_gloo:
-            self._waits.submit(partial(torch.cuda.set_device, device))  # else the thread takes memory on the first GPU
+            self._wait_aside(partial(torch.cuda.set_device, device))  # else the thread takes memory on the first GPU
         self._receiving: dict[tuple | None, Message] = {}  # by action
         self._sending: deque[Message] = deque()  # keeps their storages until they have left
         # True for programs with messages in turn: every send and receive ends before its call returns.
@@ -111,7 +110,7 @@ class Communicator:
         work = dist.isend(tensor, self._ranks[channel.destination], **self._route(channel))
         wait, has_left = self._wait_for(work), work.is_completed
         if self._is_gloo:
-            waiting = self._waits.submit(wait)
+            waiting = self._wait_aside(wait)
             wait, has_left = waiting.result, waiting.done
         self._sending.append(Message(channel, action, tensor, wait, has_left))
         while self._sending and (self.goes_in_turn or self._sending[0].has_left()):
@@ -144,8 +143,8 @@ class Communicator:
         if not (is_sent or self._is_gloo):
             mark = torch.cuda.Event()
             mark.record()
-            self._waits.submit(partial(report_if_late, mark, describe, time.monotonic(), self._timeout))
-        if self.goes_in_turn and self.is_on_device:
+            self._wait_aside(partial(report_if_late, mark, describe, time.monotonic(), self._timeout))
+        if self.goes_in_turn and self.is_on_device:  # gloo's wait is that of the host
             torch.cuda.current_stream(self._device).synchronize()
 
     def _connect(self, channels: list[Channel]) -> None:
@@ -197,8 +196,7 @@ def groups_per_communicator(
 
 
 def _options(group: dist.ProcessGroup) -> Any:
-    """The options of a group for messages, from Megatron's for the pipeline group (--nccl-communicator-config-path);
-    None if its backend is not NCCL.
+    """Options of an NCCL group for messages, by Megatron's for `pp` (--nccl-communicator-config-path); else None.
 
     A receive is posted a whole action ahead, and its kernel waits beside compute: at high priority, to end as soon as
     the message is there, and on few multiprocessors.
@@ -215,28 +213,27 @@ def _options(group: dist.ProcessGroup) -> Any:
     return options
 
 
-class Waits:
-    """A thread that runs one wait after another. Unlike those of Python's executors it is a daemon: a program that
+def thread_for_waits(name: str) -> Callable[[Callable[[], Any]], Future]:
+    """A function that hands a wait to one thread. Unlike those of Python's executors it is a daemon: a program that
     fails must not wait at its end for messages that no rank receives."""
+    waits: SimpleQueue[tuple[Future, Callable[[], Any]]] = SimpleQueue()
 
-    def __init__(self, name: str) -> None:
-        self._waits: SimpleQueue[tuple[Future, Callable[[], Any]]] = SimpleQueue()
-        threading.Thread(target=_wait_for_each, args=(self._waits,), name=name, daemon=True).start()
+    def wait_for_each() -> None:
+        while True:
+            future, wait = waits.get()
+            try:
+                future.set_result(wait())
+            except Exception as error:
+                future.set_exception(error)
+            del future, wait  # else the last message lives until the next
 
-    def submit(self, wait: Callable[[], Any]) -> Future:
+    def submit(wait: Callable[[], Any]) -> Future:
         future: Future = Future()
-        self._waits.put((future, wait))
+        waits.put((future, wait))
         return future
 
-
-def _wait_for_each(waits: SimpleQueue) -> None:
-    while True:
-        future, wait = waits.get()
-        try:
-            future.set_result(wait())
-        except Exception as error:
-            future.set_exception(error)
-        del future, wait  # else the last message lives until the next
+    threading.Thread(target=wait_for_each, name=name, daemon=True).start()
+    return submit
 
 
 def report_if_late(mark: torch.cuda.Event, describe: Callable[[], str], since: float, timeout: timedelta) -> None:

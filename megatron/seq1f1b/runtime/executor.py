@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from ..model import (
@@ -25,7 +26,7 @@ from ..process.patches import patched
 from ..process.ranks import check_agreement
 from ..schedule import CostsOfLengths, ScheduleChoice
 from .communication import Communicator
-from .gradient_sync import GradientSync, add_up_tied_embeddings, gradient_syncs
+from .gradient_sync import add_up_tied_embeddings, gradient_syncs
 from .interpreter import Interpreter
 from .loss import LossLedger
 from .partitioned_state import is_partitioned
@@ -42,8 +43,7 @@ class PipelineExecutor:
     `auto` plans for `costs(lengths)`, for equal costs if it is None. `around_forward(stage, length)` is entered around
     the user's forward step, for code that derives shapes or the entries to read from globals. No wait for a message is
     longer than `timeout`. With `reports_on_last_rank` the last rank gets the reports of another one, too. The loss is
-    computed in pieces of `piece` logits (model/loss_pieces.py); None keeps all logits. `context` may be set to keep
-    attention, `programs` to move activations.
+    computed in pieces of `piece` logits (model/loss_pieces.py); None keeps all logits.
 
     No state of a step survives it. After a step that failed every call raises RuntimeError: the other ranks stopped in
     the middle of it, and their messages no longer match.
@@ -61,14 +61,14 @@ class PipelineExecutor:
     ) -> None:
         # A GPU has 8 hardware queues by default, and at most 32, enough for all streams of a process.
         shares_queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "32"
-        self.programs = Programs(schedule, costs, shares_queues)
+        self.programs = Programs(schedule, costs, shares_queues)  # which choose the activations to move
+        self.context = SegmentContext()  # which may keep attention
         self.segmentation = segmentation
-        self._around_forward = around_forward
         self.tracer: Tracer | None = None  # records training steps
         self.recorder: Recorder | None = None  # of the last training step
+        self._around_forward = around_forward
         self._reports_on_last_rank = reports_on_last_rank
         self._piece = piece
-        self.context = SegmentContext()
         self._communicator = cache(partial(Communicator, timeout=timeout))
         self._check_agreement = cache(check_agreement)
         self._ran_before: set[tuple] = set()
@@ -136,10 +136,7 @@ class PipelineExecutor:
         """Run the actions of this rank, then Megatron's end of the step."""
         config = step.config
         losses = LossLedger(config.calculate_per_token_loss, step.groups.cp)
-        if is_partitioned(step.chunks):
-            syncs: list[GradientSync] = [chunk.partitioned_state.begin(chunk, step.chunks) for chunk in step.chunks]
-        else:
-            syncs = gradient_syncs(config, step.chunks, ends_last=len(step.chunks) == 1 and step.rank == 0)
+        syncs = gradient_syncs(config, step.chunks, ends_last=len(step.chunks) == 1 and step.rank == 0)
         with ExitStack() as around:
             for sync in syncs:
                 around.callback(sync.close)  # also after a failure
@@ -178,14 +175,12 @@ class PipelineExecutor:
         source, last = step.placement.rank_of(step.placement.num_stages - 1), step.placement.num_ranks - 1
         if source == last or step.rank not in (source, last):
             return reports
-        ranks = dist.get_process_group_ranks(step.pipeline)
+        ranks, shared = dist.get_process_group_ranks(step.pipeline), [tree_map_only(Tensor, Tensor.cpu, reports)]
         if step.rank == source:
-            on_host = tree_map_only(torch.Tensor, torch.Tensor.cpu, reports)
-            dist.send_object_list([on_host], ranks[last], group=step.pipeline)
-            return reports
-        received = [reports]
-        dist.recv_object_list(received, ranks[source], group=step.pipeline)
-        return tree_map_only(torch.Tensor, lambda report: report.to(step.device), received[0])
+            dist.send_object_list(shared, ranks[last], group=step.pipeline)
+        else:
+            dist.recv_object_list(shared, ranks[source], group=step.pipeline)
+        return tree_map_only(Tensor, lambda report: report.to(step.device), shared[0])
 
     def _agree(self, step: Step) -> None:
         """Compare the plan of this step with that of the other ranks, once for each plan."""

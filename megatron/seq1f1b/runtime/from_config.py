@@ -27,14 +27,9 @@ _log = logging.getLogger(__name__)
 
 def training_executor(config: PipelineConfig, args: Namespace, end_of_document: Callable[[], int]) -> PipelineExecutor:
     """The executor for Megatron's training loop and `args`; `end_of_document()` is the token that ends a document."""
-    return _executor(
-        config,
-        lambda: args.curr_iteration + 1,
-        end_of_document,
-        around_forward=partial(_segment_in_a_v if config.places_chunks_in_a_v else segment_of, args),
-        timeout=timedelta(minutes=args.distributed_timeout_minutes),
-        reports_on_last_rank=True,
-    )
+    around_forward = partial(_segment_in_a_v if config.places_chunks_in_a_v else segment_of, args)
+    timeout = timedelta(minutes=args.distributed_timeout_minutes)
+    return _executor(config, end_of_document, around_forward=around_forward, timeout=timeout, reports_on_last_rank=True)
 
 
 def attention_kernel(config: PipelineConfig) -> str:
@@ -54,8 +49,8 @@ def attention_kernel(config: PipelineConfig) -> str:
 class ProgramExecutor:
     """The executor of a program without Megatron's arguments; called like Megatron's `forward_backward_func`.
 
-    The first step of every model calls `configure(run)`, which raises ValueError for what is unsupported; the first
-    configuration is kept. `keep_documents_apart` is for batches with `cu_seqlens` or a boolean `attention_mask`.
+    The first step of every model calls `configure(run)`, which may raise ValueError; the first configuration is kept.
+    `keep_documents_apart` is for batches with `cu_seqlens` or a boolean `attention_mask`.
     """
 
     def __init__(self, configure: Callable[[MegatronRun], PipelineConfig], keep_documents_apart: bool = False) -> None:
@@ -72,16 +67,18 @@ class ProgramExecutor:
                 size = step.get("micro_batch_size")
                 run = run_of_program(model, num_microbatches, seq_length, size, self._keep_documents_apart)
                 config = self._configure(run)
-                self._run = self._run or _executor(config, lambda: self._training_steps)
+                self._run = self._run or traced(_executor(config), config, lambda: self._training_steps)
                 self._checked.append(of_model)
             self._training_steps += not step.get("forward_only", False)
             return self._run(model=model, num_microbatches=num_microbatches, seq_length=seq_length, **step)
 
 
-def traced(function: Callable, config: PipelineConfig, args: Namespace) -> Callable:
-    """Megatron's own `function`, with timed forwards and backwards if they are to be traced."""
-    tracer = _tracer(config, lambda: args.curr_iteration + 1)
-    return function if tracer is None else watched(function, tracer)
+def traced(function: Callable, config: PipelineConfig, iteration_now: Callable[[], int]) -> Callable:
+    """A `forward_backward_func`, ours or Megatron's, that is traced if our flags ask for it."""
+    if config.flags.pipeline_trace is None:
+        return function
+    tracer = Tracer(config.flags.pipeline_trace, config.flags.pipeline_trace_iterations, iteration_now)
+    return watched(function, tracer)
 
 
 def watched(function: Callable, tracer: Any) -> Callable:
@@ -93,24 +90,16 @@ def watched(function: Callable, tracer: Any) -> Callable:
 
 
 def _executor(
-    config: PipelineConfig,
-    iteration_now: Callable[[], int],
-    end_of_document: Callable[[], int] | None = None,
-    **options: Any,
+    config: PipelineConfig, end_of_document: Callable[[], int] | None = None, **options: Any
 ) -> PipelineExecutor:
+    flags, costs = config.flags, config.partition.costs.of_actions if config.run.has_sizes else None
     segments = f"segments: {config.num_segments}"
-    units = segments if config.flags.unit_tokens is None else f"units of at most {config.flags.unit_tokens} tokens"
+    units = segments if flags.unit_tokens is None else f"units of at most {flags.unit_tokens} tokens"
     warn_on_rank_0(_log, f"steps are run by megatron.seq1f1b: {config.schedule.name}, {units}")
-    executor = PipelineExecutor(
-        config.schedule,
-        _segmentation(config, end_of_document),
-        costs=config.partition.costs.of_actions if config.run.has_sizes else None,
-        piece=None if config.flags.keep_logits else PIECE,
-        **options,
-    )
-    executor.tracer = _tracer(config, iteration_now)
+    segmentation, piece = _segmentation(config, end_of_document), None if flags.keep_logits else PIECE
+    executor = PipelineExecutor(config.schedule, segmentation, costs, piece=piece, **options)
     executor.programs.offloaded = config.offloads
-    if config.flags.recompute_keeps_attention:
+    if flags.recompute_keeps_attention:
         executor.context.kept_attention = {}
     return executor
 
@@ -125,12 +114,6 @@ def _segmentation(config: PipelineConfig, end_of_document: Callable[[], int] | N
     if config.flags.unit_tokens is not None:
         return Repacking(cut, config.pack, end)
     return Segmentation(config.num_segments, cut, packed, end)
-
-
-def _tracer(config: PipelineConfig, iteration_now: Callable[[], int]) -> Tracer | None:
-    if config.flags.pipeline_trace is None:
-        return None
-    return Tracer(config.flags.pipeline_trace, config.flags.pipeline_trace_iterations, iteration_now)
 
 
 @contextmanager

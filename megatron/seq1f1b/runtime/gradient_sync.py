@@ -1,8 +1,8 @@
 """Reduces the gradients of model chunks over data-parallel ranks, and adds up those of tied embeddings.
 
 Megatron's DistributedDataParallel reduces a bucket when its last parameter is ready, but only outside of `no_sync`,
-which we leave for the last backward of each chunk. If backwards are split, we leave it for the last of both halves:
-every parameter must become ready as often in each step as in the first.
+which we leave for the last backward of each chunk. Of split backwards, that is the last of each half: every parameter
+must become ready as often in each step as in the first.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -61,17 +61,19 @@ class GradientSync:
         self._no_sync.close()
 
 
-def gradient_syncs(config: Any, chunks: Sequence[torch.nn.Module], ends_last: bool = False) -> list[GradientSync]:
+def gradient_syncs(config: Any, chunks: Sequence[Any], ends_last: bool = False) -> list[GradientSync]:
     """One GradientSync for each chunk of a rank. Megatron passes a bare hook for one chunk, a list for several. On the
     one-chunk rank that `ends_last`, DDP's hooks may reduce even with `grad_sync_func`."""
+    if hasattr(chunks[0], "partitioned_state"):
+        return [chunk.partitioned_state.begin(chunk, chunks) for chunk in chunks]
     hooks = config.no_sync_func, None if ends_last else config.grad_sync_func, config.param_sync_func
     of_chunks = (hook if isinstance(hook, list) else [hook] * len(chunks) for hook in hooks)
     return [GradientSync(chunk, *each) for chunk, *each in zip(chunks, *of_chunks, strict=True)]
 
 
 def tied_embeddings(chunks: Sequence[torch.nn.Module]) -> list[torch.Tensor]:
-    """The embedding's weights in the first and in the last chunk of this rank, if it has both, as in a V: in the last
-    in an output layer tied to the embedding, or as multi-token prediction's copy."""
+    """The weights of the embedding and their copy in the last chunk, for a tied output layer or for multi-token
+    prediction, if this rank has both chunks, as in a V."""
     first, last = unwrap_model(chunks[0]), unwrap_model(chunks[-1])
     if first is last or not (getattr(first, "pre_process", False) and getattr(last, "post_process", False)):
         return []
@@ -82,10 +84,8 @@ def tied_embeddings(chunks: Sequence[torch.nn.Module]) -> list[torch.Tensor]:
 
 def add_up_tied_embeddings(chunks: Sequence[torch.nn.Module]) -> None:
     """Give both weights the sum of their gradients, as Megatron does at the end of a step if two ranks have them."""
-    weights = tied_embeddings(chunks)
-    if not weights:
-        return
-    embedding, output = (getattr(weight, _get_main_grad_attr(weight)) for weight in weights)
-    if embedding is not None and output is not None:  # None if the weights are frozen
+    gradients = [getattr(weight, _get_main_grad_attr(weight)) for weight in tied_embeddings(chunks)]
+    if gradients and all(gradient is not None for gradient in gradients):  # None if the weights are frozen
+        embedding, output = gradients
         embedding += output
         output.copy_(embedding)

@@ -5,7 +5,7 @@ after the last one with a loss are left out of a sequence: causal attention hide
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import torch
@@ -51,8 +51,8 @@ class Repacking(Segmentation):
         sample = _sample(read[0]) if read else None
         sequences = [each for batch in read for each in self._sequences(batch, step)]
         lengths = _of_all_replicas(step, list(map(_length, sequences)))
-        firsts = list(accumulate(map(len, lengths), initial=0))
-        flat = [length for each in lengths for length in each]
+        flat = list(chain(*lengths))
+        readers = [reader for reader, each in enumerate(lengths) for _ in each]
         # Replicas exchange tokens, or weights and gradients of chunks, within a step: after equally many actions.
         alike = getattr(step.config, "expert_model_parallel_size", 1) > 1 or is_partitioned(step.chunks)
         replica = step.groups.dp.rank()
@@ -63,7 +63,8 @@ class Repacking(Segmentation):
         owners = {number: owner for owner, share in enumerate(shares) for pack in share for number in pack.sequences}
         step.batches = [None] * len(step.iterators)
         if sample is not None:
-            own = _exchanged(step, sample, dict(enumerate(sequences, firsts[replica])), owners, flat, firsts)
+            read_here = dict(enumerate(sequences, sum(map(len, lengths[:replica]))))
+            own = _exchanged(step, sample, read_here, owners, flat, readers)
             whole = [_joined(sample, [own[number] for number in pack.sequences], sum(pack.lengths)) for pack in packs]
             step.batches = [iterator and SegmentIterator(map(dict, whole)) for iterator in step.iterators]
         step.num_microbatches, step.micro_batch_size = len(packs), 1
@@ -168,25 +169,24 @@ def _exchanged(
     read: Mapping[int, _Sequence],
     owners: Mapping[int, int],
     lengths: Sequence[int],
-    firsts: Sequence[int],
+    readers: Sequence[int],
 ) -> Mapping[int, _Sequence]:
-    """The sequences that this replica owns, by number, from those `read`, by replica r from `firsts[r]` on."""
+    """The sequences that this replica owns, by number, from those that it has `read`."""
     group = step.groups.dp
     if group.size() == 1:
         return read
-    outgoing = [[number for number in read if owners[number] == replica] for replica in range(group.size())]
-    incoming = [
-        [number for number in range(first, end) if owners[number] == group.rank()] for first, end in pairwise(firsts)
-    ]
-    sent = [sum(lengths[number] for number in numbers) for numbers in outgoing]
-    received = [sum(lengths[number] for number in numbers) for numbers in incoming]
     device = torch.device("cpu") if dist.get_backend(group) == "gloo" else step.device
-    parts: dict[int, dict[str, Tensor]] = {number: {} for numbers in incoming for number in numbers}
+    outgoing = sorted(read, key=lambda number: owners[number])
+    parts: dict[int, dict[str, Tensor]] = {number: {} for number in sorted(owners) if owners[number] == group.rank()}
+    sent, received = [0] * group.size(), [0] * group.size()
+    for number in outgoing:
+        sent[owners[number]] += lengths[number]
+    for number in parts:
+        received[readers[number]] += lengths[number]
     for name, leaf in sample.items():
         if name in BOUNDS:
             continue
-        own = [read[number][name] for numbers in outgoing for number in numbers]
-        given = torch.cat([*own, leaf.new_empty(0)]).to(device)
+        given = torch.cat([*(read[number][name] for number in outgoing), leaf.new_empty(0)]).to(device)
         taken = torch.empty(sum(received), dtype=leaf.dtype, device=device)
         dist.all_to_all_single(taken, given, received, sent, group=group)
         for number, part in zip(parts, taken.split([lengths[number] for number in parts]), strict=True):

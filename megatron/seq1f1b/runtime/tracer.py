@@ -1,5 +1,4 @@
-"""Measures the times of the actions of a step and its memory, and writes timelines of chosen iterations, in the format
-of simulated ones."""
+"""Measures the actions and the memory of a step, and writes timelines in the format of simulated ones."""
 
 import logging
 import socket
@@ -21,8 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 class Reading(NamedTuple):
-    """One rank in one step: seconds in actions, seconds until the end of the last one, and the peak of its memory in
-    bytes above that at the start."""
+    """One rank in one step: seconds in actions, seconds to the end of the last one, bytes above those at the start."""
 
     busy: float
     duration: float
@@ -69,18 +67,13 @@ class Recorder:
             try:
                 end = part.get_future().then(lambda _: self.now())
             except RuntimeError:  # gloo's reduce-scatter has no callback
-                end = self._when_waited_for(handle)
+                end = torch.futures.Future()
+                handle.wait = partial(self._wait_and_mark, handle.wait, end)
             self._collectives.append((action, start, end))
 
-    def _when_waited_for(self, handle: Any) -> torch.futures.Future:
-        end, wait = torch.futures.Future(), handle.wait
-
-        def waited() -> None:
-            wait()
-            end.set_result(self.now())
-
-        handle.wait = waited
-        return end
+    def _wait_and_mark(self, wait: Callable[[], Any], end: torch.futures.Future) -> None:
+        wait()
+        end.set_result(self.now())
 
     def reading(self) -> Reading:
         """The step in numbers; a GPU must have finished it."""
@@ -127,15 +120,6 @@ class _Timed:
         self._marks.append((self._action, self._start, self._now()))
 
 
-class Measured(NamedTuple):
-    """The step of one rank by the clock of its `machine`; the rank left the barrier before the step at `origin`."""
-
-    machine: str
-    origin: float
-    spans: list[Span]
-    peak_memory: float
-
-
 class Tracer:
     """One file per chosen iteration and pipeline: `iteration-4-pipeline-0.json`, named by the pipeline's first rank."""
 
@@ -169,7 +153,7 @@ class Tracer:
             yield recorder
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        measured = Measured(socket.gethostname(), recorder.origin, recorder.spans(), recorder.reading().peak_memory)
+        measured = socket.gethostname(), recorder.origin, recorder.spans(), recorder.reading().peak_memory
         gathered = [None] * group.size() if group.rank() == 0 else None
         first_rank = dist.get_process_group_ranks(group)[0]
         dist.gather_object(measured, gathered, dst=first_rank, group=group)
@@ -183,23 +167,25 @@ class Tracer:
         write_timeline(timeline, self._directory / f"iteration-{iteration}-pipeline-{first_rank}.json")
 
 
-def run_traced(function: Callable, tracer: Tracer, *, model: Any, num_microbatches: int, **options: Any) -> Any:
+def run_traced(function: Callable, tracer: Tracer, **options: Any) -> Any:
     """A step by `function`, one of Megatron's own schedules, recorded like one of ours."""
-    run = partial(function, model=model, num_microbatches=num_microbatches, **options)
     if options.get("forward_only"):
-        return run()
-    chunks = model if isinstance(model, list) else [model]
+        return function(**options)
+    chunks = options["model"] if isinstance(options["model"], list) else [options["model"]]
     group = parallel_state.get_pipeline_model_parallel_group()
     placement = Placement(group.size(), len(chunks))
     name = "Megatron's interleaved 1F1B" if len(chunks) > 1 else "Megatron's 1F1B"
-    recording = tracer.step(name, Shape(placement, num_microbatches), chunks, group)
+    recording = tracer.step(name, Shape(placement, options["num_microbatches"]), chunks, group)
     with recording as recorder, actions_timed(recorder, placement, group.rank()):
-        return run()
+        return function(**options)
 
 
-def from_barrier(shape: Shape, measured: Sequence[Measured], meta: dict[str, Any]) -> Timeline:
-    """One timeline of all ranks, counted from the barrier before the step: all that clocks of different machines share.
-    A rank may leave it late, so the earliest departure by a clock is the origin of all ranks with that clock."""
+def from_barrier(
+    shape: Shape, measured: Sequence[tuple[str, float, list[Span], float]], meta: dict[str, Any]
+) -> Timeline:
+    """One timeline of all ranks, each with its machine, when it left the barrier before the step by the clock of that
+    machine, its spans, and its peak memory. Clocks share only the barrier, which a rank may leave late: the earliest
+    departure by a clock is the origin of its ranks."""
     left: dict[str, float] = {}
     for machine, origin, _, _ in measured:
         left[machine] = min(origin, left.get(machine, origin))
@@ -211,8 +197,7 @@ def from_barrier(shape: Shape, measured: Sequence[Measured], meta: dict[str, Any
 
 
 def collectives_timed(chunks: Iterable[torch.nn.Module], stages: Sequence[int], recorder: Recorder) -> ExitStack:
-    """Inside, a REDUCE or GATHER is recorded whenever Megatron's DistributedDataParallel reduces the gradients of a
-    bucket or gathers its parameters."""
+    """Inside, each collective of Megatron's DistributedDataParallel for a bucket is recorded as a REDUCE or GATHER."""
 
     def start(stage: int, kind: Kind, handle: str, group: Any, upstream: Callable, *args: Any, **options: Any) -> None:
         begin = recorder.now()
@@ -220,14 +205,14 @@ def collectives_timed(chunks: Iterable[torch.nn.Module], stages: Sequence[int], 
         recorder.collective(Action(kind, stage), begin, getattr(group, handle))
 
     owner = "megatron.core.distributed.param_and_grad_buffer._ParamAndGradBucketGroup"
-    handles = {Kind.REDUCE: ("start_grad_sync", "grad_reduce_handle")}
-    handles |= {Kind.GATHER: ("start_param_sync", "param_gather_handle")}
     with ExitStack() as undo:
         for chunk, stage in zip(chunks, stages, strict=True):
             groups = (*getattr(chunk, "bucket_groups", ()), *getattr(chunk, "expert_parallel_bucket_groups", ()))
-            for kind, (name, handle) in handles.items():
-                row = wrapping(f"{owner}.{name}", partial(start, stage, kind, handle), "starts a collective unseen")
-                undo.enter_context(patched_on(groups, [row]))
+            reduces = partial(start, stage, Kind.REDUCE, "grad_reduce_handle")
+            gathers = partial(start, stage, Kind.GATHER, "param_gather_handle")
+            table = [wrapping(f"{owner}.start_grad_sync", reduces, "starts a collective unseen")]
+            table.append(wrapping(f"{owner}.start_param_sync", gathers, "starts a collective unseen"))
+            undo.enter_context(patched_on(groups, table))
         return undo.pop_all()
 
 
@@ -251,5 +236,5 @@ def actions_timed(recorder: Recorder, placement: Placement, rank: int) -> ExitSt
             return upstream(arrived, output, *args)
 
     module, reason = "megatron.core.pipeline_parallel.schedules", "is timed by no schedule of Megatron's"
-    table = (("forward_step", forward), ("backward_step", backward))
-    return patched(wrapping(f"{module}.{name}", function, reason) for name, function in table)
+    table = {"forward_step": forward, "backward_step": backward}
+    return patched(wrapping(f"{module}.{name}", function, reason) for name, function in table.items())

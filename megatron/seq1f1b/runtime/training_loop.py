@@ -1,7 +1,5 @@
 """Wrappers of functions of Megatron's training loop."""
 
-from __future__ import annotations
-
 import logging
 import re
 import shutil
@@ -9,7 +7,7 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,9 +19,6 @@ from megatron.core.datasets.utils import Split
 from ..process.patches import Patch, wrapping
 from ..process.ranks import warn_on_rank_0
 from .tracer import Reading
-
-if TYPE_CHECKING:
-    from .executor import PipelineExecutor
 
 _log = logging.getLogger(__name__)
 
@@ -37,7 +32,7 @@ class TrainingLoop:
     """Wraps functions of Megatron's training loop; `args()` returns its arguments, `executor()` the executor of our
     schedules."""
 
-    def __init__(self, args: Callable[[], Namespace], executor: Callable[[], PipelineExecutor | None]) -> None:
+    def __init__(self, args: Callable[[], Namespace], executor: Callable[[], Any]) -> None:
         self._args = args
         self._executor = executor
         self._tokens: float | None = None  # in the last step, over all replicas, without padding
@@ -77,9 +72,8 @@ class TrainingLoop:
 
     def training_log(self, upstream: Callable, *args: Any, is_first_iteration: bool = False, **more: Any) -> Any:
         """Megatron prints the first iteration but keeps its loss for the next line, even if an interval ends there."""
-        parsed = self._args()
-        is_extra = is_first_iteration and (parsed.curr_iteration + 1) % parsed.log_interval != 0
-        return upstream(*args, is_first_iteration=is_extra, **more)
+        is_end = (self._args().curr_iteration + 1) % self._args().log_interval == 0
+        return upstream(*args, is_first_iteration=is_first_iteration and not is_end, **more)
 
     def print_rank_last(self, upstream: Callable[[str], None], message: str) -> None:
         """Add to the line of an iteration, TensorBoard and wandb; called on all ranks with the same message."""
@@ -89,22 +83,21 @@ class TrainingLoop:
             return
         args, executor = self._args(), self._executor()
         recorder = executor and executor.recorder  # of the last training step, by our schedules
-        readings = _of_all_stages(recorder.reading()) if recorder else []
         tokens = self._tokens or int(line["batch"]) * args.seq_length
         per_second = tokens / (float(line["milliseconds"]) / 1e3) / args.world_size
         values = {"tokens-per-second-per-gpu": per_second}
         unit = "GPU" if torch.device(torch.cuda.current_device()).type == "cuda" else "process"
-        words = [f"tokens/s per {unit}: {per_second:.1f}"]
-        if readings:
+        message += f" tokens/s per {unit}: {per_second:.1f} |"
+        if readings := _of_all_stages(recorder.reading()) if recorder else []:
             step = max(reading.duration for reading in readings)
             idle = [1 - reading.busy / step for reading in readings]
             memory = [reading.peak_memory for reading in readings]
             values |= {"idle-share": sum(idle) / len(idle)}
             values |= {f"idle-share/pipeline-rank-{rank}": share for rank, share in enumerate(idle)}
             values |= {f"peak-activation-bytes/pipeline-rank-{rank}": size for rank, size in enumerate(memory)}
-            words.append(f"idle by pipeline rank (%): {_few([100 * share for share in idle])}")
-            words.append(f"peak activations by pipeline rank (MB): {_few([size / 2**20 for size in memory])}")
-        upstream(message + "".join(f" {each} |" for each in words))
+            message += f" idle by pipeline rank (%): {_few([100 * share for share in idle])} |"
+            message += f" peak activations by pipeline rank (MB): {_few([size / 2**20 for size in memory])} |"
+        upstream(message)
         interval, iteration = args.tensorboard_log_interval, int(line["iteration"])
         if interval and iteration % interval == 0:  # 0 without writers
             _write(values, iteration)
@@ -113,10 +106,8 @@ class TrainingLoop:
         """The tokens of all documents of a step, and the squares of their lengths; both None where none are packed."""
         tokens, squares = upstream()
         executor = self._executor()
-        apart = executor and executor.segmentation.apart
-        if apart is not None:
-            replicas = parallel_state.get_data_parallel_group()
-            number, lengths = apart
+        if (apart := executor and executor.segmentation.apart) is not None:
+            replicas, (number, lengths) = parallel_state.get_data_parallel_group(), apart
             counts = [number, sum(lengths), sum(length**2 for length in lengths)]
             sums = torch.tensor(counts, dtype=torch.float64, device=torch.cuda.current_device())
             dist.all_reduce(sums, group=replicas)
@@ -144,10 +135,9 @@ class TrainingLoop:
             upstream(iteration, *rest, **more)
         except BaseException as error:  # torch's CheckpointException is not an Exception
             last, free = Path(folder, "latest_checkpointed_iteration.txt"), shutil.disk_usage(folder).free / 2**20
-            complete = f"the last complete one is {last.read_text().strip()}" if last.is_file() else "none is complete"
-            error.add_note(
-                f"the checkpoint of iteration {iteration} was not saved; {complete}; {folder} has {free:.0f} MiB free"
-            )
+            complete = last.read_text().strip() if last.is_file() else "none"
+            kept = f"the last complete one is {complete}; {folder} has {free:.0f} MiB free"
+            error.add_note(f"the checkpoint of iteration {iteration} was not saved; {kept}")
             raise
 
     def load(self, upstream: Callable, *rest: Any, **more: Any) -> Any:
@@ -155,8 +145,7 @@ class TrainingLoop:
         try:
             return upstream(*rest, **more)
         except SystemExit as error:
-            args = self._args()
-            folder = args.load or args.pretrained_checkpoint
+            folder = self._args().load or self._args().pretrained_checkpoint
             raise RuntimeError(f"Megatron cannot load {folder}; what it printed last is the reason") from error
 
 
@@ -195,9 +184,9 @@ def _of_all_stages(reading: Reading) -> list[Reading]:
         return []
     group = parallel_state.get_pipeline_model_parallel_group()
     own = torch.tensor(reading, dtype=torch.float64, device=torch.cuda.current_device())
-    parts = [torch.empty_like(own) for _ in range(group.size())]
-    dist.all_gather(parts, own, group=group)
-    return [Reading(*part.tolist()) for part in parts]
+    parts = own.new_empty(group.size(), len(own))
+    dist.all_gather_into_tensor(parts, own, group=group)
+    return [Reading(*part) for part in parts.tolist()]
 
 
 def _few(values: Sequence[float]) -> str:
@@ -210,9 +199,8 @@ def _write(values: dict[str, float], iteration: int) -> None:
     """Write to Megatron's TensorBoard and wandb writers, which only the last rank has."""
     from megatron.training import get_tensorboard_writer, get_wandb_writer
 
-    writer, wandb = get_tensorboard_writer(), get_wandb_writer()
-    if writer:
+    if writer := get_tensorboard_writer():
         for name, value in values.items():
             writer.add_scalar(name, value, iteration)
-    if wandb:
+    if wandb := get_wandb_writer():
         wandb.log(values, iteration)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.seq1f1b.runtime import Tracer
-from megatron.seq1f1b.runtime.tracer import Measured, Recorder, from_barrier
+from megatron.seq1f1b.runtime.tracer import Recorder, from_barrier
 from megatron.seq1f1b.schedule import Action, Kind, Placement, Shape, Span, parse_action
 from support.one_rank import Stage, executor, run
 
@@ -90,8 +90,8 @@ def test_collectives_of_several_buckets_are_one_span(memory_of_the_process):
 SHAPE = Shape(Placement(3), 1)
 
 
-def rank(clock: str, origin: float, start: float, rank: int) -> Measured:
-    return Measured(clock, origin, [Span(parse_action(f"{rank}F0"), start, start + 1.0)], 7)
+def rank(clock: str, origin: float, start: float, rank: int) -> tuple:
+    return clock, origin, [Span(parse_action(f"{rank}F0"), start, start + 1.0)], 7
 
 
 def test_clocks_apart_count_from_the_barrier():

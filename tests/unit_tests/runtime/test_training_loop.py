@@ -70,7 +70,7 @@ def test_a_failed_save_names_the_folder_and_its_space(tmp_path):
     """torch raises a CheckpointException, which is no Exception and names no disk."""
     with pytest.raises(CheckpointException) as error:
         loop(save=str(tmp_path)).save(Mock(side_effect=CheckpointException("write", {})), 6)
-    words = f"the checkpoint of iteration 6 was not saved; none is complete; {tmp_path} has "
+    words = f"the checkpoint of iteration 6 was not saved; the last complete one is none; {tmp_path} has "
     assert error.value.__notes__[0].startswith(words)
     loop(save=None).save(pytest.fail, 7)
 
