@@ -10,7 +10,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron.seq1f1b.partition import Task, cut_sequence
-from megatron.seq1f1b.planning.costs.flops import authors_flops
+from megatron.seq1f1b.planning.costs.blocks import authors_flops
 from megatron.seq1f1b.planning.costs.model_shape import ModelShape
 from megatron.seq1f1b.planning.costs.stage_costs import (
     A100,

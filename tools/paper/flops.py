@@ -1,6 +1,6 @@
 """Floating-point operations of a training step by the formula of each paper, for TFLOPS that can be compared."""
 
-from megatron.seq1f1b.planning.costs.flops import authors_flops
+from megatron.seq1f1b.planning.costs.blocks import authors_flops
 from megatron.seq1f1b.planning.costs.model_shape import ModelShape
 
 

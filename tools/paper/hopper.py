@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.seq1f1b.commands.model_flags import preset
-from megatron.seq1f1b.planning.costs.flops import model_flops
+from megatron.seq1f1b.planning.costs.blocks import model_flops
 from megatron.seq1f1b.planning.costs.machine import Machine, read_machine
 from megatron.seq1f1b.planning.costs.model_shape import ModelShape
 from megatron.seq1f1b.planning.costs.training_setup import TrainingSetup

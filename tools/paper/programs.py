@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from megatron.seq1f1b.planning.costs import layer_bytes, layer_times, stage_times
 from megatron.seq1f1b.planning.costs.blocks import BYTES, Block
 from megatron.seq1f1b.planning.costs.layer_times import LayerTime
-from megatron.seq1f1b.planning.costs.machine import Device, Machine
-from megatron.seq1f1b.planning.costs.operations import Group, flash_time, matmul_time, moving_time
+from megatron.seq1f1b.planning.costs.machine import Device, Group, Machine
 from megatron.seq1f1b.planning.costs.training_setup import Stage, TrainingSetup
 from megatron.seq1f1b.planning.simulator import step
 from megatron.seq1f1b.schedule import Action, Costs, Kind, Schedule, Timeline
@@ -95,8 +94,8 @@ def _attention(setup: PaperSetup, machine: Machine, start: int, end: int) -> tup
     heads = model.num_heads / setup.tensor_parallel / setup.context_parallel
     if setup.flash_attention:
         pairs = length * (start + end + 1) / 2
-        sizes = (device, length, end, pairs, heads * batch, model.head_dim)
-        forward, back = (flash_time(*sizes, backward) for backward in (False, True))
+        sizes = (length, end, pairs, heads * batch, model.head_dim)
+        forward, back = (device.flash_time(*sizes, backward) for backward in (False, True))
     else:
         sizes = (device, length, end, heads, model.head_dim, batch, setup.dropout, setup.fuses_kernels)
         forward = unfused_attention_time(*sizes, backward=False)
@@ -105,10 +104,10 @@ def _attention(setup: PaperSetup, machine: Machine, start: int, end: int) -> tup
         kv_heads = model.num_kv_heads or model.num_heads
         cached = batch * end / setup.context_parallel * 2 * kv_heads * model.head_dim / setup.tensor_parallel
         if setup.concatenates_prefix:  # the prefix is copied each time
-            forward += moving_time(device, 2 * BYTES * cached, 2)
-            back += moving_time(device, 3 * BYTES * cached, 2)
+            forward += device.moving_time(2 * BYTES * cached, 2)
+            back += device.moving_time(3 * BYTES * cached, 2)
         else:
-            back += moving_time(device, (BYTES + 8) * cached, 2)
+            back += device.moving_time((BYTES + 8) * cached, 2)
     return forward, back
 
 
@@ -129,14 +128,14 @@ def unfused_attention_time(
     """
     count = heads * batch
     scores = BYTES * count * queries * keys
-    products = matmul_time(device, queries, keys, head_dim, count) + matmul_time(device, queries, head_dim, keys, count)
-    masked = moving_time(device, 2.5 * scores, 1) if dropout else 0.0  # the same, and a mask of one byte
+    products = device.matmul_time(queries, keys, head_dim, count) + device.matmul_time(queries, head_dim, keys, count)
+    masked = device.moving_time(2.5 * scores, 1) if dropout else 0.0  # the same, and a mask of one byte
     if not backward:
         # A kernel reads and writes the scores; or three do, with 4 bytes between the last two.
-        softmax = moving_time(device, 2 * scores, 1) if fuses_softmax else moving_time(device, 8 * scores, 3)
+        softmax = device.moving_time(2 * scores, 1) if fuses_softmax else device.moving_time(8 * scores, 3)
         return products + softmax + masked
     # Two products for each of the forward; the softmax also reads its result.
-    softmax = moving_time(device, 3 * scores, 1) if fuses_softmax else moving_time(device, 8 * scores, 2)
+    softmax = device.moving_time(3 * scores, 1) if fuses_softmax else device.moving_time(8 * scores, 2)
     return 2 * products + softmax + masked
 
 
@@ -150,7 +149,7 @@ def _(setup: PaperSetup, machine: Machine) -> Costs:
         # The W of the package goes with the backward; what is left is to read two numbers and write one.
         whole = tuple(tuple(map(sum, zip(*rows, strict=True))) for rows in zip(costs.i, costs.w, strict=True))
         size = 3 * setup.gradient_bytes * setup.layer_parameters()[0]
-        of_layer = moving_time(machine.device, size, 1)
+        of_layer = machine.device.moving_time(size, 1)
         added = tuple((layers * of_layer,) * len(setup.segments) for layers in setup.layers_per_stage)
         costs = replace(costs, i=whole, w=added)
     return costs

@@ -5,7 +5,7 @@ from pathlib import Path
 from statistics import mean
 
 from megatron.seq1f1b.partition import uniform_comp
-from megatron.seq1f1b.planning.costs.flops import authors_flops
+from megatron.seq1f1b.planning.costs.blocks import authors_flops
 from megatron.seq1f1b.planning.costs.machine import GIB, read_machine
 from megatron.seq1f1b.planning.costs.model_shape import ModelShape
 from megatron.seq1f1b.planning.costs.step_memory import rank_memory

@@ -10,7 +10,7 @@ from math import prod
 from ..arguments.flags import AUTO, EQUAL_SPLITS, share_or_auto
 from ..arguments.megatron_run import hybrid_stages, layers_per_stage, stages_of_layout
 from ..partition import DEFAULT_STRATEGY, STRATEGIES
-from ..planning.costs.context_exchange import comm_type_of_segments
+from ..planning.costs.layer_times import comm_type_of_segments
 from ..planning.costs.training_setup import ALL_BUT_ATTENTION, TrainingSetup, has_costs, recompute_of, recomputed_share
 from ..planning.planner.search import fitted
 from ..planning.planner.space import Candidate, Question, cut, expert_sizes

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from ..planning.costs.blocks import parameters_of_model
-from ..planning.costs.flops import model_flops
+from ..planning.costs.blocks import model_flops, parameters_of_model
 from ..planning.costs.layer_times import layer_time, repeated_time
 from ..planning.costs.machine import GIB
 from ..planning.costs.training_setup import TrainingSetup

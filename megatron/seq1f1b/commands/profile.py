@@ -18,9 +18,8 @@ from itertools import takewhile
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from ..planning.costs.flops import pairs
+from ..planning.costs.blocks import pairs
 from ..planning.costs.machine import Device, Link, Machine, machine_names, read_machine
-from ..planning.costs.operations import flash_time, matmul_time
 from .parsing import Parser, output_path
 
 if TYPE_CHECKING:
@@ -64,7 +63,7 @@ def measured_device(base: Device, timer: DeviceTimer) -> Device:
     def attention(queries: int, backward: bool = False) -> float:
         """The share of the peak that the last queries of the longest sequence reach."""
         seen = pairs(longest - queries, longest, None)
-        least = flash_time(at_peak, queries, longest, seen, _HEADS, _HEAD_DIM, backward)
+        least = at_peak.flash_time(queries, longest, seen, _HEADS, _HEAD_DIM, backward)
         return least / (timer.attention(_HEADS, _HEAD_DIM, queries, longest, backward) - latency)
 
     forward = attention(longest)
@@ -74,7 +73,7 @@ def measured_device(base: Device, timer: DeviceTimer) -> Device:
     sides = (longest, longest // 2)
     return replace(
         base,
-        matmul_efficiency=fmean(matmul_time(at_peak, n, n, n) / (timer.product(n) - latency) for n in sides),
+        matmul_efficiency=fmean(at_peak.matmul_time(n, n, n) / (timer.product(n) - latency) for n in sides),
         memory_efficiency=_LARGE / base.memory_bandwidth / (timer.move(_LARGE) - latency),
         flash_forward=forward,
         flash_backward=attention(longest, backward=True),

@@ -11,7 +11,7 @@ from statistics import fmean
 from ..arguments import AUTO, MegatronRun, device_memory, gpu_name, is_on_cpu
 from ..partition import SegmentTime
 from ..schedule import Costs, ScheduleChoice, build, moved, simulate
-from .costs.flops import authors_flops
+from .costs.blocks import authors_flops
 from .costs.layer_bytes import keeps_logits, moved_bytes
 from .costs.machine import Device, Machine, read_machine
 from .costs.model_shape import ModelShape, model_shape

@@ -18,7 +18,7 @@ from megatron.seq1f1b.partition import (
     within_documents,
 )
 from megatron.seq1f1b.partition.balanced import shortest_step
-from megatron.seq1f1b.planning.costs.flops import authors_flops
+from megatron.seq1f1b.planning.costs.blocks import authors_flops
 from megatron.seq1f1b.planning.costs.model_shape import ModelShape
 from megatron.seq1f1b.planning.costs.stage_costs import A100, CPU_CORE, AnalyticTime, analytic_costs, bottleneck_time
 

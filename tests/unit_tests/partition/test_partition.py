@@ -15,7 +15,7 @@ from megatron.seq1f1b.partition import (
     read_lengths,
     uniform_comp,
 )
-from megatron.seq1f1b.planning.costs.flops import authors_flops
+from megatron.seq1f1b.planning.costs.blocks import authors_flops
 from megatron.seq1f1b.planning.costs.model_shape import ModelShape
 from megatron.seq1f1b.planning.costs.stage_costs import A100, analytic_costs, bottleneck_time
 

@@ -6,9 +6,8 @@ from dataclasses import replace
 import pytest
 
 from megatron.seq1f1b.commands import profile
-from megatron.seq1f1b.planning.costs.flops import pairs
+from megatron.seq1f1b.planning.costs.blocks import pairs
 from megatron.seq1f1b.planning.costs.machine import read_machine
-from megatron.seq1f1b.planning.costs.operations import flash_time, matmul_time, moving_time
 
 H100 = read_machine("h100-80gb")
 DEVICE = replace(H100.device, name="another H100", multiprocessors=114, matmul_efficiency=0.5, memory_efficiency=0.7)
@@ -24,18 +23,18 @@ class Predicted:
     num_ranks, ranks_in_node = 16, 8
 
     def product(self, side):
-        return matmul_time(DEVICE, side, side, side)
+        return DEVICE.matmul_time(side, side, side)
 
     def attention(self, heads, head_dim, queries, keys, backward):
         seen = pairs(keys - queries, keys, None)
-        seconds = flash_time(DEVICE, queries, keys, seen, heads, head_dim, backward)
+        seconds = DEVICE.flash_time(queries, keys, seen, heads, head_dim, backward)
         return seconds if queries >= SLOW_BELOW else (seconds - DEVICE.kernel_latency) * SLOWER + DEVICE.kernel_latency
 
     def small_kernel(self):
         return DEVICE.kernel_latency
 
     def move(self, num_bytes):
-        return moving_time(DEVICE, num_bytes, 1)
+        return DEVICE.moving_time(num_bytes, 1)
 
     def host_rate(self):
         return DEVICE.host_bandwidth

@@ -1,20 +1,28 @@
 """The time of a segment on a layer, the embedding or the loss, kernel by kernel and collective by collective. Seconds.
 
 FLOPs follow arXiv 2104.04473, section 3.4, exchanges of tensor and sequence parallelism arXiv 2205.05198, section 4.2.
+Context-parallel ranks exchange whole sequences as in Transformer Engine (attention/dot_product_attention/
+context_parallel.py), by the values of --cp-comm-type; attention hides only a ring:
+
+- `a2a`: tokens for heads before attention, heads for tokens after it.
+- `all_gather`: keys and values are gathered in both directions, and their gradients reduced.
+- `p2p`: keys and values, in the backward with their gradients, travel around a ring, one hop beside each step of
+  attention. Each step adds its results to those before.
+- `a2a+p2p a r`: heads among a neighbours, a ring of r of their groups.
+
+Ranks share the heads of segments, so that earlier keys never travel again (model/head_exchange).
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache, singledispatch
+from math import gcd, lcm
 from operator import add
 from typing import NamedTuple
 
-from .blocks import BYTES, Block
-from .context_exchange import comm_types, context_exchange
-from .flops import pairs
+from .blocks import BYTES, Attention, Block, pairs
 from .layer_bytes import keeps_logits
-from .machine import Machine
-from .operations import Group, all_reduce_time, all_to_all_time, flash_time, matmul_time, moving_time
+from .machine import Group, Machine
 from .training_setup import ALL_BUT_ATTENTION, TrainingSetup
 
 # Guesses: the share of the products of weight gradients that can hide a collective; the bytes that PyTorch's kernels
@@ -56,7 +64,7 @@ def layer_time(setup: TrainingSetup, machine: Machine, start: int, end: int, lay
     blocks = setup.blocks(layer)
     forward, back, weight = _dense_time(setup, machine, blocks, start, end, layer)
     # Products that add to gradients also read and write these.
-    weight = max(weight, moving_time(machine.device, 2 * setup.gradient_bytes * setup.layer_parameters(layer)[0]))
+    weight = max(weight, machine.device.moving_time(2 * setup.gradient_bytes * setup.layer_parameters(layer)[0]))
     # Tensor-parallel collectives run beside products of weight gradients, or beside all with --tp-comm-overlap.
     if setup.hides_tensor_exchange:
         forward, back = forward.beside(exchange=forward.matmul), back.beside(exchange=back.matmul + weight)
@@ -84,24 +92,24 @@ def _dense_time(
     # A sum over the tensor-parallel ranks each way for each block with products that they share; with sequence
     # parallelism in two halves, and the inputs are gathered once more for the weight gradients.
     sums = sum(bool(block.products) for block in blocks)
-    exchange = sums * all_reduce_time(machine, setup.tensor_group, setup.whole_input(length))
+    exchange = sums * machine.all_reduce_time(setup.tensor_group, setup.whole_input(length))
     attention = _attention(setup, machine, blocks[0], start, end, layer)
     exchanged = context_exchange(setup, machine, blocks[0], length, attention)
     forward = Parts(
-        matmul=scan + sum(matmul_time(device, rows, out, into) for out, into in products),
+        matmul=scan + sum(device.matmul_time(rows, out, into) for out, into in products),
         attention=attention[0],
-        other=moving_time(device, 5 * whole + moved, 5 * len(blocks)),
+        other=device.moving_time(5 * whole + moved, 5 * len(blocks)),
         exchange=exchange,
         all_to_all=exchanged[0],
     )
     back = Parts(
-        matmul=2 * scan + sum(matmul_time(device, rows, into, out) for out, into in products),
+        matmul=2 * scan + sum(device.matmul_time(rows, into, out) for out, into in products),
         attention=attention[1],
-        other=moving_time(device, 7 * whole + 1.5 * moved, 7 * len(blocks)),
+        other=device.moving_time(7 * whole + 1.5 * moved, 7 * len(blocks)),
         exchange=exchange * (1.5 if setup.sequence_parallel else 1),
         all_to_all=exchanged[1],
     )
-    return LayerTime(forward, back, sum(matmul_time(device, out, into, rows) for out, into in products))
+    return LayerTime(forward, back, sum(device.matmul_time(out, into, rows) for out, into in products))
 
 
 def _attention(
@@ -116,11 +124,11 @@ def _attention(
         seen = min(seen, setup.seen[setup.spans.index((start, end))])
     heads = block.attention.heads / setup.context_parallel * batch
     size = (block.attention.score_dim + block.attention.value_dim) / 2
-    forward, back = (flash_time(device, length, keys, seen, heads, size, backward) for backward in (False, True))
+    forward, back = (device.flash_time(length, keys, seen, heads, size, backward) for backward in (False, True))
     if len(setup.segments) > 1:
         # Gradients of the keys and values of the prefix are added to sums in 32 bit.
         cached = batch * keys / setup.context_parallel * block.attention.keys_values
-        back += moving_time(device, (BYTES + 8) * cached, 2)
+        back += device.moving_time((BYTES + 8) * cached, 2)
     return forward, back
 
 
@@ -134,13 +142,13 @@ def _routed_time(setup: TrainingSetup, machine: Machine, blocks: Sequence[Block]
     tokens = setup.rows(length) / setup.tensor_parallel
     routed, here = tokens * block.active, block.experts / setup.expert_parallel
     # One grouped product: each expert has its part of the tokens of all ranks of the group.
-    matmul = sum(matmul_time(device, routed / here, each.outputs, each.inputs, here) for each in block.expert)
-    weight = sum(matmul_time(device, each.outputs, each.inputs, routed / here, here) for each in block.expert)
-    adding = moving_time(device, 2 * setup.gradient_bytes * setup.layer_parameters(layer)[1])
-    router = matmul_time(device, tokens, block.experts, hidden)
+    matmul = sum(device.matmul_time(routed / here, each.outputs, each.inputs, here) for each in block.expert)
+    weight = sum(device.matmul_time(each.outputs, each.inputs, routed / here, here) for each in block.expert)
+    adding = device.moving_time(2 * setup.gradient_bytes * setup.layer_parameters(layer)[1])
+    router = device.matmul_time(tokens, block.experts, hidden)
     # Sorting tokens by expert and back, each a read and a write; the activation function.
-    other = moving_time(device, BYTES * routed * (4 * hidden + first.outputs + last.inputs), 12)
-    sent = 2 * all_to_all_time(machine, Group(setup.expert_parallel, 1), BYTES * routed * hidden)  # there and back
+    other = device.moving_time(BYTES * routed * (4 * hidden + first.outputs + last.inputs), 12)
+    sent = 2 * machine.all_to_all_time(Group(setup.expert_parallel, 1), BYTES * routed * hidden)  # there and back
     forward = Parts(matmul + router, 0.0, other, 0.0, sent)
     return LayerTime(forward, forward._replace(other=2 * other), max(weight, adding) + router)
 
@@ -155,15 +163,92 @@ def repeated_time(setup: TrainingSetup, machine: Machine, start: int, end: int, 
     again, residual = forward.attention if "core_attn" in modules else 0.0, setup.residual(length)
     for block in setup.blocks(layer):
         if "layernorm" in modules:
-            again += moving_time(device, 2 * residual, 1)
+            again += device.moving_time(2 * residual, 1)
         if setup.repeats(block.symbol):  # all but the norm and the addition to the residual
             time = _dense_time(setup, machine, (block,), start, end, layer).forward
             shown = time.total - (time.exchange if setup.hides_tensor_exchange else 0.0)
-            again += shown - moving_time(device, 5 * residual, 4)
+            again += shown - device.moving_time(5 * residual, 4)
             again += _routed_time(setup, machine, (block,), length, layer).forward.total
         elif "moe_act" in modules and block.expert:
-            again += moving_time(device, 3 * setup.rows(length) * block.activated, 1)
+            again += device.moving_time(3 * setup.rows(length) * block.activated, 1)
     return again
+
+
+def context_exchange(
+    setup: TrainingSetup, machine: Machine, block: Block, length: int, attention: tuple[float, float]
+) -> tuple[float, float]:
+    """Seconds before and after a block, forward and backward, for segments of `length` tokens, without what its
+    `attention` of so many seconds hides. Whole sequences take the fastest way if `cp_comm_type` gives none."""
+    if setup.context_parallel == 1 or not (block.exchanged or block.attention):
+        return 0.0, 0.0
+    if block.attention and len(setup.segments) == 1:
+        ways = (setup.cp_comm_type,) if setup.cp_comm_type else comm_types(setup, machine)
+        return min((_whole(setup, machine, block.attention, way, attention) for way in ways), key=sum)
+    numbers = _of_segments(setup, block.attention) if block.attention else block.exchanged
+    seconds = machine.all_to_all_time(setup.context_group, BYTES * setup.rows(length) * numbers)
+    return seconds, seconds
+
+
+@lru_cache(maxsize=4096)
+def comm_types(setup: TrainingSetup, machine: Machine) -> tuple[str, ...]:
+    """The ways of Transformer Engine for whole sequences; windows allow no ring."""
+    size, model = setup.context_parallel, setup.model
+    kv_heads = model.num_heads if model.latent else model.num_kv_heads or model.num_heads
+    shared = gcd(model.num_heads // setup.tensor_parallel, max(1, kv_heads // setup.tensor_parallel))
+    ways = ["all_gather"] + ["a2a"] * (shared % size == 0)
+    if not model.window_layers:
+        inner = gcd(size, shared, setup.context_group.in_node(machine))
+        ways += ["p2p"] + [f"a2a+p2p {inner} {size // inner}"] * (1 < inner < size)
+    return tuple(ways)
+
+
+def comm_type_of_segments(setup: TrainingSetup) -> str:
+    """The `cp_comm_type` of segments: training accepts `a2a` only if the ranks divide the heads."""
+    ranks = setup.tensor_parallel * setup.context_parallel
+    return "a2a" if setup.model.num_heads % ranks == 0 else "all_gather"
+
+
+def _of_segments(setup: TrainingSetup, attention: Attention) -> float:
+    """Numbers of a token that context-parallel ranks exchange around attention, with the part that a rank keeps. Ranks
+    share the heads, and the queries of a head if there are more ranks than heads."""
+    size, heads, kv_heads = setup.context_parallel, max(1, int(attention.heads)), int(attention.kv_heads)
+    row = gcd(size, heads)
+    queries = 2 * heads * (row - 1)
+    keys_values = 2 * lcm(kv_heads, row) * (size - 1)
+    sent = (attention.score_dim + attention.value_dim) / 2 * (queries + keys_values) / row
+    return sent * size / (size - 1)
+
+
+def _whole(
+    setup: TrainingSetup, machine: Machine, attention: Attention, way: str, seconds: tuple[float, float]
+) -> tuple[float, float]:
+    """`seconds` are those of attention, forward and backward."""
+    kind, *sizes = way.split()
+    size = setup.context_parallel
+    shared, steps = map(int, sizes) if sizes else (size, 1) if kind == "a2a" else (1, size)
+    rows = BYTES * setup.rows(setup.sequence_length)
+    keys_values = rows * attention.keys_values
+    queries = rows * attention.heads * attention.score_dim
+    output = rows * attention.heads * attention.value_dim
+    if kind == "all_gather":
+        gathered = machine.all_gather_time(setup.context_group, size * keys_values)
+        return gathered, 2 * gathered
+    heads = Group(shared, setup.tensor_parallel)
+    exchanged = machine.all_to_all_time(heads, queries + keys_values + output)
+    if steps == 1:
+        return exchanged, exchanged
+    # All ring neighbours send at once, to another node one rank of each ring.
+    ring = Group(steps, shared * setup.tensor_parallel)
+    here = ring.in_node(machine)
+    there = ring.stride if here == steps else machine.devices_per_node
+    senders = machine.devices_per_node // here
+    hop, both = (machine.message_time(0, there, size, senders) for size in (keys_values, 2 * keys_values))
+    forward, back = (each / steps for each in seconds)
+    added = output, queries + keys_values
+    summed, of_gradients = (machine.device.moving_time(3 * steps * size, 2 * steps) for size in added)
+    # The first hop of the backward has no gradients; the last has only these, and runs beside nothing.
+    hops = max(0.0, hop - back) + (steps - 2) * max(0.0, both - back) + hop
+    return exchanged + (steps - 1) * max(0.0, hop - forward) + summed, exchanged + hops + of_gradients
 
 
 @lru_cache(maxsize=4096)
@@ -171,11 +256,9 @@ def fastest_cp_comm_type(setup: TrainingSetup, machine: Machine) -> str | None:
     """The way that exchanges whole sequences fastest in the first stage; None without context parallelism."""
 
     def seconds(way: str) -> float:
-        total, each = 0.0, replace(setup, cp_comm_type=way)
-        for layer, count in setup.stages[0].layers:
-            time = layer_time(each, machine, 0, setup.sequence_length, layer)
-            total += count * (time.forward.all_to_all + time.input.all_to_all)
-        return total
+        each, span = replace(setup, cp_comm_type=way), (0, setup.sequence_length)
+        times = [(count, layer_time(each, machine, *span, layer)) for layer, count in setup.stages[0].layers]
+        return sum(count * (time.forward.all_to_all + time.input.all_to_all) for count, time in times)
 
     return None if setup.context_parallel == 1 else min(comm_types(setup, machine), key=seconds)
 
@@ -183,9 +266,9 @@ def fastest_cp_comm_type(setup: TrainingSetup, machine: Machine) -> str | None:
 def embedding_time(setup: TrainingSetup, machine: Machine, start: int, end: int) -> tuple[float, float, float]:
     """Forward, input gradients and weight gradients."""
     moved = setup.whole_input(end - start)
-    exchange = all_reduce_time(machine, setup.tensor_group, moved) / (2 if setup.sequence_parallel else 1)
-    forward = moving_time(machine.device, 2 * moved, 3) + exchange
-    return forward, exchange if setup.sequence_parallel else 0.0, moving_time(machine.device, 4 * moved, 3)
+    exchange = machine.all_reduce_time(setup.tensor_group, moved) / (2 if setup.sequence_parallel else 1)
+    forward = machine.device.moving_time(2 * moved, 3) + exchange
+    return forward, exchange if setup.sequence_parallel else 0.0, machine.device.moving_time(4 * moved, 3)
 
 
 def head_time(setup: TrainingSetup, machine: Machine, start: int, end: int) -> tuple[float, float, float]:
@@ -194,14 +277,14 @@ def head_time(setup: TrainingSetup, machine: Machine, start: int, end: int) -> t
     device, model, rows = machine.device, setup.model, setup.rows(end - start)
     hidden, columns = model.hidden_size, model.vocab_size / setup.tensor_parallel
     logits = rows * columns
-    once = all_reduce_time(machine, setup.tensor_group, setup.whole_input(end - start))
-    of_logits = matmul_time(device, rows, columns, hidden) + moving_time(device, _OF_LOGIT_FORWARD * logits, 10)
+    once = machine.all_reduce_time(setup.tensor_group, setup.whole_input(end - start))
+    of_logits = device.matmul_time(rows, columns, hidden) + device.moving_time(_OF_LOGIT_FORWARD * logits, 10)
     forward = of_logits + (once / 2 if setup.sequence_parallel else 0.0)
-    back = matmul_time(device, rows, hidden, columns) + moving_time(device, _OF_LOGIT_BACKWARD * logits, 4) + once
-    adding = moving_time(device, 2 * setup.gradient_bytes * setup.embedding_parameters)
-    weight = max(matmul_time(device, columns, hidden, rows), adding)
+    back = device.matmul_time(rows, hidden, columns) + device.moving_time(_OF_LOGIT_BACKWARD * logits, 4) + once
+    adding = device.moving_time(2 * setup.gradient_bytes * setup.embedding_parameters)
+    weight = max(device.matmul_time(columns, hidden, rows), adding)
     if not keeps_logits(setup):  # the input gradients of pieces compute the logits again, and the weight gradients
         back, weight = back + of_logits + weight, 0.0
-    joining = model.prediction_depth * matmul_time(device, rows, hidden / setup.tensor_parallel, 2 * hidden)
+    joining = model.prediction_depth * device.matmul_time(rows, hidden / setup.tensor_parallel, 2 * hidden)
     heads = 1 + model.prediction_depth
     return heads * forward + joining, heads * back + joining, heads * weight + joining

@@ -1,16 +1,28 @@
-"""A machine as a file of cited constants: devices, their host, nodes, and the network between nodes.
+"""A machine as a file of cited constants (devices, their host, nodes, the network between nodes), and the time that one
+operation takes on it, in seconds.
 
-The machines of this package lie in `machines/`, one TOML file each; a user passes the path of a file of the same form.
+A multiprocessor computes one tile of a matrix product at a time. The last wave of tiles may leave some idle, and every
+tile takes time to fill and drain, so small matrices are slower for each FLOP (NVIDIA, "Matrix Multiplication Background
+User's Guide"). A ring moves the bytes of a collective over its slowest link; the ranks of a node share its links to
+other nodes. The machines of this package lie in `machines/`, one TOML file each; a user passes the path of another.
 """
 
 import tomllib
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain
-from math import inf
+from math import ceil, inf, log2
 from pathlib import Path
 from typing import Any
 
+from .blocks import BYTES
+
 _FOLDER = Path(__file__).parent / "machines"
+# Rows, columns, and speed relative to the largest tile. Its efficiency is fitted; the other speeds are guesses.
+_TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (128, 64, 0.8), (64, 64, 0.65))
+# Steps along the dimension that is summed over, which take as long as to fill and drain a tile: a guess.
+_TILE_OVERHEAD = 128
+_BLOCK = 128  # queries of a head, in the backward keys, on a multiprocessor at a time (arXiv 2307.08691, section 3.2)
 
 
 @dataclass(frozen=True)
@@ -34,6 +46,38 @@ class Device:
     host_bandwidth: float = 0.0
     host_memory_gib: float = 0.0  # what activations of one device may take of the memory of its host, GiB
 
+    @lru_cache(maxsize=1 << 16)  # noqa: B019 - devices are few
+    def matmul_time(self, rows: float, columns: float, inner: float, batch: float = 1) -> float:
+        """`batch` products of [rows, inner] and [inner, columns] in 16 bit."""
+        if min(rows, columns, inner, batch) <= 0:
+            return 0.0
+        per_unit = self.peak_flops * self.matmul_efficiency / self.multiprocessors
+        best = float("inf")
+        for tile_rows, tile_columns, speed in _TILES:
+            tiles = ceil(rows / tile_rows) * ceil(columns / tile_columns) * batch
+            waves = ceil(tiles / self.multiprocessors)
+            best = min(best, waves * 2 * tile_rows * tile_columns * (inner + _TILE_OVERHEAD) / (per_unit * speed))
+        moved = BYTES * batch * (rows * inner + inner * columns + rows * columns)
+        return max(best, self.moving_time(moved)) + self.kernel_latency
+
+    def moving_time(self, num_bytes: float, num_kernels: int = 0) -> float:
+        """`num_kernels` kernels that read and write `num_bytes` in all."""
+        return num_bytes / (self.memory_bandwidth * self.memory_efficiency) + num_kernels * self.kernel_latency
+
+    def flash_time(
+        self, queries: int, keys: int, pairs: float, heads: float, head_dim: float, backward: bool = False
+    ) -> float:
+        """FlashAttention of `queries` on `keys`, with `pairs` of both in each head; `heads` are those of all sequences,
+        `head_dim` is the mean size of a key and a value."""
+        flops = (10 if backward else 4) * heads * head_dim * pairs  # the backward computes the scores again
+        rate = self.peak_flops * (self.flash_backward if backward else self.flash_forward)
+        # Small heads wait for the exponentials: those of 64 reach 0.85 of the rate (arXiv 2307.08691, section 4.1).
+        rate *= min(1.0, 0.7 + 0.3 * head_dim / 128)
+        # Few blocks leave multiprocessors without work, and the last wave is full by half on average.
+        blocks = ceil((keys if backward else queries) / _BLOCK) * heads
+        idle = self.multiprocessors / (2 * blocks) if blocks else 0.0
+        return flops / rate * (1 + min(idle, self.multiprocessors)) + self.kernel_latency
+
 
 @dataclass(frozen=True)
 class Host:
@@ -55,6 +99,18 @@ class Link:
 
 
 @dataclass(frozen=True)
+class Group:
+    """`size` ranks at a distance of `stride` ranks."""
+
+    size: int
+    stride: int
+
+    def in_node(self, machine: "Machine") -> int:
+        """The number of its ranks in a node."""
+        return min(self.size, max(1, machine.devices_per_node // self.stride))
+
+
+@dataclass(frozen=True)
 class Machine:
     name: str
     device: Device
@@ -63,6 +119,45 @@ class Machine:
     node: Link
     network: Link
     error: float = 0.1  # mean relative error of its predictions of published times that it is not fitted to
+
+    def all_gather_time(self, group: Group, num_bytes: float) -> float:
+        """All-gather or reduce-scatter over a ring; `num_bytes` is the size of the whole, on every rank."""
+        if group.size == 1:
+            return 0.0
+        here, node, network = group.in_node(self), self.node, self.network
+        bandwidth = node.bandwidth
+        if here < group.size:  # as many groups as `devices / here` leave a node side by side
+            way_out = min(network.bandwidth * here / self.devices_per_node, network.message_bandwidth * here)
+            bandwidth = min(bandwidth, way_out) if here > 1 else way_out
+        hops = ceil(log2(here)) * node.latency
+        hops += ceil(log2(ceil(group.size / here))) * network.latency
+        return num_bytes * (group.size - 1) / group.size / bandwidth + hops
+
+    def all_reduce_time(self, group: Group, num_bytes: float) -> float:
+        """A reduce-scatter and an all-gather in one."""
+        return 2 * self.all_gather_time(group, num_bytes)
+
+    def all_to_all_time(self, group: Group, num_bytes: float) -> float:
+        """Every rank holds `num_bytes` and keeps one of `size` parts; ranks of a node send to others all at once."""
+        if group.size == 1:
+            return 0.0
+        here = group.in_node(self)
+        inside = num_bytes * (here - 1) / group.size / self.node.bandwidth
+        if here == group.size:
+            return inside + self.node.latency * ceil(log2(here))
+        share = min(self.network.bandwidth / self.devices_per_node, self.network.message_bandwidth)
+        outside = num_bytes * (group.size - here) / group.size / share
+        return max(inside, outside) + self.network.latency * ceil(log2(group.size / here))
+
+    def message_time(self, source: int, destination: int, num_bytes: float, senders: int) -> float:
+        """A message from rank to rank, while `senders` ranks of a node send to other nodes at once."""
+        devices, network = self.devices_per_node, self.network
+        if source // devices == destination // devices:
+            return self.node.latency + num_bytes / self.node.message_bandwidth
+        bandwidth = network.message_bandwidth
+        if senders > 1:  # over TCP, collectives reach less than one message alone
+            bandwidth = min(bandwidth, network.bandwidth / senders)
+        return network.latency + num_bytes / bandwidth
 
 
 def machine_names() -> list[str]:

@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 from ...partition import SegmentTime, segment_times
 from ...schedule import Costs
-from .blocks import BYTES, blocks_of
-from .flops import head_flops, layer_flops, pairs
+from .blocks import BYTES, blocks_of, head_flops, layer_flops, pairs
 from .layer_bytes import keeps_logits
 from .machine import Device, read_machine
 from .model_shape import ModelShape

@@ -11,7 +11,6 @@ from .blocks import BYTES
 from .layer_bytes import stage_moved
 from .layer_times import LayerTime, embedding_time, head_time, layer_time, repeated_time
 from .machine import Machine
-from .operations import all_gather_time, all_reduce_time, message_time, moving_time
 from .training_setup import Stage, TrainingSetup
 
 Row = tuple[float, ...]
@@ -103,10 +102,10 @@ def message_times(setup: TrainingSetup, machine: Machine, parts: int) -> tuple[T
     @cache
     def row(source: int, destination: int) -> Row:
         sizes = [setup.whole_input(length) for length in setup.segments]
-        times = (message_time(machine, source, destination, size / parts, senders) for size in sizes)
+        times = (machine.message_time(source, destination, size / parts, senders) for size in sizes)
         if setup.sequence_parallel:
             return tuple(times)
-        gathered = (all_gather_time(machine, setup.tensor_group, size) for size in sizes)
+        gathered = (machine.all_gather_time(setup.tensor_group, size) for size in sizes)
         return tuple(map(add, times, gathered))
 
     nothing = ((0.0,) * len(setup.segments),)
@@ -119,10 +118,10 @@ def replica_times(setup: TrainingSetup, machine: Machine, parameters: float, exp
     reduce = gather = 0.0
     for group, count in ((setup.data_group, parameters), (setup.expert_data_group, experts)):
         if count and setup.distributed_optimizer:
-            reduce += all_gather_time(machine, group, setup.gradient_bytes * count)
-            gather += all_gather_time(machine, group, BYTES * count)
+            reduce += machine.all_gather_time(group, setup.gradient_bytes * count)
+            gather += machine.all_gather_time(group, BYTES * count)
         elif count:
-            reduce += all_reduce_time(machine, group, setup.gradient_bytes * count)
+            reduce += machine.all_reduce_time(group, setup.gradient_bytes * count)
     return reduce, gather
 
 
@@ -147,10 +146,10 @@ def step_end(setup: TrainingSetup, machine: Machine, rank: int) -> StepEnd:
     if is_twice and any(setup.stages[stage].is_first != setup.stages[stage].is_last for stage in stages):
         apart = setup.pipeline_stride * (setup.pipeline_parallel - 1)
         size = setup.gradient_bytes * setup.embedding_parameters
-        reduce += 2 * message_time(machine, 0, apart, size, min(machine.devices_per_node, setup.pipeline_stride))
+        reduce += 2 * machine.message_time(0, apart, size, min(machine.devices_per_node, setup.pipeline_stride))
     # All ranks clear, scale and measure gradients; Adam moves parameters, two moments, gradients and a 16-bit copy.
     moved: float = 4 * setup.gradient_bytes * (parameters + experts)
     for count, group in ((parameters, setup.data_group), (experts, setup.expert_data_group)):
         share = group.size if setup.distributed_optimizer else 1
         moved += (24 + setup.gradient_bytes + BYTES) * count / share
-    return StepEnd(reduce, moving_time(machine.device, moved, 20), gather)
+    return StepEnd(reduce, machine.device.moving_time(moved, 20), gather)

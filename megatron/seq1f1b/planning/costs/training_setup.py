@@ -9,8 +9,8 @@ from typing import Any, ClassVar, NamedTuple
 from ...partition import even
 from ...schedule import Placement, ScheduleChoice, Shape
 from .blocks import BYTES, Block, blocks_of, layer_kinds, layer_parameters
+from .machine import Group
 from .model_shape import ModelShape, hash_once
-from .operations import Group
 
 # What the backward computes again, besides nothing: whole layers, layers without attention, Megatron's modules.
 FULL, ALL_BUT_ATTENTION = "full", "all but attention"

@@ -19,8 +19,8 @@ from typing import Any
 
 from ...partition import Pack, packs_of_step, segment_multiple, work_by_flops
 from ...schedule import FAMILIES, Action, Schedule, Shape
-from ..costs.context_exchange import comm_type_of_segments
-from ..costs.flops import authors_flops, pairs
+from ..costs.blocks import authors_flops, pairs
+from ..costs.layer_times import comm_type_of_segments
 from ..costs.machine import GIB
 from ..costs.stage_times import Row, stage_rows
 from ..costs.step_memory import rank_memory

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from ...partition import SegmentTime, Task, cut_sequence, even, segment_multiple
 from ...schedule import FAMILY_NAMES, Placement
-from ..costs.flops import authors_flops
+from ..costs.blocks import authors_flops
 from ..costs.layer_times import fastest_cp_comm_type
 from ..costs.machine import GIB, OUTSIDE_GIB, Machine
 from ..costs.model_shape import ModelShape

@@ -6,16 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron.seq1f1b.planning.costs import machine
-from megatron.seq1f1b.planning.costs.machine import read_machine
-from megatron.seq1f1b.planning.costs.operations import (
-    Group,
-    all_gather_time,
-    all_reduce_time,
-    all_to_all_time,
-    flash_time,
-    matmul_time,
-    message_time,
-)
+from megatron.seq1f1b.planning.costs.machine import Group, read_machine
 
 
 @pytest.mark.parametrize("name", machine.machine_names())
@@ -65,7 +56,7 @@ def test_large_products_come_near_the_rate_and_small_ones_do_not():
     rate = device.peak_flops * device.matmul_efficiency
 
     def efficiency(rows: int) -> float:
-        return 2 * rows * 8192 * 8192 / matmul_time(device, rows, 8192, 8192) / rate
+        return 2 * rows * 8192 * 8192 / device.matmul_time(rows, 8192, 8192) / rate
 
     assert efficiency(16384) > 0.93
     assert efficiency(128) < 0.6
@@ -84,20 +75,20 @@ def test_large_products_come_near_the_rate_and_small_ones_do_not():
 def test_groups_have_the_bus_of_the_node_or_a_share_of_the_exit(group, bandwidth):
     """A ring moves all bytes but one part, a sum twice as many; these are so large that latency does not count."""
     seconds = 1e12 * (group.size - 1) / group.size / bandwidth
-    assert all_gather_time(MACHINE, group, 1e12) == pytest.approx(seconds, rel=1e-4)
-    assert all_reduce_time(MACHINE, group, 1e12) == pytest.approx(2 * seconds, rel=1e-4)
-    assert all_reduce_time(MACHINE, Group(1, 1), 1.0) == all_to_all_time(MACHINE, Group(1, 1), 1.0) == 0
+    assert MACHINE.all_gather_time(group, 1e12) == pytest.approx(seconds, rel=1e-4)
+    assert MACHINE.all_reduce_time(group, 1e12) == pytest.approx(2 * seconds, rel=1e-4)
+    assert MACHINE.all_reduce_time(Group(1, 1), 1.0) == MACHINE.all_to_all_time(Group(1, 1), 1.0) == 0
 
 
 def test_tokens_take_longer_to_other_nodes():
-    inside, outside = (all_to_all_time(read_machine("h100-80gb"), Group(size, 1), 1e9) for size in (8, 16))
+    inside, outside = (read_machine("h100-80gb").all_to_all_time(Group(size, 1), 1e9) for size in (8, 16))
     assert outside > 3 * inside
 
 
 def test_messages_stay_in_the_node_or_share_the_way_out():
-    inside = message_time(MACHINE, 0, 7, 1e9, senders=8)
+    inside = MACHINE.message_time(0, 7, 1e9, senders=8)
     assert inside == pytest.approx(1e9 / MACHINE.node.message_bandwidth, rel=1e-2)
-    assert message_time(MACHINE, 7, 8, 1e9, senders=8) == pytest.approx(8e9 / MACHINE.network.bandwidth, rel=1e-2)
+    assert MACHINE.message_time(7, 8, 1e9, senders=8) == pytest.approx(8e9 / MACHINE.network.bandwidth, rel=1e-2)
 
 
 def test_attention_takes_longer_in_segments_than_in_one_piece():
@@ -105,6 +96,6 @@ def test_attention_takes_longer_in_segments_than_in_one_piece():
     def time(segments: int) -> float:
         length = 8192 // segments
         ends = range(length, 8193, length)
-        return sum(flash_time(device, length, end, length * (2 * end - length + 1) / 2, 4, 128) for end in ends)
+        return sum(device.flash_time(length, end, length * (2 * end - length + 1) / 2, 4, 128) for end in ends)
 
     assert time(1) < time(4) < time(64)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.seq1f1b.partition import balanced
-from megatron.seq1f1b.planning.costs.flops import head_flops, layer_flops
+from megatron.seq1f1b.planning.costs.blocks import head_flops, layer_flops
 from megatron.seq1f1b.planning.costs.machine import Device
 from megatron.seq1f1b.planning.costs.model_shape import DeltaNet, Experts, LatentAttention, Mamba, ModelShape
 from megatron.seq1f1b.planning.costs.stage_costs import (

@@ -6,7 +6,7 @@ from itertools import chain
 import pytest
 
 from megatron.seq1f1b.partition import Pack
-from megatron.seq1f1b.planning.costs.flops import pairs
+from megatron.seq1f1b.planning.costs.blocks import pairs
 from megatron.seq1f1b.planning.planner.lengths import UnitSearch, draw, seen_by_units
 from megatron.seq1f1b.planning.planner.space import Candidate
 from megatron.seq1f1b.planning.simulator.lowered import execute_lowered

@@ -5,10 +5,8 @@ from dataclasses import replace
 import pytest
 
 from megatron.seq1f1b.commands.model_flags import preset
-from megatron.seq1f1b.planning.costs.context_exchange import comm_types, context_exchange
-from megatron.seq1f1b.planning.costs.layer_times import fastest_cp_comm_type, layer_time
+from megatron.seq1f1b.planning.costs.layer_times import comm_types, context_exchange, fastest_cp_comm_type, layer_time
 from megatron.seq1f1b.planning.costs.machine import read_machine
-from megatron.seq1f1b.planning.costs.operations import all_gather_time, all_to_all_time, message_time
 from megatron.seq1f1b.planning.costs.training_setup import TrainingSetup
 
 MACHINE = read_machine("h100-80gb")
@@ -25,7 +23,7 @@ def exchange(way: str, attention: tuple[float, float], **changes) -> tuple[float
 
 def test_attention_hides_a_ring_but_for_the_last_gradients():
     """Transformer Engine adds the result of each of 4 steps to what is there: two reads and a write."""
-    hop, both = (message_time(MACHINE, 0, 2, size, 2) for size in (KEYS_VALUES, 2 * KEYS_VALUES))
+    hop, both = (MACHINE.message_time(0, 2, size, 2) for size in (KEYS_VALUES, 2 * KEYS_VALUES))
     added = [3 * 4 * size / (0.8 * 3350e9) + 8 * 4e-6 for size in (QUERIES, QUERIES + KEYS_VALUES)]
     hidden, bare = exchange("p2p", (1.0, 1.0)), exchange("p2p", (0.0, 0.0))
     assert hidden == pytest.approx((added[0], added[1] + hop))
@@ -36,7 +34,7 @@ def test_attention_hides_a_ring_but_for_the_last_gradients():
 
 def test_a_ring_between_nodes_goes_at_the_pace_of_an_adapter():
     inside, outside = (exchange("p2p", (0.0, 0.0), tensor_parallel=size)[0] for size in (2, 8))
-    hop = message_time(MACHINE, 0, 8, KEYS_VALUES / 4, 8)
+    hop = MACHINE.message_time(0, 8, KEYS_VALUES / 4, 8)
     assert outside - 3 * 4 * QUERIES / 4 / (0.8 * 3350e9) - 8 * 4e-6 == pytest.approx(3 * hop) and hop > 0
     assert outside < inside  # of a quarter of the bytes
     # Heads among neighbours shorten the ring.
@@ -45,9 +43,9 @@ def test_a_ring_between_nodes_goes_at_the_pace_of_an_adapter():
 
 
 def test_gathering_and_exchanging_heads_are_not_hidden():
-    gathered = all_gather_time(MACHINE, SETUP.context_group, 4 * KEYS_VALUES)
+    gathered = MACHINE.all_gather_time(SETUP.context_group, 4 * KEYS_VALUES)
     assert exchange("all_gather", (1.0, 1.0)) == pytest.approx((gathered, 2 * gathered))
-    by_heads = all_to_all_time(MACHINE, SETUP.context_group, 2 * QUERIES + KEYS_VALUES)
+    by_heads = MACHINE.all_to_all_time(SETUP.context_group, 2 * QUERIES + KEYS_VALUES)
     assert exchange("a2a", (1.0, 1.0)) == pytest.approx((by_heads, by_heads))
 
 
