@@ -58,7 +58,7 @@ def parse() -> argparse.Namespace:
 def cut(args: argparse.Namespace, strategy: str, num_segments: int, num_stages: int) -> tuple[int, ...]:
     """By the formulas, as training cuts."""
     device, shape = A100 if torch.cuda.is_available() else CPU_CORE, model_shape(args)
-    layers = [args.num_layers // num_stages] * num_stages
+    layers = (args.num_layers // num_stages,) * num_stages
     time = bottleneck_time(analytic_costs(shape, layers, device))
     rows = device.full_speed_rows
     return cut_sequence(

@@ -103,7 +103,7 @@ class Stage:
 
     def segments(self, length: int, k: int) -> list[Segment]:
         device = CPU_CORE if self.device.type == "cpu" else A100
-        time = bottleneck_time(analytic_costs(self.shape, [self.shape.num_layers], device))
+        time = bottleneck_time(analytic_costs(self.shape, (self.shape.num_layers,), device))
         return of_lengths(cut_sequence("balanced", Task(length, k, time=time, full_speed_rows=device.full_speed_rows)))
 
 

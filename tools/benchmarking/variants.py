@@ -159,9 +159,9 @@ def _stage_costs(args: argparse.Namespace, num_chunks: int, is_measured: bool = 
     return analytic_costs(shape, layers, A100 if torch.cuda.is_available() else CPU_CORE)
 
 
-def _layers_per_stage(args: argparse.Namespace, num_chunks: int) -> list[int]:
+def _layers_per_stage(args: argparse.Namespace, num_chunks: int) -> tuple[int, ...]:
     num_stages = parallel_state.get_pipeline_model_parallel_world_size() * num_chunks
-    return [args.num_layers // num_stages] * num_stages
+    return (args.num_layers // num_stages,) * num_stages
 
 
 def model_shape(args: argparse.Namespace) -> ModelShape:

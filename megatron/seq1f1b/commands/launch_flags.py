@@ -11,7 +11,7 @@ from ..arguments.flags import AUTO, EQUAL_SPLITS, share_or_auto
 from ..arguments.megatron_run import hybrid_stages, layers_per_stage, stages_of_layout
 from ..partition import DEFAULT_STRATEGY, STRATEGIES
 from ..planning.costs.layer_times import comm_type_of_segments
-from ..planning.costs.training_setup import ALL_BUT_ATTENTION, TrainingSetup, has_costs, recompute_of, recomputed_share
+from ..planning.costs.training_setup import ALL_BUT_ATTENTION, TrainingSetup, choices_of
 from ..planning.planner.search import fitted
 from ..planning.planner.space import Candidate, Question, cut, expert_sizes
 from ..schedule import FAMILY_NAMES, Shape
@@ -132,9 +132,6 @@ def _whole(launch: argparse.Namespace, question: Question) -> TrainingSetup:
             f"--expert-model-parallel-size {expert} and --expert-tensor-parallel-size {cut_experts} do not divide the "
             f"experts and the {tensor * context * data} ranks of a pipeline stage; drop them to have them chosen"
         )
-    recompute = recompute_of(vars(launch), launch.recompute_keeps_attention)
-    if not has_costs(recompute):
-        raise ValueError(f"--recompute-modules {recompute} has no costs; drop it, or rehearse the launch (--dry-run)")
     chunks, layers = _chunks_and_layers(launch, pipeline, question.model.num_layers)
     kinds, sizes = {*launch.cp_comm_type}, launch.hierarchical_context_parallel_sizes
     if context > 1 and kinds == {"a2a+p2p"} and (len(sizes) != 2 or prod(sizes) != context):
@@ -143,22 +140,17 @@ def _whole(launch: argparse.Namespace, question: Question) -> TrainingSetup:
             f"--context-parallel-size {context}"
         )
     exchange = " ".join(map(str, (*kinds, *(sizes if kinds == {"a2a+p2p"} else []))))
+    settings = vars(launch) | {"num_experts": question.model.experts}
     return question.setup(
         (tensor, context, pipeline, data),
         chunks,
         micro_batch,
-        expert_parallel=expert * cut_experts,
         family=launch.pipeline_schedule or "1f1b",
-        layers_per_stage=layers,
-        sequence_parallel=launch.sequence_parallel,
         cp_comm_type=exchange if context > 1 and len(kinds) == 1 else None,
-        recompute=recompute,
-        recomputed_share=recomputed_share(vars(launch), layers),
-        distributed_optimizer=launch.use_distributed_optimizer,
         overlaps_data_parallel=launch.overlap_grad_reduce,
         keeps_logits=launch.keep_logits or not (launch.pipeline_schedule or launch.sequence_splits),
         hides_experts=launch.overlap_moe_expert_parallel_comm,
-        hides_tensor_exchange=launch.tp_comm_overlap,
+        **choices_of(settings, layers, launch.recompute_keeps_attention),
     )
 
 

@@ -19,7 +19,7 @@ from .costs.stage_costs import A100, CPU_CORE, StageCost, action_costs, bottlene
 from .costs.stage_times import step_costs
 from .costs.step_memory import rank_memory
 from .costs.traced_costs import read_traced_costs
-from .costs.training_setup import TrainingSetup, has_costs, ranks_of_experts, recompute_of, recomputed_share
+from .costs.training_setup import TrainingSetup, choices_of, has_costs
 from .simulator.step import extended
 
 # Numbers of segments to try; others make a step at most a few percent shorter.
@@ -179,27 +179,23 @@ class RunCosts:
         run, settings = self.run, self.run.settings
         if self.model is None:
             raise ValueError("costs are those of a transformer of known sizes, which this model is not")
-        recompute = recompute_of(settings, self.flags.recompute_keeps_attention)
+        choices = choices_of(settings, run.layers_per_stage, self.flags.recompute_keeps_attention)
+        if not has_costs(choices["recompute"]):
+            choices["recompute"] = "none"
         return TrainingSetup(
             self.model,
             run.sequence_length,
             run.num_microbatches,
-            micro_batch_size=run.micro_batch_size,
-            tensor_parallel=run.tensor_parallel_size,
+            run.micro_batch_size,
+            run.tensor_parallel_size,
             context_parallel=settings.get("context_parallel_size") or 1,
-            expert_parallel=ranks_of_experts(settings),
             data_parallel=settings.get("data_parallel_size") or 1,
             # A schedule from a file has the costs of a family that splits backwards as it does.
             family=schedule.name if schedule.given is None else "zb-h1" if schedule.splits_backwards else "1f1b",
             placement=run.shape(schedule.placement, len(lengths)).placement,
             segments=tuple(lengths),
-            layers_per_stage=run.layers_per_stage,
-            sequence_parallel=bool(settings.get("sequence_parallel")),
-            recompute=recompute if has_costs(recompute) else "none",
-            recomputed_share=recomputed_share(settings, run.layers_per_stage),
-            distributed_optimizer=bool(settings.get("use_distributed_optimizer")),
             tied_embeddings=not settings.get("untie_embeddings_and_output_weights"),
             partitions_state=bool(settings.get("partition_state")),
             keeps_logits=self.flags.keep_logits,
-            hides_tensor_exchange=bool(settings.get("tp_comm_overlap")),
+            **choices,
         )

@@ -27,7 +27,7 @@ LLAMA_8B = ModelShape(32, 4096, 14336, 32, 128, 128256, num_kv_heads=8, is_gated
 
 
 def pace(model, num_stages=4, device=A100):
-    return bottleneck_time(analytic_costs(model, [model.num_layers // num_stages] * num_stages, device))
+    return bottleneck_time(analytic_costs(model, (model.num_layers // num_stages,) * num_stages, device))
 
 
 def imbalance(lengths, cost):
@@ -120,7 +120,7 @@ def test_no_segment_is_shorter_than_the_minimum():
 
 def test_a_cpu_takes_the_better_of_long_and_equal_segments():
     small = ModelShape(4, 256, 1024, 4, 64, 512)
-    costs = analytic_costs(small, [1] * 4, CPU_CORE)
+    costs = analytic_costs(small, (1,) * 4, CPU_CORE)
     for tokens, num_segments in ((3840, 5), (8192, 4), (19454, 16), (14996, 16), (4933, 5)):
         lengths = cut_sequence("balanced", Task(tokens, num_segments, time=bottleneck_time(costs), full_speed_rows=768))
         alternatives = [even(tokens, num_segments), uniform_comp(tokens, num_segments, *authors_flops(small))]

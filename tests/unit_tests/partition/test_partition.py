@@ -21,7 +21,7 @@ from megatron.seq1f1b.planning.costs.stage_costs import A100, analytic_costs, bo
 
 GPT_2_7B = ModelShape(32, 2560, 10240, 32, 80, 32768)
 GPT_7B = ModelShape(32, 4096, 16384, 32, 128, 32768)
-TIME = bottleneck_time(analytic_costs(GPT_7B, [32], A100))
+TIME = bottleneck_time(analytic_costs(GPT_7B, (32,), A100))
 TABLE = list(csv.DictReader((Path(__file__).parent.parent / "data" / "seq1f1b_cwp_splits.csv").open()))
 
 

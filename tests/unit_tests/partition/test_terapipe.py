@@ -57,7 +57,7 @@ def test_optimal_as_found_by_brute_force(cost, length, num_stages, num_microbatc
     assert latency(found, cost, num_stages, num_microbatches) == pytest.approx(best_of_all, rel=1e-5)
 
 
-@pytest.mark.parametrize("layers", [[32], [24, 8], [8] * 4], ids=["1 stage", "2 stages", "4 stages"])
+@pytest.mark.parametrize("layers", [(32,), (24, 8), (8,) * 4], ids=["1 stage", "2 stages", "4 stages"])
 @pytest.mark.parametrize("num_segments", [2, 5, 8])
 @pytest.mark.parametrize("fixed", [0.0, 1e-4], ids=["nothing fixed", "fixed"])
 def test_few_bounds_are_tried_however_few_the_stages(layers, num_segments, fixed, monkeypatch):
@@ -80,14 +80,14 @@ def test_few_bounds_are_tried_however_few_the_stages(layers, num_segments, fixed
 @pytest.mark.parametrize("num_microbatches", [1, 4])
 def test_of_equal_sums_the_balanced_one_is_returned(num_microbatches):
     """On one stage, times without a jump add up to the same wherever the cuts are."""
-    cost = bottleneck_time(analytic_costs(GPT_7B, [32], A100))
+    cost = bottleneck_time(analytic_costs(GPT_7B, (32,), A100))
     lengths = terapipe(16384, cost, 1, 4, num_microbatches=num_microbatches, step=64)
     times = segment_times(lengths, cost)
     assert max(times) < 1.02 * sum(times) / 4
 
 
 def test_more_stages_or_fewer_microbatches_need_more_segments():
-    cost = bottleneck_time(analytic_costs(GPT_7B, [8] * 4, A100))
+    cost = bottleneck_time(analytic_costs(GPT_7B, (8,) * 4, A100))
     counts = [len(terapipe(16384, cost, num_stages, step=128)) for num_stages in (2, 8, 64)]
     assert counts == sorted(set(counts))
     assert len(terapipe(16384, cost, 8, num_microbatches=32, step=128)) < counts[1]
@@ -96,7 +96,7 @@ def test_more_stages_or_fewer_microbatches_need_more_segments():
 @pytest.mark.parametrize("num_segments", [None, 4])
 @pytest.mark.parametrize("device", [A100, CPU_CORE], ids=["a100", "cpu"])
 def test_multiples_and_what_is_left_over(num_segments, device):
-    cost = bottleneck_time(analytic_costs(GPT_7B, [8] * 4, device))
+    cost = bottleneck_time(analytic_costs(GPT_7B, (8,) * 4, device))
     lengths = terapipe(16384 + 24, cost, 4, num_segments, multiple_of=8, step=64)
     assert sum(lengths) == 16408 and all(length % 8 == 0 for length in lengths)
     assert all(length % 64 == 0 for length in lengths[1:]), "the first segment takes what is left over"

@@ -72,9 +72,10 @@ class StageCost(NamedTuple):
         return self.forward + self.backward
 
 
+@lru_cache(maxsize=1024)
 def analytic_costs(
     model: ModelShape,
-    layers_per_stage: Sequence[int],
+    layers_per_stage: tuple[int, ...],
     device: Device,
     recompute: str = "none",
     num_devices: float = 1.0,
@@ -92,7 +93,7 @@ def analytic_costs(
     of_head = products, (_MATMUL_BACKWARD + loss_in_pieces) * products, 0.0 if loss_in_pieces else products
     head = StageCost(*(AnalyticTime(per_token=seconds) for seconds in of_head))
     costs = []
-    for stage in stages_of(model, tuple(layers_per_stage)):
+    for stage in stages_of(model, layers_per_stage):
         parts = [StageCost()]
         for layer, count in stage.layers:
             parts += [_layer(model, layer, device, recompute, num_devices)] * count
@@ -101,14 +102,11 @@ def analytic_costs(
     return tuple(costs)
 
 
-_analytic_costs = lru_cache(maxsize=1024)(analytic_costs)
-
-
 def setup_costs(setup: TrainingSetup, device: Device = A100) -> tuple[StageCost, ...]:
     """`analytic_costs` of a set-up, by which training cuts and plans, whatever the machine."""
     devices = setup.tensor_parallel / setup.micro_batch_size  # sequences of a micro-batch add to the work
     pieces = not keeps_logits(setup)
-    return _analytic_costs(setup.model, setup.layers_per_stage, device, setup.recompute, devices, pieces)
+    return analytic_costs(setup.model, setup.layers_per_stage, device, setup.recompute, devices, pieces)
 
 
 def bottleneck_time(costs: Sequence[StageCost]) -> SegmentTime:
@@ -129,9 +127,8 @@ def _layer(model: ModelShape, layer: int, device: Device, recompute: str, num_de
     per_token = of_token / matmul
 
     def time(per_token: float, per_pair: float) -> AnalyticTime:
-        attention = (per_pair,) if window is None else (0.0, per_pair, window)
-        common = AnalyticTime(_KERNELS * device.kernel_latency, per_token, *attention)
-        return replace(common, slow_attention=device.slow_attention)
+        attention = (per_pair, 0.0, 0) if window is None else (0.0, per_pair, window)
+        return AnalyticTime(_KERNELS * device.kernel_latency, per_token, *attention, device.slow_attention)
 
     forward = time(per_token, of_pair / (rate * device.flash_forward))
     backward = time(_MATMUL_BACKWARD * per_token, _ATTENTION_BACKWARD * of_pair / (rate * device.flash_backward))

@@ -1,6 +1,6 @@
 """What a training step computes, and on which ranks. Its time and memory follow from this and a machine."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
@@ -23,28 +23,28 @@ def has_costs(recompute: str) -> bool:
     return recompute in ("none", FULL, ALL_BUT_ATTENTION) or set() < set(recompute.split()) <= set(MODULES)
 
 
-def recompute_of(settings: Mapping[str, Any], keeps_attention: bool) -> str:
-    """The `recompute` of a TrainingSetup by the names of Megatron's arguments; names of other modules have no costs."""
-    granularity = settings.get("recompute_granularity")
+def choices_of(settings: Mapping[str, Any], layers_per_stage: tuple[int, ...], keeps_attention: bool) -> dict[str, Any]:
+    """The fields of a TrainingSetup that follow from the names of Megatron's arguments. Names of other `recompute`
+    modules than MODULES have no costs. Ranks that cut an expert, by default the tensor-parallel ones, count as if each
+    had some of the experts."""
+    granularity, experts, share = settings.get("recompute_granularity"), 1, 1.0
+    recompute = ALL_BUT_ATTENTION if keeps_attention else granularity or "none"
     if granularity == "selective":
-        return " ".join(sorted(settings.get("recompute_modules") or ["core_attn"]))
-    return ALL_BUT_ATTENTION if keeps_attention else granularity or "none"
-
-
-def recomputed_share(settings: Mapping[str, Any], layers_per_stage: Sequence[int]) -> float:
-    """The share of the layers of a stage that full recomputation repeats."""
-    if settings.get("recompute_granularity") != "full" or settings.get("recompute_method") != "block":
-        return 1.0
-    return min(1.0, (settings.get("recompute_num_layers") or 1) / max(layers_per_stage))
-
-
-def ranks_of_experts(settings: Mapping[str, Any]) -> int:
-    """The number of ranks that share the experts. Ranks that cut an expert, by default the tensor-parallel ones, count
-    as if each had some of the experts."""
-    if not settings.get("num_experts"):
-        return 1
-    tensor = settings.get("expert_tensor_parallel_size") or settings.get("tensor_model_parallel_size") or 1
-    return tensor * (settings.get("expert_model_parallel_size") or 1)
+        recompute = " ".join(sorted(settings.get("recompute_modules") or ["core_attn"]))
+    elif granularity == "full" and settings.get("recompute_method") == "block":
+        share = min(1.0, (settings.get("recompute_num_layers") or 1) / max(layers_per_stage))
+    if settings.get("num_experts"):
+        tensor = settings.get("expert_tensor_parallel_size") or settings.get("tensor_model_parallel_size") or 1
+        experts = tensor * (settings.get("expert_model_parallel_size") or 1)
+    return {
+        "layers_per_stage": layers_per_stage,
+        "expert_parallel": experts,
+        "sequence_parallel": bool(settings.get("sequence_parallel")),
+        "recompute": recompute,
+        "recomputed_share": share,
+        "distributed_optimizer": bool(settings.get("use_distributed_optimizer")),
+        "hides_tensor_exchange": bool(settings.get("tp_comm_overlap")),
+    }
 
 
 class Stage(NamedTuple):
@@ -122,7 +122,7 @@ class TrainingSetup:
             )
         if not has_costs(self.recompute):
             raise ValueError(
-                f"recompute={self.recompute!r}; it is none, {FULL}, {ALL_BUT_ATTENTION} or words of {' '.join(MODULES)}"
+                f"--recompute-modules {self.recompute} has no costs; drop it, or rehearse the launch (--dry-run)"
             )
 
     __hash__ = hash_once

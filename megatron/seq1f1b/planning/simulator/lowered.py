@@ -6,7 +6,7 @@ the other, a rank gathers and reduces chunks, and copies units to the host and b
 their chunk, the end of the step for all gradients, a backward for its unit, and an OFFLOAD for the one before it.
 """
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -21,22 +21,18 @@ _LANES = {Kind.GATHER: "collectives", Kind.REDUCE: "collectives", Kind.OFFLOAD: 
 
 @dataclass
 class _Messages:
-    """The messages of one channel, in the order of its sends."""
+    """The messages of one channel that have not been received, in the order of its sends."""
 
-    sent: list[tuple[float, float]] = field(default_factory=list)  # start, seconds
-    posted: list[float] = field(default_factory=list)
-    arrived: list[float] = field(default_factory=list)
-    received: int = 0
+    sent: deque[tuple[float, float]] = field(default_factory=deque)  # start, seconds
+    posted: deque[float] = field(default_factory=deque)
+    arrived: float = 0.0  # the time of the last one that was received
     waiting: int | None = None  # the rank that needs the next message
 
-    def deliver(self) -> bool:
-        """Whether another message has arrived."""
-        number = len(self.arrived)
-        while len(self.arrived) < min(len(self.sent), len(self.posted)):
-            start, seconds = self.sent[len(self.arrived)]
-            before = self.arrived[-1] if self.arrived else 0.0
-            self.arrived.append(max(start, self.posted[len(self.arrived)], before) + seconds)
-        return len(self.arrived) > number
+    def receive(self) -> float:
+        """The time at which the next message arrives."""
+        start, seconds = self.sent.popleft()
+        self.arrived = max(start, self.posted.popleft(), self.arrived) + seconds
+        return self.arrived
 
 
 def execute_lowered(lowered: Schedule, costs: Costs, aside: Mapping[Kind, Table] | None = None) -> Timeline:
@@ -44,6 +40,8 @@ def execute_lowered(lowered: Schedule, costs: Costs, aside: Mapping[Kind, Table]
     kind, by stage and segment. Raises ValueError if the costs do not fit, or if the schedule cannot run to its end."""
     costs.check(lowered.shape)
     aside, placement = aside or {}, lowered.shape.placement
+    parts = {Kind.F: (costs.f,), Kind.B: (costs.i, costs.w), Kind.I: (costs.i,), Kind.W: (costs.w,)}
+    messages = {Kind.SEND_F: costs.message_f, Kind.SEND_B: costs.message_b}
     queues: defaultdict[Channel, _Messages] = defaultdict(_Messages)
     channels = {  # by kind of message and stage
         key: queues[channel]
@@ -53,8 +51,7 @@ def execute_lowered(lowered: Schedule, costs: Costs, aside: Mapping[Kind, Table]
     runnable = list(range(len(lowered.ranks)))
 
     def run(rank: int, spans: list[Span]) -> Iterator[_Messages]:
-        """Runs a rank; yields the queue of each message that has not arrived."""
-        f, i, w = costs.f, costs.i, costs.w
+        """Runs a rank; yields the queue of each message that has not been sent."""
         now = 0.0
         lanes = dict.fromkeys(_LANES.values(), 0.0)  # the end of each
         parameters: dict[int, float] = {}  # the times at which those of a stage are complete
@@ -62,21 +59,17 @@ def execute_lowered(lowered: Schedule, costs: Costs, aside: Mapping[Kind, Table]
         for action in lowered.ranks[rank]:
             kind, stage, _, segment = action
             if kind in _COMPUTE:
-                queue = channels.get((_INPUT[kind], stage)) if kind is not Kind.W else None
-                if queue is not None:
-                    while len(queue.arrived) <= queue.received:
-                        yield queue
-                    now = max(now, queue.arrived[queue.received])
-                    queue.received += 1
-                if kind in (Kind.B, Kind.I):
-                    now = max(now, there.pop(action[1:], 0.0))
                 if kind is not Kind.W:
+                    if (queue := channels.get((_INPUT[kind], stage))) is not None:
+                        while not (queue.sent and queue.posted):
+                            yield queue
+                        now = max(now, queue.receive())
                     now = max(now, parameters.get(stage, 0.0))
-                if kind is Kind.F:
-                    end = now + f[stage][segment]
-                else:
-                    end = now + (w[stage][segment] if kind is Kind.W else i[stage][segment])
-                    end += w[stage][segment] if kind is Kind.B else 0.0
+                    if kind is not Kind.F:
+                        now = max(now, there.pop(action[1:], 0.0))
+                end = now
+                for table in parts[kind]:
+                    end += table[stage][segment]
                 spans.append(Span(action, now, end))
                 now = end
             elif kind in aside:
@@ -89,17 +82,14 @@ def execute_lowered(lowered: Schedule, costs: Costs, aside: Mapping[Kind, Table]
                     there[action[1:]] = end
                 if kind is Kind.OFFLOAD:  # waits for the one before it
                     now = start
-            elif (kind, stage) in channels:
+            elif kind in messages and (kind, stage) in channels:
                 queue = channels[kind, stage]
-                if kind is Kind.SEND_F:
-                    queue.sent.append((now, costs.message_f[stage][segment]))
-                elif kind is Kind.SEND_B:
-                    queue.sent.append((now, costs.message_b[stage][segment]))
-                else:
-                    queue.posted.append(now)
-                if queue.deliver() and queue.waiting is not None:
+                queue.sent.append((now, messages[kind][stage][segment]))
+                if queue.waiting is not None:
                     runnable.append(queue.waiting)
                     queue.waiting = None
+            elif (kind, stage) in channels:
+                channels[kind, stage].posted.append(now)
 
     spans: list[list[Span]] = [[] for _ in lowered.ranks]
     ranks = [run(rank, spans[rank]) for rank in runnable]

@@ -52,7 +52,7 @@ def test_latent_attention_counts_its_low_rank_projections():
 
 
 def test_attention_counts_the_pairs_that_the_mask_leaves():
-    (cost,) = analytic_costs(replace(GPT_7B, num_layers=1), [1], COUNT)
+    (cost,) = analytic_costs(replace(GPT_7B, num_layers=1), (1,), COUNT)
     seen = sum(query + 1 for query in range(40, 100))
     head = 2 * 4096 * 32768
     lookup = 2 * 4096
@@ -64,7 +64,7 @@ def test_attention_counts_the_pairs_that_the_mask_leaves():
 
 def test_recomputation_repeats_the_layers_but_not_the_ends():
     plain, recomputing, keeping = (
-        analytic_costs(replace(GPT_7B, num_layers=3), [1, 1, 1], COUNT, recompute)
+        analytic_costs(replace(GPT_7B, num_layers=3), (1, 1, 1), COUNT, recompute)
         for recompute in ("none", "full", "all but attention")
     )
     first, middle, last = (cost.forward(0, 10) for cost in plain)
@@ -77,7 +77,7 @@ def test_recomputation_repeats_the_layers_but_not_the_ends():
 
 def test_short_segments_are_slow_on_a_cpu():
     attention_only = replace(CPU_CORE, matmul_efficiency=1e30, memory_bandwidth=1e30, kernel_latency=0)
-    (cost,) = analytic_costs(replace(GPT_7B, num_layers=1), [1], attention_only)
+    (cost,) = analytic_costs(replace(GPT_7B, num_layers=1), (1,), attention_only)
     per_pair = {n: cost.total(10000, 10000 + n) / (n * (20001 + n) / 2) for n in (100, 191, 192, 767, 768, 4096)}
     assert per_pair[192] / per_pair[768] == pytest.approx(1.35)
     assert per_pair[191] / per_pair[768] == pytest.approx(2.3)
@@ -86,7 +86,7 @@ def test_short_segments_are_slow_on_a_cpu():
 
 def test_slowest_is_the_highest_of_all_stages_for_every_segment():
     # The last stage leads where the head dominates, the first, with more layers, where the prefix is long.
-    costs = analytic_costs(replace(GPT_7B, vocab_size=400000), [18, 14], A100)
+    costs = analytic_costs(replace(GPT_7B, vocab_size=400000), (18, 14), A100)
     pace = bottleneck_time(costs)
     segments = [(0, 128), (1000, 3000), (60000, 65536), (131072, 262144)]
     assert [pace(*segment) for segment in segments] == [max(c.total(*segment) for c in costs) for segment in segments]
