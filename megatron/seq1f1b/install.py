@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-_log = logging.getLogger(__name__)
-
 # Versions of megatron-core that were seen to train.
 TESTED = ("0.19.0", "0.19.1", "0.19.2")
 
@@ -93,7 +91,7 @@ def check_version(version: str) -> None:
     if tuple(map(int, re.findall(r"\d+", version)[:2])) < (0, 19):
         raise ImportError(f"megatron.seq1f1b needs megatron-core 0.19 and found {version}; it is {tested}")
     if version not in TESTED:
-        warn_on_rank_0(_log, f"megatron-core {version} was never tried with megatron.seq1f1b, which is {tested}")
+        warn_on_rank_0(f"megatron-core {version} was never tried with megatron.seq1f1b, which is {tested}")
 
 
 def _silence_imports() -> None:
@@ -128,9 +126,8 @@ def validate(args: Namespace) -> PipelineConfig:
 def _configured(costs: RunCosts) -> PipelineConfig:
     """The configuration of our parsed flags; rank 0 logs consequences that the user may not expect."""
     config = make_config(costs.flags, costs.run, costs)
-    if is_rank_0():
-        for sentence in advice(config, costs):
-            _log.warning("%s.", sentence)
+    for sentence in advice(config, costs):
+        warn_on_rank_0(f"{sentence}.")
     return config
 
 
@@ -215,7 +212,7 @@ class Overlay:
 
         self.config = config
         rows: list[Patch] = []
-        if config.places_chunks_in_a_v:
+        if config.schedule is not None and config.schedule.placement == "v":
             rows += v_chunks.patches()
         if config.flags.partition_state:
             rows += partitioned_state.patches() + partitioned_state.patches_of_training_loop()
@@ -237,7 +234,7 @@ class Overlay:
         if config.schedule is None:
             return trace(self._upstream(*args, **kwargs))
         executor = training_executor(config, parsed, lambda: get_tokenizer().eod)
-        if config.moves_activations and not parsed.dry_run:
+        if (config.offloads or config.schedule.has_moves) and not parsed.dry_run:
             rate = executor.host_rate()
             if is_rank_0():
                 print(copies_summary(config, RunCosts(parsed, config.run), rate), flush=True)

@@ -103,18 +103,18 @@ def test_documents_of_a_batch_are_kept_apart(launch, megatrons_own, masked, pack
     "options, packed, sentence",
     [
         ({"partition_state": True}, None, r"partition_state needs DistributedDataParallelConfig\("),
-        ({"sequence_splits": 60}, None, "sequence_splits 60 leaves empty segments: seq_length 56 has only 56 pieces"),
+        ({"sequence_splits": 60}, None, "--sequence-splits 60 leaves empty segments: --seq-length 56 has only 56 pieces"),
         (
             {"sequence_splits": 3},
             "mask",
             "the attention mask in the batch of micro-batch 0 is not plain causal attention.*; "
-            "for packed documents give keep_documents_apart, or drop sequence_splits",
+            "for packed documents give .* in a program keep_documents_apart, or drop --sequence-splits",
         ),
         (
             {"sequence_splits": 3},
             "cu_seqlens",
             "the model got packed_seq_params, but segments attend across documents.*; "
-            "for packed documents give keep_documents_apart, or drop sequence_splits",
+            "for packed documents give .* in a program keep_documents_apart, or drop --sequence-splits",
         ),
     ],
 )

@@ -9,7 +9,7 @@ import pytest
 from megatron.core import package_info
 
 import megatron.seq1f1b
-from megatron.seq1f1b.install import check_version
+from megatron.seq1f1b.install import check_version, install
 from support.patience import patient
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,6 +28,11 @@ def test_a_megatron_that_nobody_has_tried_is_one_warning(caplog, version, lines)
     check_version(version)
     assert caplog.text.count(f"megatron-core {version} was never tried with megatron.seq1f1b") == lines
     assert len(caplog.records) == lines
+
+
+def test_a_wrong_keyword_of_a_program_is_one_sentence():
+    with pytest.raises(ValueError, match="^unrecognized arguments: --sequence-split 2 .did you mean --sequence-splits"):
+        install(sequence_split=2)
 
 
 def test_on_a_cpu_the_imports_of_megatron_are_silent():

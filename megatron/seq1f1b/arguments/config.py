@@ -46,16 +46,6 @@ class PipelineConfig:
         return packs_of_step(lengths, self.flags.unit_tokens, self.run.segment_multiple, replicas, work, alike)
 
     @property
-    def moves_activations(self) -> bool:
-        """Whether activations go to the host, by the flags or by a schedule from a file."""
-        return self.offloads > 0 or (self.schedule is not None and self.schedule.has_moves)
-
-    @property
-    def places_chunks_in_a_v(self) -> bool:
-        """Whether Megatron has to build V-shaped chunks instead of its looped ones."""
-        return self.schedule is not None and self.schedule.placement == "v"
-
-    @property
     def follows_documents(self) -> bool:
         """Whether our schedule keeps attention within the documents of packed sequences, whatever a batch's masks."""
         settings = self.run.settings

@@ -2,39 +2,28 @@
 
 import argparse
 import difflib
-import logging
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from math import inf
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NoReturn
 
 from ..partition import STRATEGIES
 from ..process.ranks import warn_on_rank_0
 from ..schedule import FAMILY_NAMES, PLACEMENTS, splitting_families
 
-_log = logging.getLogger(__name__)
-
 # The value of a flag for which we choose the best value.
 AUTO = "auto"
 
-# Spellings of the authors' Megatron and of Megatron-LM's pull request 3116, which mean equal lengths by default.
+# Flags of the authors' Megatron and of Megatron-LM's pull request 3116: those that mean equal lengths by default, and
+# those that Megatron lacks.
 EQUAL_SPLITS = ("--pipe-sp-splits", "--chunked-pipeline-model-parallel-splits")
-
-# Flags of the authors' Megatron and of that request that Megatron lacks.
 _REMOVED = (
     *("--no-async-tensor-model-parallel-allreduce", "--DDP-impl", "--data-impl"),
     "--moe-load-balancing-loss-mode-for-chunked-sequence",
 )
-
-# Flags of Megatron with other names in a program.
-_IN_A_PROGRAM: Mapping[str, str] = MappingProxyType(
-    {"fp8_format": "fp8", "num_experts": "num_moe_experts", "reset_attention_mask": "keep_documents_apart"}
-)
-_FLAG = re.compile(r"(?<![\w-])--([a-z][a-z0-9-]+)")
 
 
 def value(
@@ -63,19 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "Cut each sequence into segments and schedule those, for smaller pipeline bubbles and less activation memory. "
         "Without these flags Megatron's own schedules run untouched. docs/flags.md has more on each.",
     )
-    _add_flags(group.add_argument)
-    parser.set_defaults(means_equal_lengths=False)
-    hidden: dict[str, Any] = dict.fromkeys(("dest", "default", "help"), argparse.SUPPRESS)
-    for flag in _REMOVED:
-        if flag not in parser._option_string_actions:
-            group.add_argument(flag, action=_Removed, nargs="*", **hidden)
-    for action in parser._actions:  # Megatron 0.19 has a bare percent sign in a help text, so --help fails
-        action.help = action.help and re.sub(r"(?<!%)%(?![%(])", "%%", action.help)
-    parser.error = partial(refuse, parser)  # type: ignore[method-assign]
-    return parser
-
-
-def _add_flags(add: Callable[..., Any]) -> None:
+    add = group.add_argument
     count = value(int, lambda number: number >= 1, "neither a number of segments nor 'auto'", AUTO)
     tokens = value(int, lambda number: number >= 1, "no number of tokens")
     iteration = value(int, lambda number: number >= 1, "no iteration, which are counted from 1")
@@ -120,13 +97,22 @@ def _add_flags(add: Callable[..., Any]) -> None:
     text = "Memory of a GPU that --dry-run compares with. Default: 80."
     add("--device-memory", type=size, default=80.0, metavar="GIB", help=text)
     add("--dry-run-output", type=Path, metavar="DIR", help="Write what --dry-run finds to DIR, with a picture.")
+    parser.set_defaults(means_equal_lengths=False)
+    hidden: dict[str, Any] = dict.fromkeys(("dest", "default", "help"), argparse.SUPPRESS)
+    for flag in _REMOVED:
+        if flag not in parser._option_string_actions:
+            add(flag, action=_Removed, nargs="*", **hidden)
+    for action in parser._actions:  # Megatron 0.19 has a bare percent sign in a help text, so --help fails
+        action.help = action.help and re.sub(r"(?<!%)%(?![%(])", "%%", action.help)
+    parser.error = partial(refuse, parser)  # type: ignore[method-assign]
+    return parser
 
 
 class _Removed(argparse.Action):
     """Accepts a flag without effect, so that old launch scripts run, and warns once."""
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option: str | None = None) -> None:
-        warn_on_rank_0(_log, f"{option} has no effect and can be dropped: Megatron lacks it")
+        warn_on_rank_0(f"{option} has no effect and can be dropped: Megatron lacks it")
 
 
 class _Splits(argparse.Action):
@@ -150,22 +136,4 @@ def parse_options(options: Mapping[str, Any]) -> argparse.Namespace:
     for name, given in options.items():
         values = given if isinstance(given, (list, tuple)) else [] if given is True else [given]
         words += f"--{name.replace('_', '-')}", *map(str, values)
-    with keywords_in_errors():
-        return add_arguments(argparse.ArgumentParser(allow_abbrev=False, add_help=False)).parse_args(words)
-
-
-@contextmanager
-def keywords_in_errors() -> Iterator[None]:
-    """Re-raises a ValueError from inside with every flag in its sentence replaced by the keyword of the same name."""
-
-    def keyword(flag: re.Match[str]) -> str:
-        name = flag[1].replace("-", "_")
-        return _IN_A_PROGRAM.get(name, name)
-
-    try:
-        yield
-    except ValueError as error:
-        sentence = _FLAG.sub(keyword, str(error))
-        if sentence == str(error):
-            raise
-        raise ValueError(sentence).with_traceback(error.__traceback__) from None
+    return add_arguments(argparse.ArgumentParser(allow_abbrev=False, add_help=False)).parse_args(words)

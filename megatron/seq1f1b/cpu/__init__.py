@@ -5,12 +5,9 @@ for each row.
 """
 
 import argparse
-import logging
 from collections.abc import Sequence
 
 from ..process.ranks import warn_on_rank_0
-
-_log = logging.getLogger(__name__)
 
 
 def wanted(argv: Sequence[str]) -> bool:
@@ -28,7 +25,7 @@ def wanted(argv: Sequence[str]) -> bool:
     if device == "cuda":
         raise ValueError("--device cuda was given, but no GPU is visible; try --device cpu")
     if device == "auto":  # the real parser reports any other value
-        warn_on_rank_0(_log, "No GPU is visible: training on the CPU with gloo (--device cpu).")
+        warn_on_rank_0("No GPU is visible: training on the CPU with gloo (--device cpu).")
     return device == "auto"
 
 

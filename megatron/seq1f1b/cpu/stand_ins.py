@@ -2,7 +2,6 @@
 
 import ctypes
 import functools
-import logging
 import os
 import resource
 import sys
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from ..process.ranks import warn_on_rank_0
 
 _CLEAR_REFS = Path("/proc/self/clear_refs")
-_tell_once = functools.cache(functools.partial(warn_on_rank_0, logging.getLogger(__name__)))  # scripts may parse twice
+_tell_once = functools.cache(warn_on_rank_0)  # scripts may parse twice
 
 
 def nothing(*args, **kwargs):

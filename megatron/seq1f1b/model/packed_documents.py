@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-KEEP_APART = "for packed documents give --reset-attention-mask"
+KEEP_APART = "for packed documents give --reset-attention-mask, or in a program keep_documents_apart"
 
 _ROWS_AT_ONCE = 1024  # of a mask
 

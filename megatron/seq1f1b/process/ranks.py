@@ -30,10 +30,10 @@ def is_rank_0() -> bool:
     return rank() == 0
 
 
-def warn_on_rank_0(log: logging.Logger, message: str) -> None:
+def warn_on_rank_0(message: str) -> None:
     """Log a sentence once in a job, as a warning, which Python shows even before logging is set up."""
     if is_rank_0():
-        log.warning(message)
+        logging.getLogger("megatron.seq1f1b").warning(message)
 
 
 def results_queue(usual_mode: str, _: Any, mp_mode: str | None = None) -> Any:

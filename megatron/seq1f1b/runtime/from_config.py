@@ -1,7 +1,6 @@
 """Builds the function that runs a step from a PipelineConfig: our interpreter, or Megatron's own schedule with a
 trace."""
 
-import logging
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from megatron.core.utils import get_model_config
 
-from ..arguments import MegatronRun, PipelineConfig, is_on_cpu, keywords_in_errors, run_of_program
+from ..arguments import MegatronRun, PipelineConfig, is_on_cpu, run_of_program
 from ..model import PIECE, Documents
 from ..model.kernels import AttentionRule, KernelChoice
 from ..process.ranks import warn_on_rank_0
@@ -22,12 +21,10 @@ from .segmentation import Segmentation
 from .tracer import Tracer, run_traced
 from .v_chunks import in_forward_step
 
-_log = logging.getLogger(__name__)
-
 
 def training_executor(config: PipelineConfig, args: Namespace, end_of_document: Callable[[], int]) -> PipelineExecutor:
     """The executor for Megatron's training loop and `args`; `end_of_document()` is the token that ends a document."""
-    around_forward = partial(_segment_in_a_v if config.places_chunks_in_a_v else segment_of, args)
+    around_forward = partial(_segment_in_a_v if config.schedule.placement == "v" else segment_of, args)
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
     return _executor(config, end_of_document, around_forward=around_forward, timeout=timeout, reports_on_last_rank=True)
 
@@ -61,16 +58,15 @@ class ProgramExecutor:
         self._training_steps = 0
 
     def __call__(self, *, model: Any, num_microbatches: int, seq_length: int | None = None, **step: Any) -> list[Any]:
-        with keywords_in_errors():
-            of_model = get_model_config(model[0] if isinstance(model, list) else model)
-            if not any(of_model is each for each in self._checked):
-                size = step.get("micro_batch_size")
-                run = run_of_program(model, num_microbatches, seq_length, size, self._keep_documents_apart)
-                config = self._configure(run)
-                self._run = self._run or traced(_executor(config), config, lambda: self._training_steps)
-                self._checked.append(of_model)
-            self._training_steps += not step.get("forward_only", False)
-            return self._run(model=model, num_microbatches=num_microbatches, seq_length=seq_length, **step)
+        of_model = get_model_config(model[0] if isinstance(model, list) else model)
+        if not any(of_model is each for each in self._checked):
+            size = step.get("micro_batch_size")
+            run = run_of_program(model, num_microbatches, seq_length, size, self._keep_documents_apart)
+            config = self._configure(run)
+            self._run = self._run or traced(_executor(config), config, lambda: self._training_steps)
+            self._checked.append(of_model)
+        self._training_steps += not step.get("forward_only", False)
+        return self._run(model=model, num_microbatches=num_microbatches, seq_length=seq_length, **step)
 
 
 def traced(function: Callable, config: PipelineConfig, iteration_now: Callable[[], int]) -> Callable:
@@ -95,7 +91,7 @@ def _executor(
     flags, costs = config.flags, config.partition.costs.of_actions if config.run.has_sizes else None
     segments = f"segments: {config.num_segments}"
     units = segments if flags.unit_tokens is None else f"units of at most {flags.unit_tokens} tokens"
-    warn_on_rank_0(_log, f"steps are run by megatron.seq1f1b: {config.schedule.name}, {units}")
+    warn_on_rank_0(f"steps are run by megatron.seq1f1b: {config.schedule.name}, {units}")
     segmentation, piece = _segmentation(config, end_of_document), None if flags.keep_logits else PIECE
     executor = PipelineExecutor(config.schedule, segmentation, costs, piece=piece, **options)
     executor.programs.offloaded = config.offloads

@@ -1,7 +1,6 @@
 """The program of one rank in a step: its lowered actions, and what follows from them."""
 
 import gc
-import logging
 from collections.abc import Sequence
 from functools import lru_cache, partial
 
@@ -20,8 +19,6 @@ from ..schedule import (
     units_to_move,
     with_moves,
 )
-
-_log = logging.getLogger(__name__)
 
 # The actions that remain in an evaluation; the order on every channel stays the same.
 _FORWARD_KINDS = (Kind.RECV_F, Kind.F, Kind.SEND_F)
@@ -84,7 +81,7 @@ class Programs:
                 actions = lower_rank(named.plan(shape, lengths, None), rank, self._one_queue, in_turn)
                 return Program([action for action in actions if action.kind in _FORWARD_KINDS], is_partitioned)
             if self._choice.is_planned and shape.num_stages * shape.num_units > _MANY_FORWARDS:
-                warn_on_rank_0(_log, f"Planning the order of a step on {shape}; the first step begins after that.")
+                warn_on_rank_0(f"Planning the order of a step on {shape}; the first step begins after that.")
             actions = lower_rank(self._plan(shape, lengths), rank, self._one_queue, in_turn)
             if self.offloaded:
                 order = [action for action in actions if action.kind in COMPUTE_KINDS]

@@ -1,6 +1,5 @@
 """Wrappers of functions of Megatron's training loop."""
 
-import logging
 import re
 import shutil
 from argparse import Namespace
@@ -19,8 +18,6 @@ from megatron.core.datasets.utils import Split
 from ..process.patches import Patch, wrapping
 from ..process.ranks import warn_on_rank_0
 from .tracer import Reading
-
-_log = logging.getLogger(__name__)
 
 _LINE = re.compile(
     r" iteration +(?P<iteration>\d+)/.* elapsed time per iteration \(ms\): (?P<milliseconds>\S+) \|"
@@ -129,7 +126,7 @@ class TrainingLoop:
         """Megatron's loop saves after a loss that is not a number, even without --save."""
         folder = self._args().save
         if folder is None:
-            warn_on_rank_0(_log, f"nothing is saved of iteration {iteration}, since --save is not given")
+            warn_on_rank_0(f"nothing is saved of iteration {iteration}, since --save is not given")
             return
         try:
             upstream(iteration, *rest, **more)
@@ -174,7 +171,7 @@ def _is_left_out(kind: Any, arguments: tuple) -> bool:
     )
     if split is Split.train:
         raise ValueError(reason)
-    warn_on_rank_0(_log, f"{reason}. There is no {split.name} part.")
+    warn_on_rank_0(f"{reason}. There is no {split.name} part.")
     return True
 
 

@@ -327,7 +327,7 @@ def test_activations_move_to_the_host_where_they_can():
     assert pipeline_config(parsed("--pipeline-schedule", "gpipe", "--offload-activations", "0.5")).offloads == 0.5
     assert parse_options({"offload_activations": 1}).offload_activations == 1
     for wrong in ("1.5", "-1", "nan", "half"):
-        with pytest.raises(ValueError, match=f"offload_activations: '{wrong}' is neither a fraction from 0 to 1 nor"):
+        with pytest.raises(ValueError, match=f"--offload-activations: '{wrong}' is neither a fraction from 0 to 1 nor"):
             parse_options({"offload_activations": wrong})
 
 

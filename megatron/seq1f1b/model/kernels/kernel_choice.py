@@ -1,7 +1,6 @@
 """The choice of a kernel for a layer, by Megatron's own flags for attention."""
 
-import logging
-from functools import cache, partial
+from functools import cache
 
 import torch
 import torch.nn.attention
@@ -13,8 +12,6 @@ from .flash import CpuFlash, CudaFlash, FlashAttention4, why_not_3
 from .interface import AttentionRule, Kernel
 from .transformer_engine import TransformerEngineFused
 from .unfused import Unfused
-
-_log = logging.getLogger(__name__)
 
 _LARGEST_HEAD = 256  # of fused kernels on GPUs
 _HEAD_MULTIPLE = 8  # of head sizes of fused kernels on GPUs
@@ -38,7 +35,7 @@ class KernelChoice:
         self._has_dropout = has_dropout
         self._chosen = cache(self._choose)
         self._version = cache(self._best_version)
-        self._warn_once = cache(partial(warn_on_rank_0, _log))
+        self._warn_once = cache(warn_on_rank_0)
 
     def kernel(self, rule: AttentionRule, query: Tensor, value: Tensor) -> Kernel:
         """The kernel of `rule` for queries [n, b, h, d] and values [m, b, g, e]."""
