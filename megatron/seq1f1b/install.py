@@ -34,9 +34,8 @@ TESTED = ("0.19.0", "0.19.1", "0.19.2")
 
 
 def install(add_flags: bool = False, keep_documents_apart: bool = False, **flags: Any) -> None:
-    """Make Megatron in this process run our schedules; best called before a program imports Megatron.
-
-    Calling it again does nothing, and raises ValueError with other keywords. See docs/library.md.
+    """Make Megatron in this process run our schedules; best called before a program imports Megatron. A second call
+    does nothing. Raises ValueError for unknown keywords, or others than before, and ImportError for an old Megatron.
 
     A script with Megatron's arguments adds our flags to its parser and calls `validate`. With `add_flags` this happens
     in every script that has Megatron parse its arguments and calls `pretrain`. With `--dry-run` it rehearses.
@@ -44,11 +43,9 @@ def install(add_flags: bool = False, keep_documents_apart: bool = False, **flags
     A program without megatron.training passes our `flags` as keywords: `install(sequence_splits=4)`. Megatron's
     `get_forward_backward_func` then returns our schedule (1f1b if none is named); its first step raises ValueError for
     what is unsupported. With `pipeline_placement="v"` rank r of P holds the stages r and 2P-1-r as its chunks. With
-    `keep_documents_apart` no token sees another document of its sequence; the `cu_seqlens` or the boolean
-    `attention_mask` [b, 1, s, s] of a batch mark where documents start.
+    `keep_documents_apart` no token sees another document of its sequence (docs/library.md).
 
-    Without a GPU, or with `--device cpu`, Megatron moves to the CPU. Raises ValueError for an unknown keyword, and
-    ImportError for a version of Megatron that does not fit.
+    Without a GPU, or with `--device cpu`, Megatron moves to the CPU.
     """
     keywords = flags | ({"keep_documents_apart": True} if keep_documents_apart else {})
     if (before := _installed()) is not None:
@@ -124,7 +121,7 @@ def validate(args: Namespace) -> PipelineConfig:
 
 
 def _configured(costs: RunCosts) -> PipelineConfig:
-    """The configuration of our parsed flags; rank 0 logs consequences that the user may not expect."""
+    """The configuration of our parsed flags; rank 0 logs what the user may not expect of it."""
     config = make_config(costs.flags, costs.run, costs)
     for sentence in advice(config, costs):
         warn_on_rank_0(f"{sentence}.")
@@ -140,8 +137,7 @@ def pipeline_config() -> PipelineConfig:
 
 
 def use_segment_attention(model: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
-    """Give the local self-attention layers of the model chunks our attention, for Megatron's own schedules, too.
-    Returns the chunks as a list, as Megatron's `pre_wrap_hooks` do."""
+    """Give the local self-attention layers of the model chunks our attention; one of Megatron's `pre_wrap_hooks`."""
     from .model import use_segment_attention
 
     return use_segment_attention(model)
@@ -164,14 +160,13 @@ def local_hybrid_spec(config: TransformerConfig) -> ModuleSpec:
 
 
 class Overlay:
-    """Replaces Megatron's choice of a schedule by ours, with one configuration and one executor."""
+    """Replaces Megatron's choice of a schedule by ours, with one configuration and one executor; `keywords` are those
+    of `install`."""
 
     def __init__(self, upstream: Callable, patches: ExitStack, keywords: Mapping[str, Any] | None = None) -> None:
+        self._upstream, self.patches, self.keywords = upstream, patches, keywords or {}
         self.config: PipelineConfig | None = None
         self.executor: Callable | None = None
-        self.patches = patches
-        self.keywords = keywords or {}  # of `install` in a program
-        self._upstream = upstream
 
     def patches_of_programs(self, options: Namespace, keep_documents_apart: bool) -> list[Patch]:
         """The patches for a program without Megatron's arguments, which has an executor at once."""
@@ -184,8 +179,7 @@ class Overlay:
         return list(partitioned_state.patches()) if options.partition_state else []
 
     def patches_of_scripts(self, net: Net, add_flags: bool) -> list[Patch]:
-        """The patches for a script with Megatron's arguments; with `add_flags` for one that neither has our flags nor
-        calls `validate`."""
+        """The patches for a script with Megatron's arguments, with `add_flags` for one without our flags."""
         from .runtime.training_loop import TrainingLoop
 
         def parse(upstream: Callable, own_flags: Callable | None = None, *args: Any, **more: Any) -> Namespace:

@@ -103,7 +103,11 @@ def test_documents_of_a_batch_are_kept_apart(launch, megatrons_own, masked, pack
     "options, packed, sentence",
     [
         ({"partition_state": True}, None, r"partition_state needs DistributedDataParallelConfig\("),
-        ({"sequence_splits": 60}, None, "--sequence-splits 60 leaves empty segments: --seq-length 56 has only 56 pieces"),
+        (
+            {"sequence_splits": 60},
+            None,
+            "--sequence-splits 60 leaves empty segments: --seq-length 56 has only 56 pieces",
+        ),
         (
             {"sequence_splits": 3},
             "mask",

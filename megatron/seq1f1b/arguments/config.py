@@ -10,7 +10,7 @@ from ..schedule import ScheduleChoice, read_csv
 from .flags import AUTO
 from .megatron_run import MegatronRun, is_on_cpu
 from .sequence_partition import Predictions, SequencePartition
-from .supported import Use, first_unsupported, packs_documents, segments_are_possible, unsupported
+from .supported import Use, first_unsupported, packs_documents, unsupported
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,7 @@ class PipelineConfig:
     @property
     def follows_documents(self) -> bool:
         """Whether our schedule keeps attention within the documents of packed sequences, whatever a batch's masks."""
-        settings = self.run.settings
-        return self.schedule is not None and packs_documents(settings) and segments_are_possible(settings)
+        return self.schedule is not None and packs_documents(self.run.settings) and self._segments_are_possible
 
     def in_force(self) -> dict[str, Any]:
         """Resolved flags, by name, to write back to parsed arguments; empty under Megatron's own schedule."""
@@ -72,7 +71,11 @@ class PipelineConfig:
         is_transformer_engines = settings["transformer_impl"] != "local" and not is_on_cpu(self.flags)
         if is_transformer_engines or settings["attention_backend"].name == "local":
             return False
-        return segments_are_possible(settings) and not packs_documents(settings)
+        return self._segments_are_possible and not packs_documents(settings)
+
+    @property
+    def _segments_are_possible(self) -> bool:
+        return not any(unsupported(self.run.settings, {Use.SEGMENTS}))
 
 
 def refuse_unsupported(flags: argparse.Namespace, settings: Mapping[str, Any]) -> None:

@@ -31,7 +31,8 @@ _NAMES = {
 @dataclass(frozen=True)
 class MegatronRun:
     """The sizes of one training run of Megatron's, and its `settings` by the names of Megatron's arguments; a missing
-    one is off. `layers_per_stage` counts transformer layers by depth; it is empty for a model of unknown sizes."""
+    one is off. `layers_per_stage` counts transformer layers by depth and is empty for a model of unknown sizes. Segment
+    lengths are multiples of `segment_multiple`."""
 
     settings: Mapping[str, Any]
     layers_per_stage: tuple[int, ...]
@@ -85,7 +86,7 @@ def run_of_program(
         "virtual_pipeline_model_parallel_size": len(chunks),
         "group_query_attention": fields.get("num_query_groups") != fields.get("num_attention_heads"),
         # The configuration has the default, whichever layers the model has.
-        "transformer_impl": "transformer_engine" if any(map(_has_transformer_engine, chunks)) else "local",
+        "transformer_impl": "transformer_engine" if _have_transformer_engine(chunks) else "local",
         "distributed_backend": dist.get_backend(),
         "micro_batch_size": micro_batch_size,
         "seq_length": seq_length or 0,  # left out where no message is sent
@@ -96,13 +97,18 @@ def run_of_program(
     return run_of_settings(settings, num_microbatches)
 
 
-def _has_transformer_engine(chunk: "Module") -> bool:
-    return any("transformer_engine" in kind.__module__ for part in chunk.modules() for kind in type(part).__mro__)
+def _have_transformer_engine(chunks: "list[Module]") -> bool:
+    kinds = {type(part) for chunk in chunks for part in chunk.modules()}
+    return any("transformer_engine" in parent.__module__ for kind in kinds for parent in kind.__mro__)
 
 
 def run_of_settings(settings: Mapping[str, Any], num_microbatches: int) -> MegatronRun:
     """The run of settings by the names of Megatron's arguments."""
     ways = settings.get("cp_comm_type") or "p2p"  # Transformer Engine's default
+    tensor = settings["tensor_model_parallel_size"] if settings["sequence_parallel"] else 1
+    if settings.get("fp8") and (block := BLOCKS.get(settings.get("fp8_recipe") or "")):  # stays whole in a segment
+        sequences = (settings.get(f"{of}micro_batch_size") or block for of in ("", "eval_"))
+        tensor *= block // gcd(block, *sequences)
     return MegatronRun(
         settings=MappingProxyType({**settings, "cp_comm_type": ways}),
         layers_per_stage=layers_per_stage(settings) if settings.get("padded_vocab_size") is not None else (),
@@ -112,17 +118,8 @@ def run_of_settings(settings: Mapping[str, Any], num_microbatches: int) -> Megat
         pipeline_parallel_size=settings["pipeline_model_parallel_size"],
         num_chunks=settings.get("virtual_pipeline_model_parallel_size") or 1,
         tensor_parallel_size=settings["tensor_model_parallel_size"],
-        segment_multiple=_segment_multiple(settings),
+        segment_multiple=segment_multiple(tensor, settings.get("context_parallel_size") or 1),
     )
-
-
-def _segment_multiple(settings: Mapping[str, Any]) -> int:
-    """The number that segment lengths are multiples of; in 8 bits, a block of tokens that share a scale stays whole."""
-    tensor = settings["tensor_model_parallel_size"] if settings["sequence_parallel"] else 1
-    if settings.get("fp8") and (block := BLOCKS.get(settings.get("fp8_recipe") or "")):
-        sequences = (settings.get(f"{of}micro_batch_size") or block for of in ("", "eval_"))
-        tensor *= block // gcd(block, *sequences)
-    return segment_multiple(tensor, settings.get("context_parallel_size") or 1)
 
 
 def layers_per_stage(settings: Mapping[str, Any]) -> tuple[int, ...]:
@@ -139,7 +136,6 @@ def layers_per_stage(settings: Mapping[str, Any]) -> tuple[int, ...]:
     if len(parts) > 1:
         return tuple(map(len, parts))
     first, last = (settings.get(f"decoder_{end}_pipeline_num_layers") for end in ("first", "last"))
-    # An embedding or a loss may count as a layer.
     embedding, loss = (bool(settings.get(f"account_for_{part}_in_pipeline_split")) for part in ("embedding", "loss"))
     rest = settings["num_layers"] + embedding + loss - (first or 0) - (last or 0)
     usual = rest // max(1, num_ranks - (first is not None) - (last is not None))
@@ -160,8 +156,7 @@ def stages_of_layout(layout: str) -> list[str]:
 
 def hybrid_stages(settings: Mapping[str, Any]) -> list[str]:
     """The layer symbols of each stage, or of the whole model if the pattern has no stages."""
-    decoder = (settings.get("hybrid_layer_pattern") or "").split("/")[0]
-    return decoder.split("|")
+    return (settings.get("hybrid_layer_pattern") or "").split("/")[0].split("|")
 
 
 def is_on_cpu(flags: Namespace) -> bool:

@@ -1,8 +1,7 @@
 """The net under a program: an exception that ends it is one sentence on rank 0, and ends all ranks.
 
 The sentence has the current operation, the words of the exception, and the file with its traceback, unless we found the
-mistake. After the first step the rank that failed first prints its traceback instead. A rank that ends because of
-another prints nothing.
+mistake. After the first step, the rank that failed first prints its traceback instead; all others print nothing.
 """
 
 import atexit
@@ -17,8 +16,10 @@ import traceback
 from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
 from enum import Enum
+from functools import partial
 from types import FrameType, MappingProxyType, TracebackType
 from typing import Any, TextIO
 
@@ -138,21 +139,18 @@ def say(sentence: str, trace: str | None = None, stream: TextIO | None = None) -
 
 def _written(trace: str) -> str:
     """The file with a traceback; a full disk must not hide the sentence."""
+    new = partial(tempfile.NamedTemporaryFile, "w", prefix="seq1f1b-traceback-", suffix=".txt", delete=False)
     for folder in (os.getcwd, tempfile.gettempdir):
-        try:
-            with tempfile.NamedTemporaryFile(
-                "w", dir=folder(), prefix="seq1f1b-traceback-", suffix=".txt", delete=False
-            ) as file:
-                file.write(trace)
-            return file.name
-        except OSError:
-            continue
+        with suppress(OSError), new(dir=folder()) as file:
+            file.write(trace)
+            return str(file.name)
     return "no file, since none can be written"
 
 
 def is_mistake(error: BaseException) -> bool:
     """Whether this package or the script itself raised the error, so that its words are the sentence."""
-    module = next((frame.f_globals.get("__name__", "") for frame in reversed(_frames(error))), "")
+    frames = _frames(error)
+    module = frames[-1].f_globals.get("__name__", "") if frames else ""
     is_ours = module in _SCRIPTS or module.startswith("megatron.seq1f1b.")
     return isinstance(error, KeyboardInterrupt) or is_ours and isinstance(error, (ValueError, ImportError))
 

@@ -334,8 +334,3 @@ def first_unsupported(settings: Settings, uses: Collection[Use]) -> str | None:
     """One sentence, without its full stop, on the first feature that is not supported; None if all are."""
     row = next(unsupported(settings, uses), None)
     return row and f"{row.feature} {row.because}; {row.way_out}"
-
-
-def segments_are_possible(settings: Settings) -> bool:
-    """Whether our attention for segments can replace the model's own."""
-    return first_unsupported(settings, {Use.SEGMENTS}) is None

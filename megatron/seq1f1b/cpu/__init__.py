@@ -1,8 +1,4 @@
-"""Megatron on a machine without a GPU: CPU tensors, gloo, and nothing else changed.
-
-Nothing here is active until `activate` is called. It binds one table, `REDIRECTS` in redirects.py, which has a reason
-for each row.
-"""
+"""Megatron on a machine without a GPU, once `activate` is called: one table, `REDIRECTS`, has all that is changed."""
 
 import argparse
 from collections.abc import Sequence
@@ -30,8 +26,7 @@ def wanted(argv: Sequence[str]) -> bool:
 
 
 def activate() -> None:
-    """Make Megatron run on CPU tensors and gloo from now on; best called before Megatron is imported, since the import
-    compiles its fused functions."""
+    """Make Megatron run on CPU tensors and gloo from now on; best before it is imported, which compiles functions."""
     if not is_active():
         from . import redirects  # imports torch, which takes seconds
 

@@ -121,12 +121,9 @@ def _in_chunks(x, chunk):
 
 
 def _recurrence(q, k, written, g, state, erased=None):
-    """The outputs [b, n, h, e] and the last state [b, h, d, e] of
-
-        S_t = exp(g_t) S_{t−1} + k_t w_tᵀ,    o_t = S_tᵀ q_t,    w_t = written_t − S₀ᵀ erased_t
-
-    for chunks [b, h, chunks, chunk, ...]. g is summed up within each chunk; S₀ is the state before it.
-    """
+    """The outputs [b, n, h, e] and the last state [b, h, d, e] of S_t = exp(g_t) S_{t−1} + k_t w_tᵀ, o_t = S_tᵀ q_t for
+    chunks [b, h, chunks, chunk, ...], with w_t = written_t − S₀ᵀ erased_t. g is summed up within each chunk; S₀ is the
+    state before it."""
     within = (q @ k.mT) * _decay(g)
     from_state = q * g.exp().unsqueeze(-1)
     to_state = k * (g[..., -1:] - g).exp().unsqueeze(-1)

@@ -1,8 +1,5 @@
-"""The table of everything that training on a CPU redirects, in torch and in Megatron.
-
-Each reason ends with what the redirect hides (errors that could occur on a GPU but not on a CPU), and where that is
-covered.
-"""
+"""The table of all that training on a CPU redirects, in torch and in Megatron. Each reason ends with the errors of a
+GPU that the redirect hides, and where these are covered."""
 
 import contextlib
 import importlib

@@ -76,8 +76,7 @@ def peak_resident_bytes(device=None):
 
 
 def forget_peak(device=None):
-    """Count the peak from now on (Linux). Freed pages go back to the system first, else reusing them would not
-    count."""
+    """Count the peak from now on (Linux); freed pages go back to the system first, so that their next use counts."""
     if _CLEAR_REFS.exists():
         ctypes.CDLL(None).malloc_trim(0)
         _CLEAR_REFS.write_text("5")  # see proc(5)
@@ -122,12 +121,9 @@ def cuda_type_name(type_method, tensor, dtype=None, *args, **kwargs):
 
 
 def on_one_device(gloo):
-    """The class of gloo's groups, which share the devices of a process. A device is a polling thread, and torch makes
-    one for each group. Megatron has some thirty groups a rank; 60 take a fifth of a core while nothing happens.
-
-    A group's collectives run in one thread. In the two threads that torch uses, they corrupt the heap if they end at
-    the same time: both write `lastCompletedWorkName` (ProcessGroupGloo.cpp of PyTorch 2.13).
-    """
+    """The class of gloo's groups, which share the devices of a process: torch makes a polling thread for each group,
+    and the 60 of two ranks of Megatron's take a fifth of a core. A group's collectives run in one thread: in torch's
+    two, they corrupt the heap if they end at once (`lastCompletedWorkName` in ProcessGroupGloo.cpp of PyTorch 2.13)."""
 
     class OnOneDevice(gloo):
         def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
@@ -142,13 +138,11 @@ def on_one_device(gloo):
 
 @functools.cache
 def _devices_of(process):
-    """The devices that torch would make for a group: one for each interface that GLOO_SOCKET_IFNAME names. Their
-    threads do not survive a fork, so each `process` has its own."""
-    make = dist.ProcessGroupGloo
-    interfaces = os.environ.get("GLOO_SOCKET_IFNAME")
-    if not interfaces:
-        return [make.create_default_device()]
-    return [make.create_device(interface=name) for name in interfaces.split(",")]
+    """The devices that torch would make for a group, by GLOO_SOCKET_IFNAME; one set for each `process`, since their
+    threads do not survive a fork."""
+    make, interfaces = dist.ProcessGroupGloo, os.environ.get("GLOO_SOCKET_IFNAME")
+    names = interfaces.split(",") if interfaces else []
+    return [make.create_device(interface=name) for name in names] or [make.create_default_device()]
 
 
 # (attribute of Megatron's parsed arguments, value on a CPU, reason). Upstream's defaults are for a GPU.
@@ -168,25 +162,20 @@ FLAGS = (
 def parse_with_cpu_defaults(parse_args, *args, **kwargs):
     """`parse_args` with kernels and backends in its result that exist on a CPU; in a rehearsal, `replaced_on_cpu` of
     the result keeps the replaced ones."""
-    parsed = parse_args(*args, **kwargs)
-    if getattr(parsed, "dry_run", False):
-        parsed.replaced_on_cpu = {flag: getattr(parsed, flag) for flag, _, _ in FLAGS}
-    else:
-        _tell_what_changes(parsed)
-    vars(parsed).update({name: value for name, value, _ in FLAGS})
-    return parsed
-
-
-def _tell_what_changes(parsed):
+    parsed, flags_given = parse_args(*args, **kwargs), {word.partition("=")[0] for word in sys.argv[1:]}
+    is_rehearsal = getattr(parsed, "dry_run", False)
+    if is_rehearsal:
+        parsed.replaced_on_cpu = {name: getattr(parsed, name) for name, _, _ in FLAGS}
+    elif parsed.profile and not parsed.use_pytorch_profiler:  # ends the program at --profile-step-start
+        raise ValueError("--profile marks steps for Nsight, which needs a GPU; add --use-pytorch-profiler, or drop it")
     for name, value, reason in FLAGS:
         given, flag = getattr(parsed, name), f"--{name.replace('_', '-')}"
-        if given == value or not any(word.partition("=")[0] == flag for word in sys.argv[1:]):
-            continue
-        if name == "transformer_impl":
-            raise ValueError(f"{flag} {given} needs a GPU: {reason}; use {flag} {value}")
-        _tell_once(f"{flag} {given} becomes {value} on the CPU: {reason}")
-    if parsed.profile and not parsed.use_pytorch_profiler:  # ends the program at --profile-step-start
-        raise ValueError("--profile marks steps for Nsight, which needs a GPU; add --use-pytorch-profiler, or drop it")
+        if given != value and flag in flags_given and not is_rehearsal:
+            if name == "transformer_impl":
+                raise ValueError(f"{flag} {given} needs a GPU: {reason}; use {flag} {value}")
+            _tell_once(f"{flag} {given} becomes {value} on the CPU: {reason}")
+        setattr(parsed, name, value)
+    return parsed
 
 
 def not_compiled(function=None, **options):
@@ -200,8 +189,7 @@ def on_cpu(tensor, as_numpy=False, record_stream=False):
 
 
 def build_from_local_layers(build_model, self, *args, **kwargs):
-    """`HybridModelBuilder.build_model` with Megatron's local layers in place of Transformer Engine's, the default and
-    the usual --spec; any other specification stays."""
+    """`HybridModelBuilder.build_model` with local layers for Transformer Engine's, the default and the usual --spec."""
     from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
 
     from ..model.local_hybrid import local_hybrid_spec
@@ -214,7 +202,7 @@ def build_from_local_layers(build_model, self, *args, **kwargs):
 
 def build_loader_with_own_generator(build_data_loader, *args, **kwargs):
     """A data loader that draws the seed of its workers, when it starts, from a generator of its own, not from that of
-    dropout, which a checkpoint may have set by then."""
+    dropout, which a checkpoint may have set."""
     loader = build_data_loader(*args, **kwargs)
     if isinstance(loader, torch.utils.data.DataLoader):
         loader.generator = torch.Generator()

@@ -37,11 +37,12 @@ def prepare(environment: Mapping[str, str]) -> None:
     """End the program unless it was started as one process; to be called before Megatron is imported."""
     # The cluster of the launch has the packages that this machine lacks.
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.(core|training)")
-    command = "WORLD_SIZE=64 python pretrain_gpt.py ... --dry-run"
-    if "TORCHELASTIC_RUN_ID" in environment or environment.get("RANK", "0") != "0":
-        raise SystemExit(f"error: --dry-run plays all ranks in one program, so start it without torchrun: {command}")
-    if not environment.get("WORLD_SIZE", "").isdigit() or int(environment["WORLD_SIZE"]) == 0:
-        raise SystemExit(f"error: --dry-run needs the number of GPUs of the real launch: {command}")
+    is_one_of_many = "TORCHELASTIC_RUN_ID" in environment or environment.get("RANK", "0") != "0"
+    if is_one_of_many or not environment.get("WORLD_SIZE", "0").isdigit() or int(environment.get("WORLD_SIZE", 0)) == 0:
+        raise SystemExit(
+            "error: --dry-run plays all ranks in one program; start it without torchrun, with the number of GPUs of "
+            "the real launch: WORLD_SIZE=64 python pretrain_gpt.py ... --dry-run"
+        )
 
 
 def patches() -> PatchTable:
