@@ -86,7 +86,7 @@ def _fastest(question: Question) -> tuple[str, str]:
 
 
 def gain_of(cell: Cell) -> Gain:
-    ours, megatron = (float(cell[name]) if cell[name] else None for name in ("seconds", "megatron_seconds"))
+    ours, megatron = (1 / float(cell[name]) if cell[name] else None for name in ("seconds", "megatron_seconds"))
     return Gain(ours, megatron, read_machine(cell["machine"]).error)
 
 

@@ -42,27 +42,24 @@ def read_launch(words: Sequence[str], preset: Sequence[str] = ()) -> argparse.Na
     """Read the flags of a launch, behind those of a preset; a flag that is not given is None.
 
     `kept` has those that a plan leaves as they are, each with its values; `unread` those of the launch that change no
-    prediction; `of_model` the names of those of the launch that give sizes of the model.
+    prediction; `of_model` the names of those of the launch that belong to a model.
     """
     parser = Parser(None, allow_abbrev=False, add_help=False)
-    known = []
-    for add in (_add_decided, add_every_model_flag, _add_positions):
-        add(parser)
-        known.append({*parser._option_string_actions})
-    decided, with_sizes, read = known
+    add_every_model_flag(parser)
+    of_model = {*parser._option_string_actions}
+    _add_decided(parser)
+    read = {*parser._option_string_actions}
     launch = parser.parse_known_args([*preset, *words])[0]
     if launch.recompute_activations:  # as Megatron does
         launch.recompute_granularity = "selective"
-    names = {flag: name_of(flag) for flag in with_values(words)}
-    launch.kept = [flag for flag in with_values([*preset, *words]) if name_of(flag) not in decided]
-    launch.unread = [flag for flag, name in names.items() if name not in read]
-    launch.of_model = [name for name in names.values() if name in with_sizes - decided]
+    given = with_values(words)
+    launch.unread = [flag for flag in given if name_of(flag) not in read]
+    launch.of_model = [name for name in map(name_of, given) if name in of_model]
+    launch.kept = [flag for flag in with_values([*preset, *words]) if name_of(flag) not in read - of_model]
+    # Predictions are for an exchange of all experts with all.
+    if launch.num_experts and not {"--moe-token-dispatcher-type flex", "--moe-token-dispatcher-type=flex"} & {*given}:
+        launch.kept.append("--moe-token-dispatcher-type alltoall")
     return launch
-
-
-def _add_positions(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--position-embedding-type", default="learned_absolute")
-    parser.add_argument("--max-position-embeddings", type=count)
 
 
 def _add_decided(parser: argparse.ArgumentParser) -> None:

@@ -52,14 +52,11 @@ class LaunchRules:
 
 def _settings_of(flags: Sequence[str]) -> Mapping[str, Any]:
     """Settings by the names of Megatron's arguments; the sizes of a model in their types."""
-    settings: dict[str, Any] = {}
-    words: list[str] = []
+    settings: dict[str, Any] = {"fp8_recipe": "delayed"}  # unless a flag names another
     for flag in flags:
         word, *values = shlex.split(flag)
         name, is_joined, value = word.partition("=")
-        values = [value, *values] if is_joined else values
-        words += name, *values
-        numbers = [int(value) if value.isdigit() else value for value in values]
+        numbers = [int(each) if each.isdigit() else each for each in ([value] * bool(is_joined) + values)]
         settings[setting_of(name)] = numbers if len(numbers) > 1 else numbers[0] if numbers else True
-    usual = {"fp8_recipe": "delayed"}  # unless a flag names another
-    return usual | settings | vars(read_model(words)) | {"dry_run": True}  # the packages are those of the cluster
+    sizes = vars(read_model(shlex.split(" ".join(flags))))
+    return settings | sizes | {"dry_run": True}  # the packages are those of the cluster

@@ -63,6 +63,8 @@ def add_every_model_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--window-attn-skip-freq", type=_layer_frequency)
     parser.add_argument("--window-size", type=_window)
     parser.add_argument("--hybrid-layer-pattern")
+    parser.add_argument("--position-embedding-type", default="learned_absolute")
+    parser.add_argument("--max-position-embeddings", type=count)
     for name in ("group-query-attention", "multi-latent-attention", "qk-layernorm"):
         parser.add_argument(f"--{name}", action="store_true")
     parser.add_argument("--disable-bias-linear", action="store_false", dest="add_bias_linear")

@@ -97,12 +97,6 @@ def add_machine(parser: Parser, default: str) -> None:
     parser.add_argument("--machine", default=default, help=f"{names}, or your own file; default: {default}")
 
 
-def rules_of(args: argparse.Namespace) -> LaunchRules:
-    """Raises ValueError if the launch does not go with any plan."""
-    always = {Use.PARTITIONED_STATE} if args.launch.partition_state else set()
-    return LaunchRules(kept_flags(args.launch), always | ({Use.SEGMENTS, Use.UNITS} if args.lengths else set()))
-
-
 def question(args: argparse.Namespace, rules: LaunchRules) -> Question:
     """Raises ValueError for what is missing, unknown or does not go together."""
     machine = read_machine(args.machine)
@@ -121,17 +115,9 @@ def question(args: argparse.Namespace, rules: LaunchRules) -> Question:
     )
 
 
-def kept_flags(launch: argparse.Namespace) -> list[str]:
-    """The flags that a planner leaves as they are. Experts exchange their tokens all to all, as predicted, unless the
-    launch has the flexible dispatcher."""
-    name = "--moe-token-dispatcher-type"
-    is_flexible = {f"{name} flex", f"{name}=flex"} & {*launch.kept}
-    return [*launch.kept, f"{name} alltoall"] if launch.num_experts and not is_flexible else launch.kept
-
-
-def all_flags(args: argparse.Namespace, best: Plan, by_megatron: bool = False) -> list[str]:
+def all_flags(launch: argparse.Namespace, best: Plan, by_megatron: bool = False) -> list[str]:
     """The flags that are kept, and those of the plan; the last wins where a name repeats."""
-    flags = [*kept_flags(args.launch), *decided_flags(best.candidate, by_megatron)]
+    flags = [*launch.kept, *decided_flags(best.candidate, by_megatron)]
     return list({name_of(flag): flag for flag in flags}.values())
 
 
@@ -149,8 +135,10 @@ def show(done: int, total: int) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
-    rules, launch = rules_of(args), args.launch
-    asked, in_units = question(args, rules), args.lengths is not None
+    launch, in_units = args.launch, args.lengths is not None
+    always = {Use.PARTITIONED_STATE} if launch.partition_state else set()
+    rules = LaunchRules(launch.kept, always | ({Use.SEGMENTS, Use.UNITS} if in_units else set()))
+    asked = question(args, rules)
     search: Any = UnitSearch(asked, args.histogram) if in_units else Search(asked)
     given = plan_as_given(launch, search)
     found = search.best(args.best)
@@ -159,7 +147,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     show(1, 2)
     megatron = search.of_megatron()
     show(2, 2)
-    gain = plan_text.Gain.of(found[0], megatron, asked.machine.error)
+    rates = (plan and plan.tokens_per_second for plan in (found[0], megatron))
+    gain = plan_text.Gain(*rates, asked.machine.error)
     best = found[0] if in_units or megatron is None or gain.is_of_segments else megatron
     print(plan_text.title_of_units(search) if in_units else plan_text.title(asked))
     row = partial(plan_text.row_of_units, search) if in_units else plan_text.row
@@ -167,10 +156,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given is not None:
         print(plan_text.of_launch(given, found[0], asked.memory_limit))
     print("", plan_text.verdict(gain, megatron, in_units), plan_text.memory_by_stage(best, asked), sep="\n")
-    flags = all_flags(args, best, by_megatron=best is megatron)
+    flags = all_flags(launch, best, by_megatron=best is megatron)
     print(f"Flags of {"Megatron's own schedules" if best is megatron else 'the best'}:{in_lines(flags)}")
     if best is megatron:
-        print(f"Runner-up: this package, in {gain.ours:.3f} s:{in_lines(all_flags(args, found[0]))}")
+        print(f"Runner-up: this package, in {found[0].seconds:.3f} s:{in_lines(all_flags(launch, found[0]))}")
     for sentence in rules.left_out():
         print(sentence)
     for name in map(name_of, launch.unread):

@@ -2,9 +2,8 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..planning.costs.blocks import model_flops, parameters_of_model
 from ..planning.costs.layer_times import layer_time, repeated_time
@@ -19,26 +18,18 @@ from ..report.text import aligned
 from ..schedule import FAMILIES, Kind, partition_state
 
 
-@dataclass(frozen=True)
-class Gain:
-    """The gain of segments over Megatron's own schedules: seconds of the fastest step of either, None where nothing
+class Gain(NamedTuple):
+    """The gain of segments over Megatron's own schedules: tokens/s of the fastest step of either, None where nothing
     fits, and the relative error of such predictions."""
 
     ours: float | None
     megatron: float | None
     error: float
 
-    @classmethod
-    def of(cls, ours: Plan, megatron: Plan | None, error: float) -> "Gain":
-        """The gain of a plan; seconds are those for equally many tokens."""
-        if megatron is None:
-            return cls(ours.seconds, None, error)
-        return cls(ours.seconds, ours.seconds * ours.tokens_per_second / megatron.tokens_per_second, error)
-
     @property
     def value(self) -> float | None:
         """How much more throughput, relative; None unless both fit."""
-        return None if self.ours is None or self.megatron is None else self.megatron / self.ours - 1
+        return None if self.ours is None or self.megatron is None else self.ours / self.megatron - 1
 
     @property
     def is_of_segments(self) -> bool:
