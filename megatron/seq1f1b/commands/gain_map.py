@@ -16,7 +16,7 @@ from math import nan
 from pathlib import Path
 
 from ..planning.costs.machine import read_machine
-from ..planning.planner.search import Search
+from ..planning.planner.search import Plan, Search
 from ..planning.planner.space import Question
 from ..report.style import picture
 from ..report.text import aligned
@@ -37,21 +37,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--model", choices=PRESETS, required=True, metavar="NAME", help=", ".join(PRESETS))
     add("--seq-length", type=count, required=True, metavar="TOKENS", help="of a sequence; required")
     add_machine(parser, "h100-80gb")
-    gpus = count_up_to(10**6)
-    add("--gpus", type=gpus, nargs="+", required=True, metavar="N", help="numbers of GPUs; required")
+    add("--gpus", type=count_up_to(10**6), nargs="+", required=True, metavar="N", help="numbers of GPUs; required")
     add("--tokens", type=amount, nargs="+", required=True, help="of a step, such as 4e6; required")
     what = "GB/s of a node to others, as collectives reach them; default: the machine's"
     add("--bandwidths", type=amount, nargs="+", metavar="GB/S", help=what)
     add("--output", type=output_path(".csv"), required=True, help="cells as .csv; those there are kept; required")
     add("--picture", action="store_true", help="a picture beside --output, as .png (needs matplotlib)")
     args = parser.parse_args(argv)
-    machine = read_machine(args.machine)
-    network, host = machine.network, machine.device.host_memory_gib
+    machine, cells = read_machine(args.machine), []
+    network = machine.network
     batches = sorted({max(1, round(tokens / args.seq_length)) for tokens in args.tokens})
     wanted = list(product(args.bandwidths or [network.bandwidth / 1e9], args.gpus, batches))
-    there = read_cells(args.output) if args.output.is_file() else []
-    known = {tuple(cell[name] for name in _KEY): cell for cell in there}
-    cells = []
+    known = {tuple(cell[name] for name in _KEY): cell for cell in read_cells(args.output)}
     with args.output.open("a", encoding="utf-8", newline="") as file:
         lines = csv.DictWriter(file, [*_KEY, *_FOUND])
         if not file.tell():
@@ -61,10 +58,12 @@ def main(argv: Sequence[str] | None = None) -> None:
             if key not in known:
                 # One message reaches as large a share of the bandwidth as before.
                 scale = 1e9 * bandwidth / network.bandwidth
-                rates = {"bandwidth": scale * network.bandwidth, "message_bandwidth": scale * network.message_bandwidth}
+                rates = {"bandwidth": 1e9 * bandwidth, "message_bandwidth": scale * network.message_bandwidth}
                 linked = replace(machine, network=replace(network, **rates))
-                asked = Question(preset(args.model), linked, devices, args.seq_length, batch, host_gib=host)
-                found = (*_fastest(asked), *_fastest(asked.of_megatron()))
+                host = machine.device.host_memory_gib
+                search = Search(Question(preset(args.model), linked, devices, args.seq_length, batch, host_gib=host))
+                plans = next(iter(search.best(1)), None), search.of_megatron()
+                found = [text for plan in plans for text in _step_and_name(plan)]
                 known[key] = dict(zip((*_KEY, *_FOUND), (*key, *found), strict=True))
                 lines.writerow(known[key])
                 file.flush()
@@ -78,11 +77,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         plot_gains(cells, title, args.output.with_suffix(".png"))
 
 
-def _fastest(question: Question) -> tuple[str, str]:
-    """The seconds and the configuration of the fastest step."""
-    for plan in Search(question).best(1):
-        return f"{plan.prediction.seconds:.4g}", short_name(plan) or "data parallel"
-    return "", "-"
+def _step_and_name(plan: Plan | None) -> tuple[str, str]:
+    return ("", "-") if plan is None else (f"{plan.seconds:.4g}", short_name(plan) or "data parallel")
 
 
 def gain_of(cell: Cell) -> Gain:
@@ -91,6 +87,9 @@ def gain_of(cell: Cell) -> Gain:
 
 
 def read_cells(path: Path) -> list[Cell]:
+    """The cells of a map, none if there is no such file. Raises ValueError for another file."""
+    if not path.exists():
+        return []
     with path.open(encoding="utf-8", newline="") as file:
         lines = csv.DictReader(file)
         if list(lines.fieldnames or ()) != [*_KEY, *_FOUND]:

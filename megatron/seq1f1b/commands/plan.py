@@ -2,14 +2,12 @@
 
     seq1f1b plan --model 13b --gpus 64 --machine a100-80gb --seq-length 65536 --global-batch-size 16
     seq1f1b plan --gpus 64 --machine a100-80gb <the flags of your launch script>
-
     seq1f1b plan --lengths lengths.csv --model llama3-8b --gpus 64 --global-batch-size 512
 
-It chooses tensor, context, pipeline and data parallelism, model chunks, the layers of each stage, segments and where
-they are cut, the schedule, the micro-batch, recomputation and, where memory is short, the share of the activations that
-waits in the memory of the host. The choices of a launch script are predicted too, for comparison; its other flags come
-back unchanged, so that the result can be pasted in its place. docs/planning.md describes the machines, and
-docs/paper_tables.md shows how far predictions are off.
+It chooses parallel sizes, model chunks, the layers of each stage, segments and where they are cut, the schedule, the
+micro-batch, recomputation and the share of the activations that waits in the memory of the host. The choices of a
+launch script are predicted too, for comparison; its other flags come back unchanged, so that the result can be pasted
+in its place. docs/planning.md describes the machines, and docs/paper_tables.md shows how far predictions are off.
 """
 
 import argparse
@@ -45,26 +43,25 @@ _TRAINING = "--mock-data --tokenizer-type NullTokenizer --train-iters 20 --lr 6e
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Our own flags, with the words of the launch and what they mean as `words` and `launch`."""
+    """Our own flags, with those of the launch as `launch`."""
     parser = Parser(__doc__, allow_abbrev=False, usage="%(prog)s --gpus N [--model NAME] [flags of a launch ...]")
     add = parser.add_argument
     add("--model", choices=PRESETS, metavar="NAME", help=f"{', '.join(PRESETS)}; instead of --num-layers and its kin")
-    add("--gpus", type=count_up_to(10**6), metavar="N", help="default: WORLD_SIZE")
+    size = os.environ.get("WORLD_SIZE")
+    add("--gpus", type=count_up_to(10**6), default=size, required=not size, metavar="N", help="default: WORLD_SIZE")
     add("--seq-length", type=count, metavar="TOKENS", help="of a sequence; required without --lengths")
     lengths = "plan for unequal lengths, in units: a CSV with lines 'tokens,sequences', or the .idx file of a corpus; "
     lengths += "longer ones than --seq-length are cut off there"
     add("--lengths", type=Path, metavar="FILE", help=lengths)
-    batch = "of a training step; required"
-    add("--global-batch-size", type=count_up_to(2**16), required=True, metavar="SEQUENCES", help=batch)
+    add("--global-batch-size", type=count_up_to(2**16), required=True, metavar="N", help="in sequences; required")
     add_machine(parser, "a100-80gb")
     add("--device-memory", type=amount, metavar="GIB", help="default: what a device of the machine has")
     host = "of the host, for activations of each device; 0: none moves there; default: what the machine file has"
     add("--host-memory", type=amount_or_0, metavar="GIB", help=host)
     add("--best", type=count_up_to(1000), default=5, metavar="N", help="configurations to show; default: 5")
     add("--explain", action="store_true", help="where the time goes, and what the second best lacks")
-    add(
-        "--output", type=output_path(*PICTURES), help="throughput against memory: .png, .svg or .pdf (needs matplotlib)"
-    )
+    picture = "throughput against memory: .png, .svg or .pdf (needs matplotlib)"
+    add("--output", type=output_path(*PICTURES), metavar="FILE", help=picture)
     what = "rehearse what is advised on this machine (--dry-run) with your training script; default: pretrain_gpt.py"
     add("--rehearse", type=Path, nargs="?", const=Path("pretrain_gpt.py"), metavar="SCRIPT", help=what)
     args, words = parser.parse_known_args(argv)
@@ -73,19 +70,15 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         own = [flag for flag in parser._option_string_actions if abs(len(flag) - len(name)) <= 2]
         if near := get_close_matches(name, own, n=1, cutoff=0.83):
             parser.error(f"{name} is unknown; did you mean {near[0]}?")
-    if args.seq_length is None and args.lengths is None:
-        parser.error("--seq-length is missing")
-    if args.lengths is not None and (args.explain or args.output is not None or args.rehearse is not None):
-        parser.error("--explain, --output and --rehearse are for sequences of one length; drop them, or --lengths")
-    if args.gpus is None:
-        if not os.environ.get("WORLD_SIZE", "").isdigit():
-            parser.error("--gpus is missing")
-        args.gpus = int(os.environ["WORLD_SIZE"])
-    if args.rehearse is not None and not args.rehearse.is_file():
-        parser.error(f"--rehearse {args.rehearse}: there is no such script; name your own")
     if args.lengths is not None:
+        if args.explain or args.output is not None or args.rehearse is not None:
+            parser.error("--explain, --output and --rehearse are for sequences of one length; drop them, or --lengths")
         args.histogram = read_histogram(args.lengths)
         args.seq_length = args.seq_length or -(-max(args.histogram) // _ROUND) * _ROUND
+    if args.seq_length is None:
+        parser.error("--seq-length is missing")
+    if args.rehearse is not None and not args.rehearse.is_file():
+        parser.error(f"--rehearse {args.rehearse}: there is no such script; name your own")
     args.launch = read_launch(words, preset_words(args.model, args.seq_length) if args.model else ())
     if args.model and args.launch.of_model:
         parser.error(f"--model {args.model} has its own {args.launch.of_model[0]}; drop one of them")
@@ -170,12 +163,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if in_units:
         if not {*_APART} & {*map(name_of, flags)}:
             print(f"Units are for sequences that are kept apart: add one of {', '.join(_APART)}.")
-        return 0
-    if search.too_long_for_auto:
-        print(
-            f"auto was left out for {len(search.too_long_for_auto)} of the best: their schedules have more than "
-            f"{MOST_ACTIONS_OF_AUTO:,} actions."
-        )
+    elif long := len(search.too_long_for_auto):
+        print(f"auto was left out for {long} of the best, with more than {MOST_ACTIONS_OF_AUTO:,} actions.")
     if args.explain:
         print(plan_text.explained(found))
     if args.output is not None:
@@ -184,8 +173,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def plan_as_given(launch: argparse.Namespace, search: Any) -> Plan | None:
-    """The configuration of the launch itself, predicted; None if it names no parallel sizes, or no --unit-tokens where
-    the search is for units."""
+    """The launch itself, predicted; None if it has no parallel sizes, or no --unit-tokens where units are searched."""
     if isinstance(search, Search):
         candidate = as_given(launch, search.question)
         return candidate and predict_candidate(candidate, search.question)

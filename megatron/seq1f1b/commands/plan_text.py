@@ -15,7 +15,6 @@ from ..planning.planner.space import Question
 from ..planning.planner.way_out import by_use
 from ..planning.simulator.step import Prediction
 from ..report.text import aligned
-from ..schedule import FAMILIES, Kind, partition_state
 
 
 class Gain(NamedTuple):
@@ -156,10 +155,6 @@ def memory_by_stage(plan: Plan, question: Question) -> str:
     """A line for each pipeline rank: its memory at the peak, by use."""
     setup = plan.prediction.setup
     lines = [f"Memory at the peak of each pipeline rank, of {question.memory_limit:.1f} GiB:"]
-    if setup.partitions_state and setup.family in FAMILIES:
-        order = partition_state(FAMILIES[setup.family](setup.shape).order(0))
-        gathers = sum(action.kind is Kind.GATHER for action in order)
-        lines.insert(0, f"The state is partitioned: rank 0 gathers weights of a model chunk {gathers} times a step.")
     for rank, memory in enumerate(plan.prediction.memory):
         layers = sum(setup.layers_per_stage[stage] for stage in setup.placement.stages_of(rank))
         static = memory.weights + memory.gradients + memory.optimizer
@@ -225,14 +220,16 @@ def breakdown(prediction: Prediction) -> dict[str, float]:
 
 def explained(plans: Sequence[Plan]) -> str:
     """Where the time of the best goes, and of the second best if there is one."""
-    parts = [breakdown(each.prediction) for each in plans[:2]]
-    has_second = len(parts) > 1
-    best, other = parts[0], parts[-1]
-    more = {name: other.get(name, 0.0) - best.get(name, 0.0) for name in chain(best, other)}
-    lines = ["", f"{'Where the time goes, ms':42}{'best':>10}" + f"{'second':>10}{'more':>10}" * has_second]
-    for name, difference in more.items():
-        seconds = "".join(f"{1e3 * each.get(name, 0.0):10.1f}" for each in parts)
-        lines.append(f"  {name:40}{seconds}" + f"{1e3 * difference:+10.1f}" * has_second)
-    if has_second:
-        lines.append(f"The second best spends most of its difference on: {max(more, key=more.__getitem__)}.")
+    best, *others = (breakdown(each.prediction) for each in plans[:2])
+    lines = ["", f"{'Where the time goes, ms':42}{'best':>10}" + f"{'second':>10}{'more':>10}" * len(others)]
+    differences = {}
+    for name in dict.fromkeys(chain(best, *others)):
+        line = f"  {name:40}{1e3 * best.get(name, 0.0):10.1f}"
+        for other in others:
+            differences[name] = other.get(name, 0.0) - best.get(name, 0.0)
+            line += f"{1e3 * other.get(name, 0.0):10.1f}{1e3 * differences[name]:+10.1f}"
+        lines.append(line)
+    if others:
+        most = max(differences, key=differences.__getitem__)
+        lines.append(f"The second best spends most of its difference on: {most}.")
     return "\n".join(lines)
