@@ -58,7 +58,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 def read_costs(shape: Shape, text: str) -> tuple[Costs, float]:
     """The costs, and the time of a copy to the host or back. Raises ValueError for what is no set of costs."""
     try:
-        values = read_json(text) if Path(text).suffix == ".json" else dict(map(_pair, text.split(",")))
+        if Path(text).suffix == ".json":
+            values = read_json(text)
+        else:
+            pairs = (part.partition("=") for part in text.split(","))
+            values = {name.strip(): float(number or "nan") for name, _, number in pairs}
         move = values.pop("move", 0.0) if isinstance(values, dict) else 0.0
         if not isinstance(move, float | int) or not 0 <= move < inf:
             raise ValueError("move is no number from 0 on")
@@ -67,55 +71,40 @@ def read_costs(shape: Shape, text: str) -> tuple[Costs, float]:
         raise ValueError(f"--costs {text}: {error}") from None
 
 
-def _pair(text: str) -> tuple[str, float]:
-    name, _, value = text.partition("=")
-    try:
-        return name.strip(), float(value)
-    except ValueError:
-        raise ValueError(f"'{text}' is not a name and a number, such as f=1") from None
-
-
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
-    output, name, own = args.output, args.output.name, args.pipeline_schedule_file
+    output, own, chosen = args.output, args.pipeline_schedule_file, vars(args)
     sizes = {"pipeline_model_parallel_size": 4, "num_microbatches": 8, "sequence_splits": 1, "num_virtual_stages": 1}
     sizes |= {"placement": "looped"}
-    file = "--timeline" if args.timeline else "--pipeline-schedule-file" if own else None
-    for flag in (*sizes, "memory_limit", "offload_activations", *(["costs"] if args.timeline else [])):
-        if file is not None and getattr(args, flag) is not None:
-            raise ValueError(f"--{flag.replace('_', '-')} has no effect beside {file}; drop one of them")
+    if file := "--timeline" if args.timeline else "--pipeline-schedule-file" if own else None:
+        for name in (*sizes, "memory_limit", "offload_activations", *(["costs"] if args.timeline else [])):
+            if chosen[name] is not None:
+                raise ValueError(f"--{name.replace('_', '-')} has no effect beside {file}; drop one of them")
     family = args.pipeline_schedule or "1f1b"
     if args.memory_limit is not None and family != "auto":
         raise ValueError("--memory-limit is for --pipeline-schedule auto")
     if args.timeline:
         timelines = [read_timeline(path) for path in args.timeline]
     else:
-        text = args.costs or EQUAL_COSTS
-        if own:
-            schedule, title = read_csv(own), own.name
-            costs, move = read_costs(schedule.shape, text)
-        else:
-            ranks, microbatches, segments, chunks, style = (getattr(args, each) or sizes[each] for each in sizes)
-            shape, title = Shape(Placement(ranks, chunks, style), microbatches, segments), family
+        text, schedule = args.costs or EQUAL_COSTS, own and read_csv(own)
+        ranks, microbatches, segments, chunks, style = (chosen[name] or usual for name, usual in sizes.items())
+        shape = schedule.shape if own else Shape(Placement(ranks, chunks, style), microbatches, segments)
+        costs, move = read_costs(shape, text)
+        if not own:
             check_size(shape, MOST_ACTIONS)
-            costs, move = read_costs(shape, text)
             schedule = moved(build(family, shape, costs, args.memory_limit), args.offload_activations or 0.0)
-        if name.endswith(".csv"):
+        if output.suffix == ".csv":
             return write_csv(schedule, output)
-        copies = ((move,) * schedule.shape.num_segments,) * schedule.shape.num_stages
+        copies = ((move,) * shape.num_segments,) * shape.num_stages
         moves = dict.fromkeys(MOVE_KINDS, copies)
         timeline = execute_lowered(lower(schedule), costs, moves) if schedule.has_moves else simulate(schedule, costs)
         if not 0 < timeline.makespan < inf:
             raise ValueError(f"--costs {text}: a step must take some time, and not {timeline.makespan:g}")
-        timelines = [replace(timeline, meta={"schedule": title, "costs": text})]
+        timelines = [replace(timeline, meta={"schedule": own.name if own else family, "costs": text})]
 
-    if name.endswith(PICTURES):
+    if output.suffix in PICTURES:
         plot_timelines(timelines, output, width=args.width, has_labels=not args.no_labels)
-    elif len(timelines) > 1:
-        raise ValueError(f"{name} holds one timeline, {len(timelines)} are given")
-    elif name.endswith(".trace.json"):
-        write_trace(timelines[0], output)
-    elif name.endswith(".json"):
-        write_timeline(timelines[0], output)
+    elif len(timelines) > 1 or output.suffix == ".csv":
+        raise ValueError(f"--output {output.name}: a .csv holds a schedule, a .json one timeline")
     else:
-        raise ValueError(f"--output {name}: a .csv holds a schedule, not timelines")
+        (write_trace if output.name.endswith(".trace.json") else write_timeline)(timelines[0], output)
