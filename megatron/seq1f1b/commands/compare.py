@@ -15,8 +15,8 @@ from ..report.text import aligned
 from ..schedule import Timeline, read_timeline
 from .parsing import PICTURES, Parser, output_path
 
-COMPARED_ITERATIONS = 10
-LATEST = 10  # iterations to average over, since batches differ
+_COMPARED = 10  # iterations
+_LATEST = 10  # iterations to average over, since batches differ
 _WARM_UP = 2  # iterations that allocate buffers and connect ranks
 _ITERATION = re.compile(
     r"iteration +\d+/.*elapsed time per iteration \(ms\): (?P<ms>[.\d]+).*global batch size: +(?P<batch>\d+)"
@@ -46,7 +46,9 @@ def main(argv: list[str] | None = None) -> None:
     if len(sizes) > 1:
         raise ValueError(f"the runs have pipelines of {sorted(sizes)} ranks; compare equal ones")
     names = [run.name for run in args.runs]
-    print(table(names, logs, timelines), losses(names, logs), sep="\n")
+    columns = [column(name, *run, logs[0]) for name, *run in zip(names, logs, timelines, strict=True)]
+    rows = zip(columns[0], *(each.values() for each in columns), strict=True)
+    print(*aligned([*rows], "l", gap=3), losses(names, logs), sep="\n")
     plot_timelines(timelines, args.output)
     print(f"Measured timelines of iteration {timelines[0].meta['iteration']}: {args.output}")
 
@@ -75,31 +77,27 @@ def latest_timeline(folder: Path) -> Timeline:
     return timeline
 
 
-def table(names: list[str], logs: list[TrainingLog], timelines: list[Timeline]) -> str:
-    """One column per run."""
-    seconds, first = [log.seconds_per_iteration for log in logs], logs[0].seconds_per_iteration
-    rows = [
-        ("", *names),
-        ("schedule", *(timeline.meta["schedule"] for timeline in timelines)),
-        ("segments", *(str(timeline.shape.num_segments) for timeline in timelines)),
-        ("seconds per iteration", *(f"{each:.2f}" for each in seconds)),
-        ("  of the first run", *(f"{each / first:.2f}" for each in seconds)),
-        ("tokens per second", *(f"{log.tokens_per_second:.0f}" for log in logs)),
-        ("idle share of a traced step", *(f"{timeline.bubble_ratio:.2f}" for timeline in timelines)),
-    ]
-    for rank, peaks in enumerate(zip(*(timeline.meta["peak_memory_bytes"] for timeline in timelines), strict=True)):
-        rows.append((f"peak activation memory, rank {rank}", *(f"{peak / 2**20:.0f} MiB" for peak in peaks)))
-    rows += [
-        ("loss of the first iteration", *(f"{log.losses[0]:.4f}" for log in logs)),
-        ("loss of the last iteration", *(f"{log.losses[-1]:.4f}" for log in logs)),
-        (f"  mean of the last {LATEST}", *(f"{mean(log.losses[-LATEST:]):.4f}" for log in logs)),
-    ]
-    return "\n".join(aligned(rows, "l", gap=3))
+def column(name: str, log: TrainingLog, timeline: Timeline, first: TrainingLog) -> dict[str, str]:
+    """The column of a run in the table."""
+    peaks = enumerate(timeline.meta["peak_memory_bytes"])
+    return {
+        "": name,
+        "schedule": timeline.meta["schedule"],
+        "segments": str(timeline.shape.num_segments),
+        "seconds per iteration": f"{log.seconds_per_iteration:.2f}",
+        "  of the first run": f"{log.seconds_per_iteration / first.seconds_per_iteration:.2f}",
+        "tokens per second": f"{log.tokens_per_second:.0f}",
+        "idle share of a traced step": f"{timeline.bubble_ratio:.2f}",
+        **{f"peak activation memory, rank {rank}": f"{peak / 2**20:.0f} MiB" for rank, peak in peaks},
+        "loss of the first iteration": f"{log.losses[0]:.4f}",
+        "loss of the last iteration": f"{log.losses[-1]:.4f}",
+        f"  mean of the last {_LATEST}": f"{mean(log.losses[-_LATEST:]):.4f}",
+    }
 
 
 def losses(names: list[str], logs: list[TrainingLog]) -> str:
     """The largest difference of losses that should be equal, or the first pair in which only one is a number."""
-    rows = list(zip(*(log.losses[:COMPARED_ITERATIONS] for log in logs), strict=False))
+    rows = list(zip(*(log.losses[:_COMPARED] for log in logs), strict=False))
     difference = 0.0
     for iteration, (first, *others) in enumerate(rows, start=1):
         for name, loss in zip(names[1:], others, strict=True):

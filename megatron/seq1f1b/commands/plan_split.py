@@ -11,7 +11,7 @@ of every stage and segment, messages left out. 'terapipe, free' is the dynamic p
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -54,21 +54,16 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def run_costs(args: argparse.Namespace, shape: Shape) -> RunCosts:
     """The costs of the run of the flags, as training has them. Raises ValueError for sizes that do not go together."""
-    stages, tensor = shape.num_stages, args.tensor_model_parallel_size
-    if args.num_layers < stages:
-        raise ValueError(f"--num-layers {args.num_layers} leaves some of the {stages} stages without a layer")
-    if args.num_attention_heads % tensor:
-        raise ValueError(
-            f"--num-attention-heads {args.num_attention_heads} is not a multiple of --tensor-model-parallel-size "
-            f"{tensor}; change one"
-        )
+    heads, tensor = args.num_attention_heads, args.tensor_model_parallel_size
+    if args.num_layers < shape.num_stages:
+        raise ValueError(f"--num-layers {args.num_layers} leaves some of the {shape.num_stages} stages without a layer")
+    if heads % tensor:
+        raise ValueError(f"--num-attention-heads {heads} is no multiple of --tensor-model-parallel-size {tensor}")
     check_size(shape, MOST_ACTIONS)
-    settings = settings_of(args) | {
-        "recompute_granularity": "full" if args.recompute else None,
-        "virtual_pipeline_model_parallel_size": args.num_virtual_stages,
-    }
+    settings = settings_of(args) | {"recompute_granularity": "full" if args.recompute else None}
+    settings["virtual_pipeline_model_parallel_size"] = args.num_virtual_stages
     run = run_of_settings(settings, args.num_microbatches)
-    return RunCosts(args, replace(run, layers_per_stage=even(args.num_layers, stages)))
+    return RunCosts(args, replace(run, layers_per_stage=even(args.num_layers, shape.num_stages)))
 
 
 def partitions(args: argparse.Namespace, costs: RunCosts) -> Iterator[tuple[str, SequencePartition]]:
@@ -79,31 +74,30 @@ def partitions(args: argparse.Namespace, costs: RunCosts) -> Iterator[tuple[str,
         if strategy != "profile":  # with measured costs, `balanced` is this
             name = "profile" if strategy == "balanced" and costs.is_measured else strategy
             yield name, SequencePartition(costs.run, costs, strategy, args.sequence_splits, None)
-    # A trace has no times of segments shorter than its own.
-    if not costs.is_measured:
+    if not costs.is_measured:  # a trace has no times of segments shorter than its own
         yield "terapipe, free", SequencePartition(costs.run, costs, "terapipe", None, None)
 
 
 def table(cuts: list[Cut]) -> str:
     """One line per strategy; lengths and costs of many segments are cut short."""
 
-    def short(values: tuple[float, ...], form: str) -> str:
+    def short(values: Iterable[float], form: str) -> str:
         words = [format(value, form) for value in values]
         return " ".join(words if len(words) <= 8 else [*words[:4], "...", *words[-3:]])
 
     rows = [("strategy", "k", "max/mean", "step s", "bubble %", "lengths in tokens")]
+    costs = [("strategy", "cost of each segment on the slowest stage, ms")]
     for each in cuts:
         numbers = f"{each.imbalance:.3f}", f"{each.step.makespan:.3f}", f"{100 * each.step.bubble_ratio:.1f}"
         rows.append((each.name, str(len(each.lengths)), *numbers, short(each.lengths, "d")))
-    costs = [("strategy", "cost of each segment on the slowest stage, ms")]
-    costs += [(each.name, short(tuple(1e3 * cost for cost in each.costs), ".1f")) for each in cuts]
+        costs.append((each.name, short((1e3 * cost for cost in each.costs), ".1f")))
     return "\n".join([*aligned(rows, "lrrrrl"), "", *aligned(costs, "ll")])
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
-    placement = Placement(args.pipeline_model_parallel_size, args.num_virtual_stages)
-    shape = Shape(placement, args.num_microbatches, args.sequence_splits)
+    ranks, microbatches = args.pipeline_model_parallel_size, args.num_microbatches
+    shape = Shape(Placement(ranks, args.num_virtual_stages), microbatches, args.sequence_splits)
     costs = run_costs(args, shape)
     if costs.is_measured:
         errors = costs.measured[1]
@@ -123,10 +117,6 @@ def main(argv: list[str] | None = None) -> int:
         cuts.append(Cut(name, lengths, tuple(segment_times(lengths, costs.time())), step))
     print(table(cuts))
     if args.output is not None:
-        title = (
-            f"{args.num_layers} layers of {args.hidden_size}, {args.seq_length} tokens, "
-            f"{args.pipeline_model_parallel_size} ranks, {args.num_microbatches} micro-batches"
-        )
-        plot_splits(cuts, title, args.output)
+        sizes = f"{args.num_layers} layers of {args.hidden_size}, {args.seq_length} tokens"
+        plot_splits(cuts, f"{sizes}, {ranks} ranks, {microbatches} micro-batches", args.output)
         print(f"\n{args.output} written.")
-    return 0
