@@ -49,25 +49,25 @@ def add_model_flags(parser: argparse.ArgumentParser, **defaults: int | None) -> 
 def add_every_model_flag(parser: argparse.ArgumentParser) -> None:
     """All flags of Megatron that change the costs of a model."""
     add_model_flags(parser, num_layers=None, hidden_size=None, num_attention_heads=None, vocab_size=51200)
-    for name in ("num-experts", "moe-ffn-hidden-size", "moe-shared-expert-intermediate-size", "mtp-num-layers"):
-        parser.add_argument(f"--{name}", type=count)
+    add = parser.add_argument
     # Sizes with Megatron's defaults: experts, latent attention, gated delta nets, Mamba-2.
     for name, default in {
-        **{"moe-router-topk": 2, "q-lora-rank": None, "kv-lora-rank": 32, "qk-head-dim": 128},
-        **{"qk-pos-emb-head-dim": 64, "v-head-dim": 128, "linear-num-key-heads": 16, "linear-num-value-heads": 32},
-        **{"linear-key-head-dim": 128, "linear-value-head-dim": 128, "linear-conv-kernel-dim": 4},
+        **{"num-experts": None, "moe-router-topk": 2, "moe-ffn-hidden-size": None, "mtp-num-layers": None},
+        **{"moe-shared-expert-intermediate-size": None, "max-position-embeddings": None},
+        **{"q-lora-rank": None, "kv-lora-rank": 32, "qk-head-dim": 128, "qk-pos-emb-head-dim": 64, "v-head-dim": 128},
+        **{"linear-num-key-heads": 16, "linear-num-value-heads": 32, "linear-key-head-dim": 128},
+        **{"linear-value-head-dim": 128, "linear-conv-kernel-dim": 4},
         **{"mamba-num-heads": None, "mamba-head-dim": 64, "mamba-num-groups": 8, "mamba-state-dim": 128},
     }.items():
-        parser.add_argument(f"--{name}", type=count, default=default)
-    parser.add_argument("--moe-layer-freq", type=_layer_frequency, default=1)
-    parser.add_argument("--window-attn-skip-freq", type=_layer_frequency)
-    parser.add_argument("--window-size", type=_window)
-    parser.add_argument("--hybrid-layer-pattern")
-    parser.add_argument("--position-embedding-type", default="learned_absolute")
-    parser.add_argument("--max-position-embeddings", type=count)
+        add(f"--{name}", type=count, default=default)
+    add("--moe-layer-freq", type=_layer_frequency, default=1)
+    add("--window-attn-skip-freq", type=_layer_frequency)
+    add("--window-size", type=lambda text: tuple(int(number) for number in text.strip("()").split(",")))
+    add("--hybrid-layer-pattern")
+    add("--position-embedding-type", default="learned_absolute")
     for name in ("group-query-attention", "multi-latent-attention", "qk-layernorm"):
-        parser.add_argument(f"--{name}", action="store_true")
-    parser.add_argument("--disable-bias-linear", action="store_false", dest="add_bias_linear")
+        add(f"--{name}", action="store_true")
+    add("--disable-bias-linear", action="store_false", dest="add_bias_linear")
 
 
 def _layer_frequency(text: str) -> int | list[int]:
@@ -83,10 +83,6 @@ def _layer_frequency(text: str) -> int | list[int]:
     if len(found) > MOST_LAYERS:
         raise argparse.ArgumentTypeError(f"{text!r} is longer than {MOST_LAYERS} layers")
     return found
-
-
-def _window(text: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in text.strip("()").split(","))
 
 
 def read_model(words: Sequence[str]) -> argparse.Namespace:
@@ -110,12 +106,9 @@ def settings_of(launch: argparse.Namespace) -> dict[str, Any]:
             raise ValueError(f"--{name.replace('_', '-')} is missing: give the sizes of the model, or --model")
     hidden, heads, groups = launch.hidden_size, launch.num_attention_heads, launch.num_query_groups
     if launch.kv_channels is None and hidden % heads:
-        raise ValueError(
-            f"--hidden-size {hidden} is not a multiple of --num-attention-heads {heads}; change one, or give "
-            "--kv-channels"
-        )
+        raise ValueError(f"--hidden-size {hidden} is no multiple of --num-attention-heads {heads}; give --kv-channels")
     if groups is not None and heads % groups:
-        raise ValueError(f"--num-attention-heads {heads} is not a multiple of --num-query-groups {groups}; change one")
+        raise ValueError(f"--num-attention-heads {heads} is no multiple of --num-query-groups {groups}; change one")
     if experts := sizes.get("num_experts"):
         active, frequency = launch.moe_router_topk, launch.moe_layer_freq
         if active > experts:

@@ -111,7 +111,7 @@ def test_lengths_of_a_corpus_and_mistakes_in_a_file(tmp_path):
         ("tokens,sequences\n5,-1", "line 2: '5,-1' is not"),
         ("tokens", "has no lengths"),
         ("1,2,3", "line 1: '1,2,3' is not"),
-        ("7,2\n99999999999,1", "line 2: no sequence has 99999999999 tokens"),
+        ("7,2\n99999999999,1", "line 2: '99999999999,1' is not"),
     ):
         text.write_text(mistake)
         with pytest.raises(ValueError, match=sentence):
