@@ -132,9 +132,9 @@ MAP = "--model llama3-8b --seq-length 8192 --machine a100-80gb --gpus 2 4 --toke
 @pytest.mark.parametrize(
     "ours, megatron, words",
     [
-        (1.0, 1.5, "+50.0 %"),
-        (1.0, 1.05, "+5.0 % (within error)"),
-        (1.0, 0.8, "-20.0 %"),
+        (1.5, 1.0, "+50.0 %"),
+        (1.05, 1.0, "+5.0 % (within error)"),
+        (0.8, 1.0, "-20.0 %"),
         (1.0, None, "only segments fit"),
         (None, 1.0, "only Megatron's own fit"),
         (None, None, "nothing fits"),
