@@ -30,9 +30,8 @@ class SegmentAttention(torch.nn.Module):
 
     n tokens of the running segment, b sequences, h query and g KV heads of this tensor-parallel rank; g divides h and
     is never expanded. With an `exchange`, the n tokens are those of this context-parallel rank, which attends with its
-    share of the heads, and of the queries if ranks have the same heads. The backward needs query, output and
-    log-sum-exp: b·h·((d + e)·w + 4) bytes per token for w bytes an element. Keys and values live in the KVCache of the
-    micro-batch. A query sees at most `window` keys before its own. A `sink` [h] is a term in each head's softmax.
+    share of the heads, and of the queries if ranks have the same heads. Besides its KVCache a layer keeps query, output
+    and log-sum-exp: b·h·((d + e)·w + 4) bytes per token for w bytes an element.
     """
 
     def __init__(
@@ -87,8 +86,7 @@ class SegmentAttention(torch.nn.Module):
             )
             cache = context.cache(self, partial(KVCache, segment.sequence_length, rule.window))
             prefix, end = cache.take_prefix(), context.end_of_backward(self)
-        # Tensor-parallel ranks drop different weights; with sequence parallelism Megatron has forked the generator
-        # already.
+        # Tensor-parallel ranks drop different weights; Megatron forks the generator itself for sequence parallelism.
         draws = rule.dropout and not self.config.sequence_parallel
         with get_cuda_rng_tracker().fork() if draws else nullcontext():
             output = _Attend.apply(query, key, value, sink, prefix, (kernel, segment, cache, end))
@@ -109,22 +107,17 @@ class SegmentAttention(torch.nn.Module):
         length, context, segment = len(value), self.segment_context, self.segment_context.segment
         runs = ((0, length),) if self.exchange is None else self.exchange.own_queries(length)
         kernel = on_parts(kernel, segment, rule.window, runs, query)
-        results = context.kept_attention
-        if segment is None or not context.keeps_for_backward or results is None:
+        if segment is None or not context.keeps_for_backward or context.kept_attention is None:
             return kernel
         generator = default_generator(query.device) if rule.dropout else None
-        return RunOnce(kernel, (self, segment.microbatch, segment.index), results, context.host_memory.keep, generator)
+        return RunOnce(kernel, context, (self, segment.microbatch, segment.index), generator)
 
-    @property
-    def tp_group(self) -> Any:
-        return get_tensor_model_parallel_group()
-
+    tp_group = property(lambda self: get_tensor_model_parallel_group())
     sharded_state_dict = DotProductAttention.sharded_state_dict  # the sink of the heads of this tensor-parallel rank
 
 
 class _Attend(torch.autograd.Function):
-    """Attention of a whole sequence or a segment; keys and values of a segment go to the cache, not the graph, since
-    later segments write other rows of the same buffers."""
+    """Attention; keys and values of a segment go to the cache, since later segments write to the same buffers."""
 
     @staticmethod
     def forward(

@@ -1,23 +1,22 @@
 """Wrappers of a kernel: for other head sizes, a softmax with a sink, layers that are recomputed, parts of a segment."""
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import batched
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..host_memory import taken
 from ..packed_documents import CumulativeLengths, Documents, document_start, pieces
-from ..segment import Segment
+from ..segment import Segment, SegmentContext
 from .interface import DocumentKernel, Gradients, Kernel, Saved
 
 
 @dataclass(frozen=True)
 class Padded:
-    """Pads heads with zeros to one size, a multiple of `multiple_of`, for multi-latent attention, where value heads are
-    smaller than query heads, and for odd sizes. The padded copies live for the call only."""
+    """Pads heads with zeros to one size, a multiple of `multiple_of`: the smaller value heads of multi-latent
+    attention, and odd sizes. The padded copies live for the call only."""
 
     kernel: Kernel
     multiple_of: int = 1
@@ -72,26 +71,25 @@ class WithSink:
 
 @dataclass(frozen=True)
 class RunOnce:
-    """Runs `kernel` once where full recomputation repeats the forward of `unit`.
+    """Runs `kernel` once where full recomputation repeats the forward of a layer's `unit`.
 
-    The first forward, without autograd, stores output and statistics in `results`, as `keep` returns them (HostMemory);
-    the repeated one removes them, so that the graph does not keep itself alive. In between a layer keeps
-    b·n·h·(e·w + 4) bytes, for n tokens of b sequences, h query heads, values of size e and w bytes an element.
-    `generator` is the kernel's random generator, None if it draws nothing; its state after the first forward is
-    restored for the rest of the layer.
+    The first forward, without autograd, leaves output and statistics in the `context`; the repeated one takes them, so
+    that the graph does not keep itself alive. In between a layer keeps b·n·h·(e·w + 4) bytes, for n tokens of b
+    sequences, h query heads, values of size e and w bytes an element. The random `generator` of the kernel, None if it
+    draws nothing, gets its state after the first forward back for the rest of the layer.
     """
 
     kernel: Kernel
+    context: SegmentContext
     unit: Hashable
-    results: dict[Hashable, tuple[list[Any], Tensor | None]]
-    keep: Callable[[Tensor], Any]
     generator: torch.Generator | None
     is_recorded: bool = field(default_factory=torch.is_grad_enabled)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        if self.unit in self.results:
+        all_kept = self.context.kept_attention
+        if self.unit in all_kept:
             assert self.is_recorded, "attention of a unit went forward twice before its backward"
-            kept, state = self.results.pop(self.unit)
+            kept, state = all_kept.pop(self.unit)
             if self.generator is not None:
                 self.generator.set_state(state)
             output, *statistics = map(taken, kept)
@@ -99,15 +97,15 @@ class RunOnce:
         output, statistics = self.kernel.forward(query, key, value)
         if not self.is_recorded:
             state = self.generator and self.generator.get_state()
-            self.results[self.unit] = [self.keep(x) for x in (output, *statistics)], state
+            all_kept[self.unit] = [self.context.host_memory.keep(x) for x in (output, *statistics)], state
         return output, statistics
 
     def backward(self, grad_output: Tensor, saved: Saved) -> Gradients:
         return self.kernel.backward(grad_output, saved)
 
 
-# Selects tokens of a tensor [n, b, ...], or tokens and sequences.
-Index = slice | tuple[slice, slice | int]
+# Selects tokens and sequences of a tensor [n, b, ...].
+Index = tuple[slice, slice | int]
 # Queries, the keys that end with the last query, and the lengths of documents for a kernel that takes them.
 Call = tuple[Index, Index, tuple[CumulativeLengths, ...]]
 
@@ -115,12 +113,9 @@ Call = tuple[Index, Index, tuple[CumulativeLengths, ...]]
 def on_parts(
     kernel: Kernel, segment: Segment | None, window: int | None, runs: Sequence[tuple[int, int]], query: Tensor
 ) -> Kernel:
-    """`kernel` for some of the queries of a segment, [n, b, h, d], within its documents; no `segment` is a whole
-    sequence.
-
-    The keys are those of the segment, and of a `window` before it or of its whole prefix. Context-parallel ranks that
-    share heads have a part of the queries each: `runs` of them, each with its start and end in the segment.
-    """
+    """`kernel` within the documents of a segment, or on a whole sequence if there is none, for some of the queries
+    [n, b, h, d]: `runs` of them, each with its start and end, since context-parallel ranks that share heads have a part
+    each. The keys are those of the segment, and of a `window` before it or of its whole prefix."""
     documents = None if segment is None else segment.documents
     if documents is None and len(runs) == 1:
         return kernel
@@ -128,7 +123,7 @@ def on_parts(
         f"attention got {query.shape[1]} sequences for a micro-batch of {len(documents)}: the script flattens packed "
         "batches; use --micro-batch-size 1"
     )
-    device = query.device if isinstance(kernel, DocumentKernel) else None
+    device = query.device if documents is not None and isinstance(kernel, DocumentKernel) else None
     start, made = (0, {}) if segment is None else (segment.start, segment.calls)
     first_key = 0 if window is None else max(0, start - window)
     key = first_key, tuple(runs), device
@@ -145,25 +140,20 @@ def _calls(
     documents: Documents | None,
     device: torch.device | None,
 ) -> Iterator[Call]:
-    """One call for every run. Within documents, one for every sequence of a run, with the lengths of its documents on
-    `device`; if that is None, one for every document."""
-    done = 0
+    """One call for every run, or one for every sequence of a run with the lengths of its documents on `device`, or one
+    for every document if that is None."""
+    shift = -start  # from the position of a token to its place among the queries
     for run_start, run_end in runs:
-        first, last = start + run_start, start + run_end
-        before = done - first
-        if documents is None:
-            yield slice(done, last + before), slice(last - first_key), ()
-        for number, starts in enumerate(documents or ()):
-            found = pieces(starts, first, last, first_key)
-            if device is not None:
-                keys = slice(found[0].first_key - first_key, last - first_key)
-                yield (slice(done, last + before), number), (keys, number), (CumulativeLengths.of(found, device),)
-                continue
-            sequence = slice(number, number + 1)
-            for piece in found:
-                queries = slice(piece.start + before, piece.end + before)
-                yield (queries, sequence), (slice(piece.first_key - first_key, piece.end - first_key), sequence), ()
-        done += run_end - run_start
+        shift -= run_start
+        for number, starts in enumerate(documents or [(0,)]):
+            sequence = slice(None) if documents is None else slice(number, number + 1) if device is None else number
+            found = pieces(starts, start + run_start, start + run_end, first_key)
+            for group in [[piece] for piece in found] if device is None else [found]:
+                queries = slice(group[0].start + shift, group[-1].end + shift)
+                keys = slice(group[0].first_key - first_key, group[-1].end - first_key)
+                lengths = () if device is None else (CumulativeLengths.of(group, device),)
+                yield (queries, sequence), (keys, sequence), lengths
+        shift += run_end
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,7 @@ class AttentionRule:
 
 
 class Saved(NamedTuple):
-    """The inputs of the backward of a call. `statistics` are the kernel's own: the log-sum-exp of the scores, then the
-    random state of the dropout."""
+    """The inputs of a backward. `statistics` are the log-sum-exp of scores, then the random state of the dropout."""
 
     query: Tensor
     key: Tensor
@@ -42,9 +41,9 @@ class Gradients(NamedTuple):
 class Kernel(Protocol):
     """Bottom-right causal attention by one rule: the queries are the last n of the m tokens that the keys span.
 
-    Shapes are Megatron's, sequence first: query [n, b, h, d], key [m, b, g, d] and value [m, b, g, e], output and its
-    gradient [n, b, h, e]. The output is contiguous; gradients need not be. `forward` also returns the statistics that
-    `backward` starts from. It draws from PyTorch's default generator of the device, and only if the rule has dropout.
+    Query [n, b, h, d], key [m, b, g, d], value [m, b, g, e], output and its gradient [n, b, h, e]. The output is
+    contiguous; gradients need not be. `forward` also returns the statistics. It draws from PyTorch's default generator
+    of the device, and only if the rule has dropout.
     """
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]: ...
@@ -53,8 +52,6 @@ class Kernel(Protocol):
 
 
 class DocumentKernel(Kernel):
-    """A kernel that also computes all documents of one sequence, which lie one after the other, in one call.
-
-    Forward and backward then get their `CumulativeLengths` as the last argument, `documents`. Query is [n, h, d], key
-    [m, g, d], value [m, g, e] and output [n, h, e].
-    """
+    """A kernel that also computes all documents of one sequence, which lie one after the other, in one call. Forward
+    and backward then get their `CumulativeLengths` as the last argument, `documents`. Query is [n, h, d], key
+    [m, g, d], value [m, g, e] and output [n, h, e]."""

@@ -20,11 +20,10 @@ _HEAD_MULTIPLE = 8  # of head sizes of fused kernels on GPUs
 class KernelChoice:
     """The choice for all attention layers of a model; warns once, on rank 0, if no fused kernel fits.
 
-    `backend` is Megatron's --attention-backend: `unfused` and `local` mean plain matrix products, `fused` means
-    Transformer Engine's attention on GPUs, anything else FlashAttention. `flash_attention_version` is Megatron's flag:
-    2 for PyTorch's operators, 3 for these operators on FlashAttention 3, 4 for flash-attn-4; None takes 3 on Hopper
-    GPUs if it is installed, else 2. Versions 3 and 4 have no dropout, so a model that `has_dropout` runs on 2 unless a
-    version is given. All operators of a process run on one version.
+    `backend` is Megatron's --attention-backend: `unfused` and `local` mean plain matrix products, `fused` Transformer
+    Engine's attention on GPUs, anything else FlashAttention. `flash_attention_version` is Megatron's flag: 2 for
+    PyTorch's operators, 3 for these on FlashAttention 3, 4 for flash-attn-4; None takes 3 on Hopper GPUs if it is
+    installed, else 2, also for a model that `has_dropout`, which 3 and 4 lack. A process runs on one version.
     """
 
     def __init__(
@@ -70,8 +69,7 @@ class KernelChoice:
         return kernel if fits else Padded(kernel, multiple)
 
     def _why_unfused(self, rule: AttentionRule, is_cuda: bool, dtype: torch.dtype, size: int) -> str | None:
-        """The feature that no fused kernel supports; empty if the user chose plain products, None if a fused kernel
-        fits."""
+        """The feature that no fused kernel supports; empty if plain products are chosen, None if a fused kernel fits."""
         if self._backend in ("unfused", "local"):
             return ""
         if not is_cuda:
