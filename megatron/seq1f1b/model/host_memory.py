@@ -1,12 +1,10 @@
 """Activations in host memory: tensors that a forward keeps for its backward move there, and back in time.
 
 Within the forward of a unit every tensor that autograd saves becomes a handle (`saved_tensors_hooks`), and so do the
-attention results that recomputation keeps. In the forward of a last segment, so do the keys and values of all segments.
-`offload` moves the storages that only handles refer to, each once; moving parameters, rotary tables or masks would free
-nothing. The schedule determines when (schedule/moves.py).
-
-Copies overlap with compute. On a GPU buffers are pinned, and the host waits for nothing. On a CPU the memory of the
-host is a second pool, of mapped files, so order and lifetimes are those of a GPU.
+results of kept attention and, with the last segment, the keys and values of all. `offload` moves the storages that only
+handles refer to, each once; moving parameters, rotary tables or masks would free nothing. The schedule determines when
+(schedule/moves.py). Copies overlap with compute. On a GPU buffers are pinned, and the host waits for nothing. On a CPU
+the memory of the host is a second pool, of mapped files, so order and lifetimes are those of a GPU.
 """
 
 import os
@@ -14,7 +12,7 @@ import tempfile
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from sys import getrefcount
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -26,7 +24,8 @@ from torch import Tensor, UntypedStorage
 _PROBE, _ROUNDS = 1 << 24, 16  # bytes, and copies each way, that measure the link; milliseconds on a GPU
 SMALLEST = 1 << 12  # bytes; smaller storages stay, since every copy costs a launch
 _ALIGNMENT = 1 << 9  # bytes
-# Host memory is taken in blocks, since units differ in size. Pinning many small blocks would take long.
+# Host memory is taken in blocks, since units differ in size. Pinning many small blocks would take long; PyTorch rounds
+# the size of pinned ones up to a power of two.
 _BLOCK, _PINNED_BLOCK = 1 << 20, 1 << 24
 
 # Waits for the end of copies: the running stream on a GPU, the running thread on a CPU.
@@ -36,11 +35,8 @@ Pairs = list[tuple[Tensor, Tensor]]
 
 
 class _Storage:
-    """A storage of the device, None while its bytes are on the host.
-
-    `leaves` are saved tensors that the graph refers to, for their gradients: the inputs of recomputed modules, which
-    Megatron detaches. The backward reads their values through handles.
-    """
+    """A storage of the device, None while its bytes are on the host. `leaves` are saved tensors that the graph refers
+    to, for their gradients: the inputs of recomputed modules. The backward reads their values through handles."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.here: UntypedStorage | None = tensor.untyped_storage()
@@ -48,13 +44,9 @@ class _Storage:
         self.empty = tensor.new_empty(0)  # base of views on the same device
         self.leaves: list[Tensor] = []
 
-    def own_leaves(self) -> list[Tensor]:
-        """The leaves that still have this storage."""
-        return [leaf for leaf in self.leaves if leaf.untyped_storage()._cdata == self.here._cdata]
-
     def references(self) -> list[int]:
-        """The reference counts of `own_leaves`."""
-        return [getrefcount(leaf) for leaf in self.own_leaves()]
+        """The reference counts of the leaves that still have this storage."""
+        return [getrefcount(leaf) for leaf in self.leaves if leaf.untyped_storage()._cdata == self.here._cdata]
 
     def may_leave(self) -> bool:
         """Whether only handles use it, and leaves that only the graph refers to."""
@@ -63,8 +55,9 @@ class _Storage:
 
     def leave(self) -> UntypedStorage:
         """Release the storage: from now on only the returned object keeps it on the device."""
-        for leaf in self.own_leaves():
-            leaf.data = leaf.new_empty(0)
+        for leaf in self.leaves:
+            if leaf.untyped_storage()._cdata == self.here._cdata:
+                leaf.data = leaf.new_empty(0)
         self.leaves.clear()
         here, self.here = self.here, None
         return here
@@ -97,11 +90,18 @@ class _Handle(NamedTuple):
 
 
 class _Away(NamedTuple):
-    """The storages of a unit on the host."""
+    """The storages of a unit on the host; those `leaving` may still be copied from."""
 
     storages: list[_Storage]
     blocks: list[Tensor]
     departure: Wait
+    leaving: list[UntypedStorage]
+
+    def settle(self) -> None:
+        """Free the device memory of the unit."""
+        if self.leaving:
+            self.departure()
+            self.leaving.clear()
 
 
 class Lane:
@@ -112,10 +112,7 @@ class Lane:
         self._thread = None if is_on_gpu else ThreadPoolExecutor(1, "seq1f1b-copies")
 
     def copy(self, pairs: Pairs, after: Wait | None, span: AbstractContextManager) -> Wait:
-        """Start copies of computed tensors once `after` is over; they run inside `span`, and empty `pairs`.
-
-        Neither end may be freed before the returned wait.
-        """
+        """Start copies once `after` is over, inside `span`; they empty `pairs`. Tensors must outlive the wait."""
         if self._stream is None:
             return self._thread.submit(_copy, pairs, after, span).result
         self._stream.wait_stream(torch.cuda.current_stream())
@@ -137,11 +134,9 @@ class HostMemory:
     """The tensors that forwards keep for their backwards, on device or host, by unit; each unit moves once."""
 
     def __init__(self) -> None:
-        # The storages of the unit whose forward is running, by address.
+        # Storages by address: of the unit that runs forward, and of those on the device.
         self._running: WeakValueDictionary[int, _Storage] | None = None
         self._here: dict[Hashable, WeakValueDictionary[int, _Storage]] = {}
-        # The unit that left last, and its storages, which may still be copied from.
-        self._leaving: tuple[Hashable, list[UntypedStorage]] = None, []
         self._away: dict[Hashable, _Away] = {}
         self._arriving: dict[Hashable, Wait] = {}
         # Unused blocks with the end of their last copy, for later units and steps; the longest unused come first.
@@ -181,20 +176,19 @@ class HostMemory:
 
     def offload(self, unit: Hashable, span: AbstractContextManager) -> None:
         """Start moving the tensors of `unit`; the copies run inside `span`. Raises MemoryError if the host is full."""
-        self._settle()
+        for away in self._away.values():
+            away.settle()
         going = [each for each in self._here.pop(unit).values() if each.may_leave()]
         blocks, after = self._blocks(sum(_aligned(each.num_bytes) for each in going))
         departure = self._lanes[0].copy(_pairs(going, blocks), after, span)
-        self._away[unit] = _Away(going, blocks, departure)
-        self._leaving = unit, [each.leave() for each in going]
+        self._away[unit] = _Away(going, blocks, departure, [each.leave() for each in going])
         self.num_bytes += sum(each.num_bytes for each in going)
         self.most_bytes = max(self.most_bytes, self.num_bytes)
 
     def reload(self, unit: Hashable, span: AbstractContextManager) -> None:
         """Start bringing the tensors of `unit` back."""
-        if self._leaving[0] == unit:
-            self._settle()
-        storages, blocks, departure = self._away.pop(unit)
+        self._away[unit].settle()
+        storages, blocks, departure, _ = self._away.pop(unit)
         for storage in storages:
             storage.here = UntypedStorage(storage.num_bytes, device=storage.empty.device)
             self.num_bytes -= storage.num_bytes
@@ -214,22 +208,16 @@ class HostMemory:
         self._unused += [(block, None) for each in self._away.values() for block in each.blocks]
         for units in (self._here, self._away, self._arriving):
             units.clear()
-        self._leaving, self.num_bytes = (None, []), 0
+        self.num_bytes = 0
 
     def assert_empty(self) -> None:
         units = [*self._here, *self._away, *self._arriving]
-        assert not units and not self._leaving[1], f"activations outlived the step: {units}"
-
-    def _settle(self) -> None:
-        """Free the device memory of the unit that left last."""
-        unit, storages = self._leaving
-        if storages:
-            self._away[unit].departure()
-            self._leaving = None, []
+        assert not units, f"activations outlived the step: {units}"
 
     def _blocks(self, num_bytes: int) -> tuple[list[Tensor], Wait]:
         """Unused blocks, and new ones if there are too few, with a wait for the last copies from them."""
-        make, size = (pinned_buffer, _PINNED_BLOCK) if self._is_on_gpu else (mapped_buffer, _BLOCK)
+        pinned = partial(torch.empty, dtype=torch.uint8, pin_memory=True)
+        make, size = (pinned, _PINNED_BLOCK) if self._is_on_gpu else (mapped_buffer, _BLOCK)
         count = -(-num_bytes // size)
         try:
             while len(self._unused) < count:
@@ -291,16 +279,6 @@ def link_rate(device: torch.device, when_ready: Callable[[], object]) -> float:
     seconds(1)  # touches all pages
     when_ready()
     return _ROUNDS * _PROBE / seconds(_ROUNDS)
-
-
-def pinned_buffer(num_bytes: int) -> Tensor:
-    """Pinned bytes of the host. Raises MemoryError if there are too few."""
-    buffer = torch.empty(num_bytes, dtype=torch.uint8)
-    # `pin_memory` would round the size up to a power of two.
-    error = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), num_bytes, 0)
-    if error.value != 0:
-        raise MemoryError(f"cudaHostRegister: error {error.value}")
-    return buffer
 
 
 def mapped_buffer(num_bytes: int) -> Tensor:
