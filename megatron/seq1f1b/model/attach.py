@@ -50,21 +50,27 @@ def use_segment_attention(model: Iterable[torch.nn.Module]) -> list[torch.nn.Mod
     chunks = list(model)
     kernels = None
     for chunk in chunks:
+        hooks = getattr(chunk, "remove_forward_pre_hook_handles", {})
         for _, layer in _attention_layers(chunk):
             if not _is_causal(layer) or isinstance(layer.core_attention, SegmentAttention):
                 continue
-            config = layer.config
+            config, old = layer.config, layer.core_attention
             kernels = kernels or KernelChoice(
                 config.attention_backend.name, config.flash_attention_version, config.attention_dropout > 0
             )
             scale = getattr(layer, "softmax_scale", None)  # multi-latent attention has its own
             has_window = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer.layer_number)
             window = config.window_size[0] if has_window and config.window_size[0] >= 0 else None
-            replacement = SegmentAttention(config, scale, kernels, window, _sink(layer), _exchange(layer))
-            replacement.train(layer.training)
-            _carry_over_hook(chunk, layer.core_attention, replacement)
+            sink, group = getattr(old, "softmax_offset", None), layer.pg_collection.cp
+            shared_by = gcd(group.size(), layer.num_attention_heads_per_partition)
+            exchange = HeadExchange(group, shared_by) if group.size() > 1 else None
+            new = SegmentAttention(config, scale, kernels, window, sink, exchange).train(layer.training)
+            if old in hooks:  # DistributedDataParallel hooks every module while it gathers parameters ahead
+                for part in old.modules():
+                    hooks.pop(part).remove()
+                hooks[new] = new.register_forward_pre_hook(chunk._make_forward_pre_hook())
             target = "megatron.core.transformer.attention.Attention.core_attention"
-            patched_on([layer], [Patch(target, replacement, "attends to the keys of its own input only")])
+            patched_on([layer], [Patch(target, new, "attends to the keys of its own input only")])
     return chunks
 
 
@@ -87,43 +93,8 @@ def _is_causal(layer: Attention) -> bool:
     return isinstance(layer, (SelfAttention, MLASelfAttention)) and layer.attn_mask_type is AttnMaskType.causal
 
 
-def _sink(layer: Attention) -> Tensor | None:
-    if layer.config.softmax_type == "learnable":
-        return layer.core_attention.softmax_offset
-    if layer.config.softmax_type == "off-by-one":
-        return torch.zeros(layer.num_attention_heads_per_partition, device=next(layer.parameters()).device)
-    return None
-
-
-def _exchange(layer: Attention) -> HeadExchange | None:
-    """The exchange of context-parallel ranks, which share the heads; None for one rank."""
-    group = layer.pg_collection.cp
-    if group.size() == 1:
-        return None
-    heads, given = layer.num_attention_heads_per_partition, layer.config.cp_comm_type or ()
-    kinds = {given} if isinstance(given, str) else set(given)
-    shared_by = gcd(group.size(), heads)
-    if not kinds or not kinds <= {"a2a", "all_gather"} or "a2a" in kinds and shared_by < group.size():
-        raise ValueError(
-            f"{group.size()} context-parallel ranks cannot share {heads} attention heads by --cp-comm-type {given}; "
-            "use a2a for as many ranks as divide the heads, all_gather for more"
-        )
-    return HeadExchange(group, shared_by)
-
-
-def _carry_over_hook(chunk: torch.nn.Module, old: torch.nn.Module, new: torch.nn.Module) -> None:
-    """Megatron's DistributedDataParallel needs its hook on every module while it gathers parameters ahead."""
-    handles = getattr(chunk, "remove_forward_pre_hook_handles", {})
-    if old in handles:
-        for part in old.modules():
-            handles.pop(part).remove()
-        for part in new.modules():
-            handles[part] = part.register_forward_pre_hook(chunk._make_forward_pre_hook())
-
-
 def _without_packed_format(chunk: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """The arguments of a model chunk without `packed_seq_params`, as attention and rotary positions follow the
-    documents of the segment."""
+    """The arguments of a model chunk without `packed_seq_params`, since modules follow the documents of the segment."""
     segment = chunk.segment_context.segment
     if segment is None or kwargs.get("packed_seq_params") is None:
         return args, kwargs

@@ -29,7 +29,7 @@ def attention_layer(kind, mask_type):
     layer = kind.__new__(kind)
     torch.nn.Module.__init__(layer)
     layer.core_attention = torch.nn.Sequential(torch.nn.Identity())
-    layer.attn_mask_type, layer.layer_number = mask_type, 1
+    layer.attn_mask_type, layer.layer_number, layer.num_attention_heads_per_partition = mask_type, 1, 1
     layer.pg_collection = SimpleNamespace(cp=SimpleNamespace(size=lambda: 1))
     layer.config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, attention_dropout=0.0)
     return layer
