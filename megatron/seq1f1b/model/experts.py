@@ -1,13 +1,12 @@
 """The auxiliary losses of a mixture of experts, by segments.
 
-A router adds losses over all tokens of a forward. The z-loss is a mean over tokens, so each segment adds its share. A
-balance loss multiplies two sums over tokens, the tokens of each expert and its probabilities (Switch Transformer, arXiv
-2101.03961, equations 4 to 6):
+The z-loss is a mean over tokens, so each segment adds its share. A balance loss multiplies two sums over tokens, the
+tokens of each expert and its probabilities (Switch Transformer, arXiv 2101.03961, equations 4 to 6):
 
     loss = factor · Σ_experts (Σ_tokens chosen) · (Σ_tokens probability)
 
-The first sum has no gradient, so every probability is multiplied by the count over the whole micro-batch. That count is
-known when the first backward starts, since all segments have gone forward.
+The first sum has no gradient, so every probability is multiplied by the count over the whole micro-batch, which is
+complete when the first backward starts, since all segments have gone forward.
 """
 
 from collections.abc import Callable
@@ -93,21 +92,15 @@ def _apply_balance(
         )
     group, sequences = _group(router, balance), shape[1] if balance == _BY_SEQUENCE else 1
     tally = _noted(router, balance, routing_map, sequences)
-    # Tokens of the whole micro-batch, or of each sequence if the loss is taken by sequence.
+    # Of the micro-batch, or of each sequence.
     tokens = scores.shape[0] // sequences * segment.sequence_length / segment.length
     factor = router.num_experts * coefficient / (router.topk * (tokens * group.size()) ** 2)
     probabilities = scores.reshape(-1, sequences * router.num_experts).sum(dim=0)
     loss = _Product.apply(probabilities, tally, factor, context.end_of_backward(layer)) / sequences
     context.is_used_again(layer, loss)
-    return router.attach_and_log_load_balancing_loss(
-        probs,
-        coefficient,
-        loss,
-        balance.replace("aux_loss", "load_balancing_loss"),
-        group,
-        needs_dp_avg=balance != _OVER_STEP,
-        valid_token_count=tokens * sequences,
-    )
+    logged = loss, balance.replace("aux_loss", "load_balancing_loss"), group
+    options = {"needs_dp_avg": balance != _OVER_STEP, "valid_token_count": tokens * sequences}
+    return router.attach_and_log_load_balancing_loss(probs, coefficient, *logged, **options)
 
 
 def _routing(

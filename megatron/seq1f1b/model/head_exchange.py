@@ -27,10 +27,8 @@ class HeadExchange:
     """
 
     def __init__(self, group: dist.ProcessGroup, row_size: int) -> None:
-        self._group = group
-        self._size = group.size()
-        self._row_size = row_size
-        assert self._size % self._row_size == 0, f"{self._size} ranks in rows of {self._row_size}"
+        self._group, self._size, self._row_size = group, group.size(), row_size
+        assert self._size % row_size == 0, f"{self._size} ranks in rows of {row_size}"
 
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Exchange this rank's tokens with all heads, [n/c, b, h, d] and [n/c, b, g, d], for its row's queries
@@ -43,12 +41,11 @@ class HeadExchange:
         )
         keys_and_values = torch.cat((keys, values), dim=-1)
         of_keys, of_queries = keys_and_values[0].numel(), queries[0].numel()
-        row = self._row()
-        sent, sizes = [], []
+        row, sent = self._row(), []
         for rank in range(self._size):
             heads = rank % self._row_size
             sent += [keys_and_values[heads].flatten()] + ([queries[heads].flatten()] if rank in row else [])
-            sizes.append(of_keys + (of_queries if rank in row else 0))
+        sizes = [of_keys + (of_queries if rank in row else 0) for rank in range(self._size)]
         arrived = all_to_all(self._group, torch.cat(sent), sizes, sizes).split(sizes)
         queries = _in_order([arrived[rank][of_keys:].view(queries.shape[1:]) for rank in row])
         tokens = _in_order([part[:of_keys].view(keys_and_values.shape[1:]) for part in arrived])

@@ -22,8 +22,7 @@ class Rows:
     def __init__(self, sequence_length: int) -> None:
         self._length = sequence_length
         self._rows: Any = None  # a tensor, or its handle while it rests
-        # Views by their end; each costs the host as much as a small kernel.
-        self._first: dict[int, Tensor] = {}
+        self._first: dict[int, Tensor] = {}  # views by their end; each costs the host as much as a small kernel
         self._start = sequence_length  # start of the segment that went backward last
         self._sum: Tensor | None = None
 
@@ -32,8 +31,7 @@ class Rows:
         self._rows[start:end].copy_(rows)
 
     def read(self, start: int, end: int) -> Tensor:
-        """The rows that the tokens `start` to `end` see, up to `end`; not in the graph, which later writes would
-        invalidate."""
+        """The rows that the tokens `start` to `end` see, outside the graph, which later writes would invalidate."""
         assert self._rows is not None, "segments went forward out of order"
         if end not in self._first:
             self._rows = taken(self._rows)
@@ -47,11 +45,9 @@ class Rows:
             self._first.clear()
 
     def exchange(self, start: int, end: int, grad: Tensor) -> Tensor:
-        """The complete gradient [end − start, ...] of the rows of a segment: its part of `grad` and what later segments
-        left for it. The rest of `grad` is left for earlier segments.
-
-        `grad` [u, ...] comes from the segment's own queries, for the last u rows up to `end`; it is written to.
-        """
+        """The complete gradient [end − start, ...] of the rows of a segment: its part of `grad`, which is written to,
+        and what later segments left for it. The rest of `grad` is left for earlier segments: it comes from the
+        segment's own queries, for the last u rows up to `end`, [u, ...]."""
         assert end == self._start, "segments went backward out of order"
         left, self._start = self._sum, start
         before, own = _parted(grad, end - start)
@@ -84,9 +80,7 @@ class WindowRows(Rows):
         """Forget what later segments do not see: rows of the latest segment, and earlier segments unless
         `keeps_earlier`. For forwards without a backward, or with one only after a repeated forward."""
         end, rows = next(reversed(self._kept.items()))
-        first = max(0, end - self._window)
-        if keeps_earlier:
-            first = max(first, end - rows.shape[0])
+        first = max(0, end - self._window, end - len(rows) if keeps_earlier else 0)
         kept = self._between(first, end).clone()
         self._kept = (self._kept if keeps_earlier else {}) | {end: kept}
 
@@ -112,8 +106,7 @@ class KVCache:
     tokens between two backwards.
     """
 
-    def __init__(self, sequence_length: int, window: int | None = None) -> None:
-        length = sequence_length
+    def __init__(self, length: int, window: int | None = None) -> None:
         self.rows = tuple(Rows(length) if window is None else WindowRows(length, window) for _ in range(2))
 
     def write(self, start: int, end: int, key: Tensor, value: Tensor) -> None:
@@ -134,18 +127,17 @@ class KVCache:
 
     def take_prefix(self) -> Tensor | None:
         """The prefix of the running segment if it is a part of the graph, None if the cache takes its gradients."""
-        return None
 
 
 def _added(grad: Tensor, left: Tensor | None) -> Tensor:
     """The sum of `grad` and the gradient that later segments left for the last of its rows, in at least fp32."""
-    if left is not None and left.shape[0] == grad.shape[0]:
+    if left is not None and len(left) == len(grad):
         return left.add_(grad)
     dtype = torch.promote_types(grad.dtype, torch.float32)
     # A view would keep alive the gradient of all keys that the segment sees.
     sums = grad.to(dtype, copy=grad.untyped_storage().nbytes() > grad.nbytes)
     if left is not None:
-        _last(sums, left.shape[0]).add_(left)
+        _last(sums, len(left)).add_(left)
     return sums
 
 

@@ -1,9 +1,7 @@
 """Multi-latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) that keeps the latents of earlier segments, and
-the rotary part of their keys, which all heads share, instead of keys and values.
-
-A segment projects the latents of its prefix up again, together with its own, so any kind of linear layer computes all
-gradients in its own backward. DeepSeek-V3 keeps 576 numbers per token, r + p, instead of 40960, h·(d + e).
-"""
+the rotary part of their keys, which all heads share, instead of keys and values: in DeepSeek-V3 r + p = 576 numbers per
+token instead of h·(d + e) = 40960. A segment projects the latents of its prefix up again, together with its own, so any
+kind of linear layer computes all gradients in its own backward."""
 
 from collections.abc import Callable
 from functools import partial
@@ -24,9 +22,9 @@ LARGEST_SHARE = 1 / 8  # the largest time of projecting the prefix up again, rel
 
 
 def keep_latents(layer: torch.nn.Module) -> None:
-    """Make multi-latent attention keep latents if that takes little time and all gradients can be computed: not if the
-    backward recomputes the projection or attention alone, from their arguments, if ranks share tokens or heads, or in
-    8 bits, which need a context that the backward lacks."""
+    """Make multi-latent attention keep latents if all gradients can be computed: not if the backward recomputes the
+    projection or attention alone, from their arguments, if ranks share tokens or heads, or in 8 bits, which need a
+    context that the backward lacks."""
     if not isinstance(layer, MLASelfAttention) or not isinstance(layer.core_attention, SegmentAttention):
         return
     config, attention, projection = layer.config, layer.core_attention, layer.linear_kv_up_proj
@@ -59,9 +57,9 @@ def _with_prefix(
         return forward(latent)
 
     def make() -> KVCache:
-        if share_of_projection(layer.config, segment.length) > LARGEST_SHARE:
-            return KVCache(segment.sequence_length)
-        return LatentCache(segment.sequence_length, forward, layer.config.qk_head_dim)
+        is_cheap = share_of_projection(layer.config, segment.length) <= LARGEST_SHARE
+        length = segment.sequence_length
+        return LatentCache(length, forward, layer.config.qk_head_dim) if is_cheap else KVCache(length)
 
     cache = context.cache(attention, make)  # chosen with the first segment
     return cache.project(latent, segment) if isinstance(cache, LatentCache) else forward(latent)
@@ -71,12 +69,10 @@ class LatentCache(KVCache):
     """Latents [S, b, r] and rotary keys [S, b, p]. `project_up` is the layer's projection, from latents [m, b, r] to
     the keys without positions and the values of all heads, [m, b, h·(d + e)]; `size` is d."""
 
-    def __init__(self, sequence_length: int, project_up: Callable[[Tensor], tuple[Tensor, Any]], size: int) -> None:
-        super().__init__(sequence_length)
-        self._project_up = project_up
-        self._size = size
+    def __init__(self, length: int, project_up: Callable[[Tensor], tuple[Tensor, Any]], size: int) -> None:
+        super().__init__(length)
+        self._project_up, self._size, self._heads = project_up, size, 0
         self.latents, self.rotary = self.rows
-        self._heads = 0
         # Of the running segment: prefix and segment projected up, and the prefix as a part of the graph.
         self._projected: Tensor | None = None
         self._prefix: Tensor | None = None
@@ -107,8 +103,7 @@ class LatentCache(KVCache):
         return torch.cat([projected[..., : self._size], rotary], -1), projected[..., self._size :].contiguous()
 
     def exchange_gradients(self, start: int, end: int, grads: Gradients) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Exchanges gradients of the rotary keys; those of the prefix, [start, b, h·(d + e)], go through the
-        projection."""
+        """Exchanges those of the rotary keys; those of the prefix, [start, b, h·(d + e)], go through the projection."""
         size, length = self._size, end - start
         own = grads.key[-length:].clone()
         # The shared rotary part gets the sum of the gradients of all heads, through the first head.

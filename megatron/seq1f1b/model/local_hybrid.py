@@ -16,8 +16,7 @@ from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlock,
     MultiTokenPredictionBlockSubmodules,
-    MultiTokenPredictionLayer,
-    MultiTokenPredictionLayerSubmodules,
+    get_mtp_layer_spec_for_backend,
 )
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -27,11 +26,7 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
 )
 
-# The symbols of --hybrid-layer-pattern for which there are local layers.
-SYMBOLS = "*+-EGM"
-_LINEAR = LocalSpecProvider()
-_WITHOUT_ATTENTION = {"input_layernorm": IdentityOp, "self_attention": IdentityOp, "self_attn_bda": IdentityFuncOp}
-_WITHOUT_MLP = {"pre_mlp_layernorm": IdentityOp, "mlp": IdentityOp, "mlp_bda": IdentityFuncOp}
+_SYMBOLS = "*+-EGM"  # of --hybrid-layer-pattern, for which there are local layers
 
 
 class LocalHybridStack(HybridStack):
@@ -40,11 +35,11 @@ class LocalHybridStack(HybridStack):
     def __init__(
         self, *args: Any, layer_type_list: list[str], post_layer_norm: bool = True, norm: type, **kwargs: Any
     ) -> None:
-        missing = sorted(set(layer_type_list) - set(SYMBOLS))
+        missing = sorted(set(layer_type_list) - set(_SYMBOLS))
         if missing:
             raise ValueError(
                 f"--hybrid-layer-pattern has layers {' '.join(missing)}, which need Transformer Engine; use "
-                f"{' '.join(SYMBOLS)}, or --transformer-impl transformer_engine"
+                f"{' '.join(_SYMBOLS)}, or --transformer-impl transformer_engine"
             )
         # Megatron's own final norm is Transformer Engine's.
         super().__init__(*args, layer_type_list=layer_type_list, post_layer_norm=False, **kwargs)
@@ -65,13 +60,16 @@ def local_hybrid_spec(config: TransformerConfig) -> ModuleSpec:
     latent = submodules(multi_latent_attention=True)
     experts = submodules(num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm)
     norm = dense.input_layernorm
-    column, row = _LINEAR.column_parallel_linear(), _LINEAR.row_parallel_linear()
+    linear = LocalSpecProvider()
+    column, row = linear.column_parallel_linear(), linear.row_parallel_linear()
 
     def attention_layer(layer: TransformerLayerSubmodules, **parts: Any) -> ModuleSpec:
-        return ModuleSpec(module=TransformerLayer, submodules=replace(layer, **_WITHOUT_MLP, **parts))
+        parts |= {"pre_mlp_layernorm": IdentityOp, "mlp": IdentityOp, "mlp_bda": IdentityFuncOp}
+        return ModuleSpec(module=TransformerLayer, submodules=replace(layer, **parts))
 
     def mlp_layer(kind: type, layer: TransformerLayerSubmodules, **parts: Any) -> ModuleSpec:
-        return ModuleSpec(module=kind, submodules=replace(layer, **_WITHOUT_ATTENTION, **parts))
+        parts |= {"input_layernorm": IdentityOp, "self_attention": IdentityOp, "self_attn_bda": IdentityFuncOp}
+        return ModuleSpec(module=kind, submodules=replace(layer, **parts))
 
     delta_net = attention_layer(
         dense,
@@ -86,11 +84,9 @@ def local_hybrid_spec(config: TransformerConfig) -> ModuleSpec:
         mamba_bda=get_bias_dropout_add,
         sharded_state_dict_keys_map={"norm.": "mixer.in_proj.layer_norm_"},
     )
-    # Multi-token prediction puts these around the layers behind a / of the pattern.
-    around = MultiTokenPredictionLayerSubmodules(
-        enorm=norm, hnorm=norm, eh_proj=column, mtp_model_layer=None, layer_norm=norm
-    )
-    prediction = ModuleSpec(module=MultiTokenPredictionLayer, submodules=around)
+    # Around the layers behind a / of the pattern.
+    prediction = get_mtp_layer_spec_for_backend(None, linear)
+    prediction.submodules = replace(prediction.submodules, enorm=norm, hnorm=norm, layer_norm=norm)
     return ModuleSpec(
         module=LocalHybridStack,
         params={"norm": norm},

@@ -3,8 +3,8 @@
 The last stage runs all forwards of a micro-batch before its first backward. Logits take 4·s·b·V/t bytes there, whatever
 the number of segments: 64 GiB for a million tokens, a vocabulary of 128k and 8 tensor-parallel ranks. Instead the stage
 keeps hidden states, 2·s·b·h/t bytes with sequence parallelism, and the backward repeats a product of 2·s·b·h·V/t FLOPs.
-Megatron's own output layer and cross entropy compute each piece. The weight gradient of a piece is computed with its
-input gradient, in I if backwards are split: in W it would need the logits once more.
+Megatron's own output layer and cross entropy compute each piece. Its weight gradient comes with its input gradient, in
+I if backwards are split: in W it would need the logits once more.
 """
 
 from collections.abc import Callable, Iterable
@@ -26,8 +26,7 @@ WORTH = 8  # pieces, 2 GiB; fewer are kept, since the repeated product can take 
 
 def compute_loss_in_pieces(chunks: Iterable[torch.nn.Module], num_tokens: int, piece: int | None = PIECE) -> None:
     """Make model chunks with an output layer compute their losses in pieces of `piece` logits; None, or up to `WORTH`
-    pieces of logits for the `num_tokens` of a micro-batch on this context-parallel rank, s·b, keeps them. The latest
-    call wins."""
+    pieces for the `num_tokens` of a micro-batch on this context-parallel rank, keeps them. The latest call wins."""
     for model in map(unwrap_model, chunks):
         layer = getattr(model, "output_layer", None)
         if not (isinstance(model, LanguageModule) and isinstance(layer, ColumnParallelLinear)) or layer.gather_output:
@@ -70,11 +69,9 @@ def _loss(model: LanguageModule, loss: Callable[[Tensor, Tensor], Tensor], label
 
 @dataclass(frozen=True)
 class Logits:
-    """Logits [n, b, V/t] that are computed when needed: in pieces for `loss` and `max`, else whole.
-
-    `of(hidden, weight)` computes those of hidden states [n/t, b, h], a run of the tokens on each of `num_runs` ranks,
-    with the `weight` [V/t, h] of the layer. A piece has `length` tokens of each run.
-    """
+    """Logits [n, b, V/t], computed when needed, in pieces for `loss` and `max`, else whole: `of(hidden, weight)` for
+    hidden states [n/t, b, h], a run of the tokens on each of `num_runs` ranks, and the `weight` [V/t, h] of the layer.
+    A piece has `length` tokens of each run."""
 
     of: Callable[[Tensor, Tensor], Tensor]
     hidden: Tensor
@@ -97,12 +94,11 @@ class Logits:
         losses = _LossOfPieces.apply(of_piece, self.length, self.hidden, self.weight, by_place(labels))
         return losses.movedim(0, -1).flatten(1)
 
-    def max(self, dim: int) -> tuple[Tensor, Tensor]:
+    def max(self, dim: int) -> tuple[Tensor, ...]:
         """The largest logit of each token and its index [n, b], from which Megatron counts correct predictions."""
         found = [self.of(hidden, self.weight).max(dim=dim) for hidden in self.hidden.split(self.length)]
         of_runs = ([each.unflatten(0, (self.num_runs, -1)) for each in pieces] for pieces in zip(*found, strict=True))
-        values, indices = (torch.cat(each, dim=1).flatten(0, 1) for each in of_runs)
-        return values, indices
+        return tuple(torch.cat(each, dim=1).flatten(0, 1) for each in of_runs)
 
     def size(self, dim: int) -> int:
         return self.shape[dim]
@@ -127,7 +123,7 @@ class Logits:
 
 class _LossOfPieces(torch.autograd.Function):
     """`loss(hidden, weight, labels)` of pieces of `length` places, joined; the backward runs each piece forward again.
-    Gradients of the weight add up in fp32, see `_alias`."""
+    Gradients of the weight add up in fp32, in its `main_grad` of Megatron's DistributedDataParallel or in a new one."""
 
     @staticmethod
     def forward(ctx: Any, loss: Callable[..., Tensor], length: int, *inputs: Tensor) -> Tensor:
@@ -141,7 +137,12 @@ class _LossOfPieces(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_losses: Tensor) -> tuple[Any, ...]:
         hidden, labels = ctx.saved_tensors
-        grad_hidden, alias = torch.empty_like(hidden), _alias(ctx.weight)
+        grad_hidden, weight = torch.empty_like(hidden), ctx.weight
+        main_grad, dtype = getattr(weight, "main_grad", None), torch.promote_types(weight.dtype, torch.float32)
+        alias = weight.detach().requires_grad_(weight.requires_grad)  # without hooks
+        if weight.requires_grad:
+            fits = main_grad is not None and main_grad.dtype is dtype
+            alias.main_grad = main_grad if fits else torch.zeros_like(weight, dtype=dtype)
         of_pieces = (each.split(ctx.length) for each in (hidden, labels, grad_losses, grad_hidden))
         for part, labels_of_part, grad_of_losses, grad_of_part in zip(*of_pieces, strict=True):
             part = part.detach().requires_grad_()
@@ -152,28 +153,13 @@ class _LossOfPieces(torch.autograd.Function):
             if alias.grad is not None:  # None if Megatron's layer has added it to `main_grad` by itself
                 alias.main_grad += alias.grad
                 alias.grad = None
-        return None, None, grad_hidden, _gradient(ctx.weight, alias), None
-
-
-def _alias(weight: Tensor) -> Tensor:
-    """The weight without hooks, with a `main_grad` in fp32: the weight's under Megatron's DistributedDataParallel, or a
-    new one."""
-    alias = weight.detach().requires_grad_(weight.requires_grad)
-    if weight.requires_grad:
-        dtype, main_grad = torch.promote_types(weight.dtype, torch.float32), getattr(weight, "main_grad", None)
-        fits = main_grad is not None and main_grad.dtype is dtype
-        alias.main_grad = main_grad if fits else torch.zeros_like(weight, dtype=dtype)
-    return alias
-
-
-def _gradient(weight: Tensor, alias: Tensor) -> Tensor | None:
-    """The gradient of the weight; zeros, which only fire its hooks, if its `main_grad` has all of it. Hooks ignore the
-    gradient if a fused product, of kept logits in an earlier call, has marked the weight."""
-    if not weight.requires_grad:
-        return None
-    main_grad = getattr(weight, "main_grad", None)
-    if main_grad is None:
-        return alias.main_grad.to(weight.dtype)
-    if alias.main_grad is not main_grad:
-        main_grad += alias.main_grad
-    return torch.zeros_like(weight)
+        if not weight.requires_grad:
+            grad_weight = None
+        elif main_grad is None:
+            grad_weight = alias.main_grad.to(weight.dtype)
+        else:
+            if not fits:
+                main_grad += alias.main_grad
+            # Only fires the hooks of the weight, and is ignored if an earlier fused product has marked it.
+            grad_weight = torch.zeros_like(weight)
+        return None, None, grad_hidden, grad_weight, None

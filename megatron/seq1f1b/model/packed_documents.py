@@ -17,9 +17,8 @@ Documents = tuple[tuple[int, ...], ...]
 
 
 class Piece(NamedTuple):
-    """The tokens `start` to `end` of one document in a segment, which see the keys from `first_key` on; all are
-    positions in the sequence. Pieces have no gaps, and only the first of a segment may begin later than its
-    document."""
+    """The tokens `start` to `end` of one document in a segment, which see the keys from `first_key` on, by position in
+    the sequence. Pieces have no gaps, and only the first of a segment may begin later than its document."""
 
     first_key: int
     start: int
@@ -32,8 +31,8 @@ def document_start(starts: Sequence[int], token: int, first_token: int = 0) -> i
 
 
 def pieces(starts: Sequence[int], start: int, end: int, first_token: int = 0) -> list[Piece]:
-    """The pieces of documents that begin at `starts`, in the segment of the tokens `start` to `end`. Keys before
-    `first_token` are not seen, so a document with an earlier start begins there."""
+    """The pieces of documents that begin at `starts` in the tokens `start` to `end`. Keys before `first_token` are not
+    seen, so a document with an earlier start begins there."""
     inner = starts[bisect_right(starts, start) : bisect_right(starts, end - 1)]
     bounds = [document_start(starts, start, first_token), *inner, end]
     return [Piece(first_key, max(first_key, start), stop) for first_key, stop in pairwise(bounds)]
@@ -68,9 +67,7 @@ class MaskCheck:
         """Raise ValueError unless `mask`, booleans [..., s, s], hides from each token exactly those after it, or shows
         exactly those if it `may_be_inverted`. `where` names the mask in the error; `settle` raises it for a GPU's."""
         mask = mask.bool().view(-1, *mask.shape[-2:])
-        doubt = differs(mask)
-        if may_be_inverted:
-            doubt &= differs(~mask)
+        doubt = differs(mask) & differs(~mask) if may_be_inverted else differs(mask)
         self._doubts.append((doubt, where))
         if not mask.is_cuda:
             self.settle()

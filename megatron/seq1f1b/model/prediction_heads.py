@@ -1,8 +1,8 @@
 """Multi-token prediction on one segment; its last tokens read and predict tokens of the next segment.
 
 Megatron shifts tokens, positions, labels and loss mask by one for each further token that it predicts, and fills the
-end with zeros. Here the end of a segment, or of each run of tokens that a context-parallel rank has of it, is filled
-with the tokens that follow, and the loss is divided by the tokens of the whole micro-batch.
+end with zeros. Here the tokens that follow fill the end of a segment, or of each run of it that a context-parallel rank
+has, and the loss is divided by the tokens of the whole micro-batch.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,9 +18,8 @@ from .segment import Segment, SegmentContext
 
 class LookAhead(NamedTuple):
     """The batch entries after each of a rank's r runs of tokens in a segment of b sequences: `entries[name]` [r, b,
-    depth], zeros beyond the end of the sequence. `counts[d]` is the sum of the loss mask of the whole micro-batch,
-    shifted by d tokens. If predictions stay within documents, `ends_document` [b, n] marks tokens that another document
-    follows."""
+    depth], zeros beyond the sequence. `counts[d]` is the sum of the loss mask of the whole micro-batch, shifted by d
+    tokens. If predictions stay within documents, `ends_document` [b, n] marks tokens that another document follows."""
 
     entries: dict[str, Tensor]
     counts: Tensor
@@ -64,9 +63,8 @@ class PredictionHeads:
             return None, None
         ahead = self._now()
         following = ahead.entries[name][..., shift - 1 : shift].to(tensor.dtype)
-        runs = tensor.chunk(len(following), dim=1)
-        parts = [part for run, next_token in zip(runs, following, strict=True) for part in (run[:, 1:], next_token)]
-        shifted = torch.cat(parts, dim=1)
+        runs = zip(tensor.chunk(len(following), dim=1), following, strict=True)
+        shifted = torch.cat([part for run, next_token in runs for part in (run[:, 1:], next_token)], dim=1)
         if ahead.ends_document is not None:
             shifted = shifted.masked_fill_(ahead.ends_document, 0)
         return shifted, ahead.counts[shift].to(tensor.dtype)

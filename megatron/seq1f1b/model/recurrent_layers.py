@@ -2,8 +2,7 @@
 
 A segment starts from the state after the previous segment, and its backward returns the gradient of that state: that of
 the recurrence in fp32, [b, h, d_k, d_v] or [b, h, p, n], and the last input columns of the convolution. A layer
-provides one function, from its input and a state to its output and the next state. Kernels are those of Megatron's
-layers.
+provides one function, from its input and a state to its output and the next state, on the kernels of Megatron's layers.
 """
 
 from collections.abc import Callable
@@ -29,11 +28,8 @@ Recurrence = Callable[[Tensor, State | None], tuple[Tensor, State]]
 
 
 def run_recurrence(context: SegmentContext, layer: Any, recurrence: Recurrence, inputs: Tensor) -> Tensor:
-    """The output [n, b, ...] of `recurrence` for the running segment's inputs [n, b, ...].
-
-    Each document of a packed sequence starts without a state. The state after a segment is a leaf in the graph of the
-    next one, and lives from the forward of the segment to its backward.
-    """
+    """The output [n, b, ...] of `recurrence` for the running segment's inputs [n, b, ...]. Documents start without a
+    state. The state after a segment is a leaf in the graph of the next one, and lives until the segment's backward."""
     segment = context.segment
     if segment.is_whole_sequence:
         return _within_documents(recurrence, inputs, None, segment)[0]
@@ -50,8 +46,7 @@ def run_recurrence(context: SegmentContext, layer: Any, recurrence: Recurrence, 
 
 
 class _Leave(torch.autograd.Function):
-    """The output, unchanged; its backward removes the leaves that stood for the state, and passes their gradients
-    on."""
+    """The output, unchanged; its backward removes the leaves of the state, and passes their gradients on."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, take: Callable[[], State], end: Callable, *state: Tensor) -> Tensor:

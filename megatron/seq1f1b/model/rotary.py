@@ -11,7 +11,7 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import Yar
 from torch import Tensor
 
 from ..process.patches import wrapping
-from .packed_documents import pieces
+from .packed_documents import Piece, pieces
 from .segment import Segment
 
 
@@ -34,32 +34,27 @@ def _of_documents(
     packed_seq: bool = False,
     cp_group: Any = None,
 ) -> Any:
-    (first, end), *others = _positions(segment, length)
+    """Positions count from the start of a document, as rounding errors of angles in fp32 grow with them. They count
+    from that of the sequence if several sequences share them: attention depends on differences only."""
+    found = [Piece(0, segment.start, segment.start + length)]
+    if segment.documents is not None and len(segment.documents) == 1 and length == segment.length:
+        found = pieces(segment.documents[0], segment.start, segment.end)
+    (first_key, start, end), *others = found
     if not others:
-        return forward(length, offset=first, packed_seq=packed_seq, cp_group=cp_group)
+        return forward(length, offset=start - first_key, packed_seq=packed_seq, cp_group=cp_group)
     # The others begin at 0 and share a table, which is not yet divided among context-parallel ranks.
-    table = forward(max(stop for _, stop in others), packed_seq=True)
-    angles = forward(end - first, offset=first, packed_seq=True)
+    lengths = [piece.end - piece.start for piece in others]
+    angles, table = (
+        forward(end - start, offset=start - first_key, packed_seq=True),
+        forward(max(lengths), packed_seq=True),
+    )
     is_yarn = isinstance(rotary, YarnRotaryEmbedding)
     rows, of_others = (angles[0], table[0]) if is_yarn else (angles, table)
-    rows = torch.cat([rows, *(of_others[:stop] for _, stop in others)])
+    rows = torch.cat([rows, *(of_others[:stop] for stop in lengths)])
     group = cp_group or rotary.cp_group
     if group is not None and group.size() > 1 and not packed_seq:
         rows = get_pos_emb_on_this_cp_rank(rows, 0, group)
     return (rows, angles[1]) if is_yarn else rows
-
-
-def _positions(segment: Segment, length: int) -> list[tuple[int, int]]:
-    """The positions of the `length` tokens of a segment, from the first to the end of each document.
-
-    They are kept small, since rounding errors of angles in fp32 grow with them. Several sequences, whose documents may
-    differ, share positions that count from their start: attention depends on differences only.
-    """
-    documents = segment.documents
-    if documents is None or len(documents) > 1 or length != segment.length:
-        return [(segment.start, segment.start + length)]
-    found = pieces(documents[0], segment.start, segment.end)
-    return [(piece.start - piece.first_key, piece.end - piece.first_key) for piece in found]
 
 
 def _cosines_and_sines(

@@ -17,11 +17,8 @@ from .weight_gradient import WeightGradientStore
 
 @dataclass(frozen=True)
 class Segment:
-    """Tokens `start` to `end` of every sequence of `microbatch`, number `index` of its segments.
-
-    `documents` are those of the whole micro-batch if sequences are packed. `calls` are kernel calls that all attention
-    layers share.
-    """
+    """Tokens `start` to `end` of every sequence of `microbatch`, number `index` of its segments. `documents` are those
+    of the whole micro-batch if sequences are packed. `calls` are kernel calls that all attention layers share."""
 
     microbatch: int
     index: int
@@ -61,10 +58,9 @@ class SegmentContext:
     """The running segment, and the state of layers for the micro-batches in flight.
 
     It is set around the forward and around the backward of a unit, since recomputation runs a forward inside the
-    backward. Between units there is no running segment, and modules treat their input as whole sequences.
-
-    A cache holds the state that a layer passes from segment to segment. It lives until the backward of the first
-    segment, or the forward of the last one if no backward follows.
+    backward. Between units there is no running segment, and modules treat their input as whole sequences. A cache holds
+    the state that a layer passes from segment to segment. It lives until the backward of the first segment, or the
+    forward of the last one if no backward follows.
     """
 
     def __init__(self) -> None:
@@ -82,11 +78,8 @@ class SegmentContext:
     def running(
         self, segment: Segment, keeps_for_backward: bool, unit: Hashable = None, moves: bool = False
     ) -> Iterator[None]:
-        """Inside, `segment` runs; no backward follows (evaluation) unless `keeps_for_backward`.
-
-        A backward leaves its weight gradients for `unit` if backwards are split. If the unit `moves`, the tensors that
-        its forward saves may go to the host.
-        """
+        """Inside, `segment` runs; no backward follows (evaluation) unless `keeps_for_backward`. A split backward leaves
+        weight gradients for `unit`. If the unit `moves`, the tensors that its forward saves may go to the host."""
         self.segment, self.keeps_for_backward, self._checked_mask = segment, keeps_for_backward, None
         self.weight_gradients.unit = unit
         try:
@@ -103,24 +96,23 @@ class SegmentContext:
 
     def cache(self, layer: Any, make: Callable[[], Any]) -> Any:
         """The cache of `layer` for the running micro-batch, made at its first segment."""
-        key = (layer, self.segment.microbatch)
+        key = layer, self.segment.microbatch
         if key not in self._caches:
             self._caches[key] = make()
         return self._caches[key]
 
     def is_used_again(self, layer: Any, output: Tensor) -> bool:
-        """Whether a backward of the running segment passes through the `output` of `layer`: not in an evaluation, and
-        not if all weights below are frozen. If it does not, the cache is freed after the last segment. A forward
-        without gradients outside of an evaluation will be repeated."""
+        """Whether a backward of the running segment passes through the `output` of `layer`: not in an evaluation, nor
+        if all weights below are frozen; the cache is then freed after the last segment. A forward without gradients
+        outside of an evaluation will be repeated."""
         is_used_again = self.keeps_for_backward and (output.requires_grad or not torch.is_grad_enabled())
         if self.segment.is_last and not is_used_again:
             del self._caches[layer, self.segment.microbatch]
         return is_used_again
 
     def end_of_backward(self, layer: Any) -> Callable[[], object]:
-        """A function for the end of the running segment's backward; after the first segment's it frees the cache of
-        `layer`."""
-        key = (layer, self.segment.microbatch)
+        """A function for the end of the segment's backward: that of the first segment frees the cache of `layer`."""
+        key = layer, self.segment.microbatch
         return partial(self._caches.pop, key) if self.segment.is_first else lambda: None
 
     def kept(self) -> list[Any]:

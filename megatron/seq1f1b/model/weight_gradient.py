@@ -1,15 +1,13 @@
 """Weight gradients separate from input gradients, in Megatron's local linear layers and in Transformer Engine's.
 
-The previous stage needs the input gradient of a linear layer, only the end of the step its weight gradient. Zero-bubble
-schedules (arXiv 2401.10241, section 2) compute the latter when a rank would be idle.
-
-One store takes the products of all layers by unit, and gives their results to the parameters through autograd. The
-forward of a layer runs on aliases of its parameters, which have no hooks. Transformer Engine's `delay_wgrad_compute`
-does not fit: its `backward_dw` assigns a gradient instead of adding it, hooks of parameters fire at I, before there is
-a gradient, and its queue does not separate units.
+Zero-bubble schedules (arXiv 2401.10241, section 2) compute them when a rank would be idle. One store takes the products
+of all layers by unit, and gives their results to the parameters through autograd. The forward of a layer runs on
+aliases of its parameters, which have no hooks. Transformer Engine's `delay_wgrad_compute` does not fit: its
+`backward_dw` assigns a gradient instead of adding it, hooks of parameters fire at I, before there is a gradient, and
+its queue does not separate units.
 """
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -31,28 +29,23 @@ Product = Callable[[], Sequence[Tensor | None]]
 
 
 class WeightGradientStore:
-    """Deferred weight gradients, by the unit whose backward deferred them.
-
-    It holds inputs and output gradients of the unit's linear layers: b·n·(i + o)·e bytes for n tokens, b sequences, i
-    and o features, e bytes an element.
-    """
+    """Deferred weight gradients, by the unit whose backward deferred them. It holds inputs and output gradients of the
+    unit's linear layers: b·n·(i + o)·e bytes for n tokens, b sequences, i and o features, e bytes an element."""
 
     def __init__(self) -> None:
         self.unit: Hashable = None  # the unit that runs
-        self._left: dict[Hashable, deque[tuple[Sequence[torch.nn.Parameter], Product]]] = {}
+        self._left: defaultdict[Hashable, deque[Any]] = defaultdict(deque)
 
     def leave(self, parameters: Sequence[torch.nn.Parameter], product: Product) -> None:
         """Defer `product`, which computes the gradients of `parameters`."""
         assert self.unit is not None, "a split backward ran outside of a schedule"
-        self._left.setdefault(self.unit, deque()).append((parameters, product))
+        self._left[self.unit].append((product, *parameters))
 
     def compute(self, unit: Hashable) -> None:
-        """Compute the weight gradients of `unit`, and free each product. Autograd takes them to the parameters' hooks,
-        and so to Megatron's DistributedDataParallel."""
+        """Compute the weight gradients of `unit`, and free each product; autograd calls the hooks of the parameters."""
         left = self._left.pop(unit, ())
         while left:
-            parameters, product = left.popleft()
-            _WeightGradient.apply(product, *parameters).backward()
+            _WeightGradient.apply(*left.popleft()).backward()
 
     def clear(self) -> None:
         self._left.clear()
@@ -81,22 +74,23 @@ def defer_weight_gradients(store: WeightGradientStore, chunks: Iterable[torch.nn
     """Inside, the backward of linear layers leaves weight gradients in `store`. Other gradients (norms, biases,
     embeddings) are cheap, and come with the input gradients, as do those of logits in pieces."""
     modules = [module for chunk in chunks for module in chunk.modules() if keeps_logits(module)]
-    of_te = [module for module in modules if hasattr(module, "wgrad_store")]  # TE's attention has no weights
     local, reason = "megatron.core.tensor_parallel.layers", "computes the weight gradient with the input gradient"
-    with ExitStack() as undo:
-        for kind in ("ColumnParallelLinear", "RowParallelLinear"):
-            split = Patch(
-                f"{local}.{kind}._forward_impl", lambda _, forward: deferring(forward, store), reason, wraps=True
-            )
-            undo.enter_context(patched_on(modules, [split]))
-        if of_te:
-            base = "transformer_engine.pytorch.module.base.TransformerEngineBaseModule"
-            rows = [
-                Patch(f"{base}.wgrad_store", lambda layer, _: _store_of(layer, store), "mixes units", wraps=True),
-                wrapping(f"{base}.forward", _on_aliases, "fires hooks of parameters before there is a gradient"),
-            ]
-            undo.enter_context(patched_on(of_te, rows))
-        return undo.pop_all()
+    undo = patched_on(
+        modules,
+        [
+            Patch(f"{local}.{kind}._forward_impl", lambda _, forward: deferring(forward, store), reason, wraps=True)
+            for kind in ("ColumnParallelLinear", "RowParallelLinear")
+        ],
+    )
+    of_te = [module for module in modules if hasattr(module, "wgrad_store")]  # TE's attention has no weights
+    if of_te:
+        base = "transformer_engine.pytorch.module.base.TransformerEngineBaseModule"
+        rows = [
+            Patch(f"{base}.wgrad_store", lambda layer, _: _store_of(layer, store), "mixes units", wraps=True),
+            wrapping(f"{base}.forward", _on_aliases, "fires hooks of parameters before there is a gradient"),
+        ]
+        undo.enter_context(patched_on(of_te, rows))
+    return undo
 
 
 def deferring(linear: Callable[..., Tensor], store: WeightGradientStore) -> Callable[..., Tensor]:
@@ -108,14 +102,13 @@ def deferring(linear: Callable[..., Tensor], store: WeightGradientStore) -> Call
         if not is_split or options.get("gtp_remat_size", 1) > 1:
             return linear(input=input, weight=weight, bias=bias, **options)
         kept = input.detach()  # without the graph, which is freed before the product is computed
-        accumulates = options["gradient_accumulation_fusion"] and hasattr(weight, "main_grad")
 
         def gradient(grad_output: Tensor) -> tuple[Tensor | None]:
             rows = kept
             if options["sequence_parallel"]:  # `kept` is this rank's part
                 rows = gather_from_sequence_parallel_region(kept, group=options["tp_group"], use_global_buffer=True)
             grad_output, rows = prepare_input_tensors_for_wgrad_compute(grad_output, rows)
-            if not accumulates:
+            if not (options["gradient_accumulation_fusion"] and hasattr(weight, "main_grad")):
                 return (grad_output.t().matmul(rows),)
             kernels = layers.fused_weight_gradient_mlp_cuda  # Apex's
             in_fp32 = weight.main_grad.dtype is torch.float32
@@ -123,13 +116,10 @@ def deferring(linear: Callable[..., Tensor], store: WeightGradientStore) -> Call
             kernel(rows, grad_output, weight.main_grad)
             return (_accumulated(weight),)
 
-        def leave(grad_output: Tensor) -> None:
-            store.leave([weight], partial(gradient, grad_output))
-
         # With these options, Megatron appends the output gradient to the buffer instead of computing the weight
         # gradient, and returns none, as if it had been added to `main_grad`.
-        deferred = {"gradient_accumulation_fusion": True, "wgrad_deferral_limit": 0}
-        deferred["grad_output_buffer"] = SimpleNamespace(append=leave)
+        buffer = SimpleNamespace(append=lambda grad_output: store.leave([weight], partial(gradient, grad_output)))
+        deferred = {"gradient_accumulation_fusion": True, "wgrad_deferral_limit": 0, "grad_output_buffer": buffer}
         # Detached, or autograd would fire the weight's hooks before its gradient exists.
         output = linear(input=input, weight=weight.detach().requires_grad_(), bias=None, **options | deferred)
         return output if bias is None else output + bias
@@ -138,11 +128,9 @@ def deferring(linear: Callable[..., Tensor], store: WeightGradientStore) -> Call
 
 
 def _accumulated(weight: torch.nn.Parameter) -> Tensor | None:
-    """The gradient for the hooks of a weight whose gradient was added to its `main_grad`.
-
-    The mark keeps DistributedDataParallel from adding it again. If another layer gives the same weight an ordinary
-    gradient (`zero_out_wgrad`: tied embeddings), this one is added, too, so it has to be zero.
-    """
+    """The gradient for the hooks of a weight whose gradient was added to its `main_grad`: a mark keeps
+    DistributedDataParallel from adding it again. If another layer gives the same weight an ordinary gradient
+    (`zero_out_wgrad`: tied embeddings), this one is added, too, so it has to be zero."""
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     weight.grad_added_to_main_grad = True
@@ -193,15 +181,12 @@ def _aliased(layer: Any) -> list[str]:
 
 
 def add_up_all_weight_gradients(chunks: Iterable[torch.nn.Module]) -> None:
-    """Make Transformer Engine's layers add the gradient of every unit to `main_grad`.
-
-    With `gradient_accumulation_fusion` they overwrite it with the gradient of the unit that goes forward first, which
-    in Megatron's schedules also goes backward first. In that unit they also convert the weights to 8 bits for the step.
-    """
-    for chunk in chunks:
-        for module in chunk.modules():
-            if hasattr(module, "is_first_microbatch") and _as_any_unit not in module._forward_pre_hooks.values():
-                module.register_forward_pre_hook(_as_any_unit)
+    """Make Transformer Engine's layers add the gradient of every unit to `main_grad`. With
+    `gradient_accumulation_fusion` they overwrite it with that of the unit that goes forward first, which in Megatron's
+    schedules also goes backward first. In that unit they also convert the weights to 8 bits for the step."""
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        if hasattr(module, "is_first_microbatch") and _as_any_unit not in module._forward_pre_hooks.values():
+            module.register_forward_pre_hook(_as_any_unit)
 
 
 def _as_any_unit(layer: Any, _: tuple) -> None:

@@ -31,13 +31,11 @@ def _marked_norm(new: Callable, cls: type, config: Any, hidden_size: int, *args:
     return norm
 
 
-def _made_for_any_rank(
-    init: Callable, attention: Any, config: Any, *args: Any, v_channels: Any = None, **of: Any
-) -> None:
+def _made_for_any_rank(init: Callable, attention: Any, config: Any, *args: Any, v_channels: int = 0, **of: Any) -> None:
     of.pop("k_channels", None)
     init(attention, _with(config, context_parallel_size=1), *args, **of)
     attention.config = config
-    if v_channels is not None:
+    if v_channels:
         attention.hidden_size_per_partition = attention.num_attention_heads_per_partition * v_channels
 
 
@@ -68,8 +66,7 @@ def _without_apex(init: Callable, layer: Any, *args: Any, config: Any, **options
 
 
 def _state_dict_before_first_step(state_dict: Callable, self: Any) -> dict:
-    """Megatron reads the number of steps from the states of the parameters, which do not exist yet when a checkpoint is
-    about to be loaded."""
+    """Megatron reads the number of steps from states that do not exist before a checkpoint is loaded."""
     inner = self.optimizer
     parameters = [p for group in inner.param_groups for p in group["params"]]
     if inner.state or not parameters:
@@ -83,9 +80,8 @@ def _state_dict_before_first_step(state_dict: Callable, self: Any) -> dict:
 
 @torch.no_grad()
 def _load_with_steps(load_state_dict: Callable, self: Any, loaded: dict) -> None:
-    """A checkpoint stores the number of steps once a group. Megatron gives all parameters one tensor of it, which Adam
-    increments in place, once for each of them. Parameters in fp32 are their own main copies, and only `no_grad` allows
-    writing to them."""
+    """Megatron gives all parameters of a group one tensor with the number of steps, which Adam increments in place for
+    each of them. Only `no_grad` allows writing to fp32 parameters, which are their own main copies."""
     load_state_dict(self, loaded)
     for state in self.optimizer.state.values():
         if "step" in state:
@@ -117,9 +113,7 @@ OUTPUT_LAYER = (
     wrapping(f"{_PARALLEL}.layers.ColumnParallelLinear.__init__", _without_apex, "requires apex for the output layer"),
 )
 TORCH_ADAM = (
-    wrapping(
-        f"{_OPTIMIZER}.state_dict", _state_dict_before_first_step, "asserts a number of steps, which is not there"
-    ),
+    wrapping(f"{_OPTIMIZER}.state_dict", _state_dict_before_first_step, "asserts a number of steps that is missing"),
     wrapping(f"{_OPTIMIZER}.load_state_dict", _load_with_steps, "lets parameters share one counter of steps"),
     wrapping(
         f"{_OPTIMIZER}._set_main_param_and_optimizer_states",
