@@ -67,10 +67,10 @@ def kept_tokens(context):
     return sum({x.data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values()) / OF_TOKEN
 
 
-def attended(ends, documents=None, recompute=False, window=WINDOW):
+def attended(ends, documents=None, window=WINDOW):
     """One sequence through a layer with a window."""
     *tensors, grad = inputs(LENGTH, (1, 2, 2, SIZE, SIZE), torch.float32)
-    return Attended(attention(SIZE, window=window), tensors, grad, segments_of([0, *ends], documents), recompute)
+    return Attended(attention(SIZE, window=window), tensors, grad, segments_of([0, *ends], documents))
 
 
 @pytest.mark.parametrize("documents", [None, ((0, 20, 97),)], ids=["whole", "documents"])
@@ -86,13 +86,6 @@ def test_segments_in_flight_are_kept_and_gradients_of_a_window(documents):
         for kept in context.kept():
             assert [x._sum.untyped_storage().nbytes() for x in kept.rows] == [WINDOW * OF_TOKEN / 2] * 2
     context.assert_empty()
-
-
-def test_segments_that_are_computed_again_keep_a_window_each():
-    sequence = attended([50, 60, 80, LENGTH], recompute=True)
-    sequence.forward()
-    assert kept_tokens(sequence.layer.segment_context) == 16 + 10 + 16 + 16
-    sequence.backward()
 
 
 def test_evaluation_keeps_one_window():
@@ -143,19 +136,15 @@ def test_saved_bytes_are_those_of_the_unsegmented_sequence():
     assert saved_bytes(1) == saved_bytes(2) == saved_bytes(4) == saved_bytes(7) == 256 * (4 * 4 * 16 + 4) * 4
 
 
-@pytest.mark.parametrize(
-    "segment, length, message",
-    [
+def test_a_batch_of_another_shape_is_an_error():
+    for segment, length, message in (
         (segments_of([0, 32, 64])[0], 64, "64 tokens for a segment of 32"),
         (segments_of([0, 8], ((0,), (0, 3)))[0], 8, "1 sequences for a micro-batch of 2.*--micro-batch-size 1"),
-    ],
-    ids=["not cut", "flattened"],
-)
-def test_a_batch_of_another_shape_is_an_error(segment, length, message):
-    query, layer = torch.randn(length, 1, 2, 8), attention(8)
-    running = layer.segment_context.running(segment, keeps_for_backward=True)
-    with running, pytest.raises(AssertionError, match=message):
-        layer(query, query, query)
+    ):
+        query, layer = torch.randn(length, 1, 2, 8), attention(8)
+        running = layer.segment_context.running(segment, keeps_for_backward=True)
+        with running, pytest.raises(AssertionError, match=message):
+            layer(query, query, query)
 
 
 def test_attention_runs_few_kernels_beside_its_own():

@@ -1,4 +1,4 @@
-"""Every kernel that runs on a CPU against plain softmax attention in fp64, by segments, with dropout, on parts."""
+"""Every kernel that runs on a CPU against plain softmax attention in fp64, by segments, with dropout."""
 
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -8,11 +8,9 @@ import torch
 
 from megatron.seq1f1b.model import attention as attention_module
 from megatron.seq1f1b.model import kv_cache
-from megatron.seq1f1b.model.kernels import AttentionRule, Saved, WithSink, on_parts
 from megatron.seq1f1b.model.kernels.adapted import Padded
 from megatron.seq1f1b.model.kernels.flash import CpuFlash
 from megatron.seq1f1b.model.kernels.unfused import Unfused
-from megatron.seq1f1b.model.segment import Segment
 from support.segments import HEADS, attention, expected, inputs, run, segments_of, worst_error
 
 KERNELS = {
@@ -148,42 +146,3 @@ def test_the_host_does_not_read_a_seed_from_the_device(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "__int__", lambda tensor: pytest.fail("read"))
     monkeypatch.setattr(torch.Tensor, "item", lambda tensor: pytest.fail("read"))
     step(layer, 1, tensors=tensors)
-
-
-QUERIES = 24
-RUNS = [((0, 6), (18, 24)), ((6, 12), (12, 18))]
-RULE, SINK = AttentionRule(0.3), torch.randn(2, dtype=torch.float64)
-OF_PARTS = {
-    "plain": (Unfused(RULE), None),
-    "window": (Unfused(AttentionRule(0.3, window=5)), None),
-    "sink": (WithSink(Unfused(RULE), SINK), None),
-    "documents": (Unfused(RULE), ((0, 9, 30), (0, 4, 11))),
-}
-
-
-@pytest.mark.parametrize("prefix", [0, 13])
-@pytest.mark.parametrize("kind", OF_PARTS)
-def test_parts_of_queries_give_parts_of_output_and_gradients(kind, prefix):
-    """Context-parallel ranks that have some of the queries each together compute what one with all does."""
-    own, documents = OF_PARTS[kind]
-    segment = Segment(0, 0, prefix, prefix + QUERIES, prefix + QUERIES, documents)
-    query = torch.randn(QUERIES, 2, 2, SIZE, dtype=torch.float64)
-    key, value = torch.randn(2, prefix + QUERIES, 2, 1, SIZE, dtype=torch.float64)
-    grad = torch.randn(QUERIES, 2, 2, SIZE, dtype=torch.float64)
-
-    def attend(runs):
-        """Output and gradients of the queries in `runs`, and which these are."""
-        mine = torch.cat([torch.arange(start, end) for start, end in runs])
-        kernel = on_parts(own, segment, None, runs, query)
-        output, statistics = kernel.forward(query[mine], key, value)
-        return mine, output, kernel.backward(grad[mine], Saved(query[mine], key, value, output, statistics))
-
-    _, output, whole = attend([(0, QUERIES)])
-    summed = []
-    for mine, got, grads in map(attend, RUNS):
-        torch.testing.assert_close(got, output[mine])
-        torch.testing.assert_close(grads.query, whole.query[mine])
-        summed.append(grads[1:])
-    for parts, wanted in zip(zip(*summed, strict=True), whole[1:], strict=True):
-        if wanted is not None:
-            torch.testing.assert_close(sum(parts), wanted)

@@ -7,54 +7,39 @@ import torch
 from megatron.seq1f1b.model.attention import _Attend
 from megatron.seq1f1b.model.kernels import AttentionRule, KernelChoice
 from megatron.seq1f1b.model.latents import LARGEST_SHARE, LatentCache, share_of_projection
-from megatron.seq1f1b.model.segment import SegmentContext
 from support.segments import of_lengths
 
 LENGTHS, LENGTH, BATCH, HEADS, RANK, SIZE, ROTARY, VALUE = (40, 30, 20), 90, 2, 3, 6, 8, 4, 5
 
 
-class Attention:
-    """The part of a layer that segments pass through, as Megatron's modules call it."""
-
-    def __init__(self):
-        self.weight = torch.randn(HEADS * (SIZE + VALUE), RANK, dtype=torch.float64, requires_grad=True)
-        self.context = SegmentContext()
-
-    def project_up(self, latent):
-        return latent @ self.weight.T, None
-
-    def __call__(self, query, latent, rotary):
-        segment = self.context.segment
-        cache = self.context.cache(self, lambda: LatentCache(LENGTH, self.project_up, SIZE))
-        projected, _ = cache.project(latent, segment)
-        keys, values = projected.unflatten(2, (HEADS, -1)).split([SIZE, VALUE], -1)
-        keys = torch.cat([keys, rotary.unsqueeze(2).expand(-1, -1, HEADS, -1)], -1)
-        kernel = KernelChoice().kernel(AttentionRule((SIZE + ROTARY) ** -0.5), query, values)
-        call = kernel, segment, cache, self.context.end_of_backward(self)
-        return _Attend.apply(query, keys, values, None, cache.take_prefix(), call)
+def attended(cache, segment):
+    """The output of a layer, as Megatron's modules call it."""
+    shapes = (HEADS, SIZE + ROTARY), (RANK,), (ROTARY,)
+    inputs = [torch.randn(segment.length, BATCH, *shape, dtype=torch.float64) for shape in shapes]
+    query, latent, rotary = (x.requires_grad_() for x in inputs)
+    projected, _ = cache.project(latent, segment)
+    keys, values = projected.unflatten(2, (HEADS, -1)).split([SIZE, VALUE], -1)
+    keys = torch.cat([keys, rotary.unsqueeze(2).expand(-1, -1, HEADS, -1)], -1)
+    kernel = KernelChoice().kernel(AttentionRule((SIZE + ROTARY) ** -0.5), query, values)
+    call = kernel, segment, cache, lambda: None
+    return _Attend.apply(query, keys, values, None, cache.take_prefix(), call)
 
 
 def test_kept_are_latents_and_rotary_keys_and_their_gradients():
-    attention, kept, outputs = Attention(), [], []
+    weight = torch.randn(HEADS * (SIZE + VALUE), RANK, dtype=torch.float64, requires_grad=True)
+    cache, kept, outputs = LatentCache(LENGTH, lambda latent: (latent @ weight.T, None), SIZE), [], []
 
     def count():
-        (cache,) = attention.context.kept()
         kept.append(sum(rows._rows.untyped_storage().nbytes() for rows in cache.rows))
         kept[-1] += sum(rows._sum.numel() * 8 for rows in cache.rows if rows._sum is not None)
         assert cache._projected is cache._prefix is None
 
     for segment in of_lengths(LENGTHS):
-        shapes = (HEADS, SIZE + ROTARY), (RANK,), (ROTARY,)
-        inputs = [torch.randn(segment.length, BATCH, *shape, dtype=torch.float64) for shape in shapes]
-        with attention.context.running(segment, keeps_for_backward=True):
-            outputs.append((segment, attention(*(x.requires_grad_() for x in inputs))))
+        outputs.append(attended(cache, segment))
         count()
-    for segment, output in reversed(outputs):
-        with attention.context.running(segment, keeps_for_backward=True):
-            output.sum().backward()
-        if not segment.is_first:
-            count()
-    attention.context.assert_empty()
+    while len(outputs) > 1:
+        outputs.pop().sum().backward()
+        count()
     row = BATCH * (RANK + ROTARY) * 8
     assert kept == [row * LENGTH] * 3 + [row * (LENGTH + 70), row * (LENGTH + 40)]
 

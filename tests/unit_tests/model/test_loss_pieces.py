@@ -25,25 +25,12 @@ class Head(LanguageModule):
 
     def __init__(self, is_tied=False, factor=1.0, is_frozen=False, dtype=torch.float64) -> None:
         world = dist.group.WORLD
-        config = TransformerConfig(
-            num_layers=1,
-            hidden_size=HIDDEN,
-            num_attention_heads=1,
-            params_dtype=dtype,
-            use_cpu_initialization=True,
-            gradient_accumulation_fusion=False,
-        )
+        sizes = {"num_layers": 1, "hidden_size": HIDDEN, "num_attention_heads": 1, "params_dtype": dtype}
+        config = TransformerConfig(**sizes, use_cpu_initialization=True, gradient_accumulation_fusion=False)
         super().__init__(config, ProcessGroupCollection(tp=world, cp=world, pp=world, embd=None))
-        self.output_layer = ColumnParallelLinear(
-            HIDDEN,
-            WORDS,
-            config=config,
-            init_method=torch.nn.init.normal_,
-            bias=False,
-            gather_output=False,
-            skip_weight_param_allocation=is_tied,
-            tp_group=world,
-        )
+        options = {"config": config, "init_method": torch.nn.init.normal_, "tp_group": world}
+        options |= {"bias": False, "gather_output": False, "skip_weight_param_allocation": is_tied}
+        self.output_layer = ColumnParallelLinear(HIDDEN, WORDS, **options)
         self.requires_grad_(not is_frozen)
         self.factor = factor
         self.tied = torch.nn.Parameter(torch.randn(WORDS, HIDDEN, dtype=dtype)) if is_tied else None
@@ -147,16 +134,10 @@ def test_gradients_of_pieces_add_up_in_fp32(groups, monkeypatch, kind):
     weight = head.output_layer.weight
     hidden, labels, _ = batch()
     hidden = hidden.detach().to(dtype)
-    of_tokens = [
-        torch.autograd.grad(head(hidden[i : i + 1], labels[:, i : i + 1]).sum(), weight) for i in range(TOKENS)
-    ]
-    expected = sum(gradient.float() for (gradient,) in of_tokens)
+    of_tokens = (head(hidden[i : i + 1], labels[:, i : i + 1]).sum() for i in range(TOKENS))
+    expected = sum(torch.autograd.grad(loss, weight)[0].float() for loss in of_tokens)
     compute_loss_in_pieces([head], MANY, ROW)
-
-    def add(input, grad_output, main_grad):
-        main_grad += grad_output.t() @ input
-
-    kernels = SimpleNamespace(wgrad_gemm_accum_fp32=add)
+    kernels = SimpleNamespace(wgrad_gemm_accum_fp32=lambda rows, grad, main_grad: main_grad.addmm_(grad.t(), rows))
     monkeypatch.setattr(layers, "fused_weight_gradient_mlp_cuda", kernels, raising=False)
     head.output_layer.gradient_accumulation_fusion = kind == "fused"
     if kind != "none":

@@ -23,21 +23,14 @@ class Layer:
         self.weight = torch.nn.Parameter(torch.randn(OUT, IN, generator=generator))
         self.bias = torch.nn.Parameter(torch.randn(OUT, generator=generator)) if has_bias else None
         self.store = WeightGradientStore()
-        self._fusion = fusion
-        self._linear = deferring(partial(layers.ColumnParallelLinear._forward_impl, None), self.store)
+        options = {"gradient_accumulation_fusion": fusion, "tp_group": SimpleNamespace(size=lambda: 1)}
+        options |= dict.fromkeys(("allreduce_dgrad", "sequence_parallel"), False)
+        options |= dict.fromkeys(("grad_output_buffer", "wgrad_deferral_limit"))
+        linear = partial(layers.ColumnParallelLinear._forward_impl, None)
+        self._linear = partial(deferring(linear, self.store), **options)
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
-        return self._linear(
-            input=input,
-            weight=self.weight,
-            bias=self.bias,
-            gradient_accumulation_fusion=self._fusion,
-            allreduce_dgrad=False,
-            sequence_parallel=False,
-            grad_output_buffer=None,
-            wgrad_deferral_limit=None,
-            tp_group=SimpleNamespace(size=lambda: 1),
-        )
+        return self._linear(input=input, weight=self.weight, bias=self.bias)
 
 
 def tokens(seed: int = 0) -> torch.Tensor:
@@ -46,9 +39,8 @@ def tokens(seed: int = 0) -> torch.Tensor:
 
 def expected(layer: Layer, *inputs: torch.Tensor) -> torch.Tensor:
     weight = layer.weight.detach().requires_grad_()
-    return torch.autograd.grad(
-        sum(torch.nn.functional.linear(x, weight, layer.bias).square().sum() for x in inputs), weight
-    )[0]
+    loss = sum(torch.nn.functional.linear(x, weight, layer.bias).square().sum() for x in inputs)
+    return torch.autograd.grad(loss, weight)[0]
 
 
 def go_backward(layer: Layer, unit: int, input: torch.Tensor) -> None:
@@ -58,23 +50,13 @@ def go_backward(layer: Layer, unit: int, input: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_the_weight_gradient_waits_until_it_is_asked_for(has_bias):
-    layer, input = Layer(has_bias=has_bias), tokens()
-    want = torch.autograd.grad(torch.nn.functional.linear(input, layer.weight, layer.bias).square().sum(), input)[0]
-    go_backward(layer, 0, input)
-    torch.testing.assert_close(input.grad, want)
-    assert layer.weight.grad is None and (layer.bias is None or layer.bias.grad is not None)
-    layer.store.compute(0)
-    torch.testing.assert_close(layer.weight.grad, expected(layer, input))
-
-
-def test_units_come_in_any_order_with_the_hooks_of_a_weight():
-    layer, inputs, heard = Layer(), [tokens(seed) for seed in range(3)], []
+def test_units_come_in_any_order_with_the_hooks_of_a_weight(has_bias):
+    layer, inputs, heard = Layer(has_bias=has_bias), [tokens(seed) for seed in range(3)], []
     accumulator = layer.weight.expand_as(layer.weight).grad_fn.next_functions[0][0]
     accumulator.register_hook(lambda *_: heard.append(layer.weight.grad.clone()))
     for unit, input in enumerate(inputs):
         go_backward(layer, unit, input)
-    assert heard == []
+    assert heard == [] and (layer.bias is None or layer.bias.grad is not None)
     for done in ([2], [2, 0], [2, 0, 1]):
         layer.store.compute(done[-1])
         torch.testing.assert_close(heard[-1], expected(layer, *(inputs[unit] for unit in done)))
@@ -107,11 +89,9 @@ def test_without_anything_to_split_the_layer_is_left_alone():
 
 
 @pytest.mark.parametrize("zero_out", [False, True])
-def test_the_fused_kernel_adds_to_main_grad_and_says_so(monkeypatch, zero_out):
-    def add(input, grad_output, main_grad):
-        main_grad.addmm_(grad_output.t(), input)  # as Apex's, of 2D operands only
-
-    kernels = SimpleNamespace(wgrad_gemm_accum_fp32=add)
+def test_the_fused_kernel_adds_to_main_grad_and_marks_it(monkeypatch, zero_out):
+    # As Apex's, of 2D operands only.
+    kernels = SimpleNamespace(wgrad_gemm_accum_fp32=lambda rows, grad, main_grad: main_grad.addmm_(grad.t(), rows))
     monkeypatch.setattr(layers, "fused_weight_gradient_mlp_cuda", kernels, raising=False)
     layer, input = Layer(fusion=True), tokens()
     layer.weight.main_grad = torch.ones(OUT, IN)

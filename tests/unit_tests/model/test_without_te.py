@@ -1,44 +1,20 @@
-"""Megatron where neither Transformer Engine nor apex is installed, on a machine with a GPU, too."""
+"""Megatron where neither Transformer Engine nor apex is installed, on a machine with a GPU, too.
+
+Training on a CPU has the other repairs: equality with sequence parallelism that of norms, checkpoints those of Adam.
+"""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core import ModelParallelConfig
+from megatron.core.tensor_parallel import layers
 
 from megatron.seq1f1b.model import without_te
-from megatron.seq1f1b.process.patches import owner_of, patched
-
-
-@pytest.fixture
-def repaired():
-    with patched(without_te.LOCAL_LAYERS + without_te.TORCH_ADAM):
-        yield
-
-
-def test_an_optimizer_without_a_step_has_a_state_to_load_into(repaired):
-    """Megatron reads it before it loads a checkpoint."""
-    optimizer, _ = owner_of("megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.state_dict")
-    adam = torch.optim.Adam([torch.nn.Parameter(torch.ones(2))])
-    state = optimizer.state_dict(SimpleNamespace(optimizer=adam, grad_scaler=None))
-    assert [group["step"] for group in state["optimizer"]["param_groups"]] == [0.0]
-    assert not adam.state
-
-
-def test_a_norm_is_marked_for_sequence_parallelism(repaired):
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    config = TransformerConfig(
-        num_layers=1, hidden_size=8, num_attention_heads=2, tensor_model_parallel_size=2, sequence_parallel=True
-    )
-    norm = WrappedTorchNorm(config, 8)
-    assert all(parameter.sequence_parallel for parameter in norm.parameters()) and config.sequence_parallel
+from megatron.seq1f1b.process.patches import patched
 
 
 def fused_linear(**options):
-    from megatron.core import ModelParallelConfig
-    from megatron.core.tensor_parallel import layers
-
     config = ModelParallelConfig(gradient_accumulation_fusion=True)
     config.use_cpu_initialization = True
     options |= {"init_method": torch.nn.init.ones_, "tp_group": SimpleNamespace(size=lambda: 1, rank=lambda: 0)}
@@ -47,7 +23,7 @@ def fused_linear(**options):
 
 def test_an_output_layer_without_apex_is_trained_by_autograd(monkeypatch):
     """Its gradient accumulation is not fused; other layers of Megatron still need the extension."""
-    monkeypatch.setattr("megatron.core.tensor_parallel.layers._grad_accum_fusion_available", False)
+    monkeypatch.setattr(layers, "_grad_accum_fusion_available", False)
     with pytest.raises(RuntimeError, match="fused_weight_gradient_mlp_cuda"):
         fused_linear()
     with patched(without_te.OUTPUT_LAYER):
