@@ -69,7 +69,7 @@ class KernelChoice:
         return kernel if fits else Padded(kernel, multiple)
 
     def _why_unfused(self, rule: AttentionRule, is_cuda: bool, dtype: torch.dtype, size: int) -> str | None:
-        """The feature that no fused kernel supports; empty if plain products are chosen, None if a fused kernel fits."""
+        """The feature that no fused kernel has; empty if plain products are chosen, None if a fused kernel fits."""
         if self._backend in ("unfused", "local"):
             return ""
         if not is_cuda:
