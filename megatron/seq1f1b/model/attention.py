@@ -85,7 +85,7 @@ class SegmentAttention(torch.nn.Module):
                 f"attention got {key.shape[0]} tokens for a segment of {segment.length}: the batch was not cut"
             )
             cache = context.cache(self, partial(KVCache, segment.sequence_length, rule.window))
-            prefix, end = cache.take_prefix(), context.end_of_backward(self)
+            prefix, end = cache.prefix, context.end_of_backward(self)
         # Tensor-parallel ranks drop different weights; Megatron forks the generator itself for sequence parallelism.
         draws = rule.dropout and not self.config.sequence_parallel
         with get_cuda_rng_tracker().fork() if draws else nullcontext():

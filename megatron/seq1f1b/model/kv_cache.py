@@ -108,6 +108,7 @@ class KVCache:
 
     def __init__(self, length: int, window: int | None = None) -> None:
         self.rows = tuple(Rows(length) if window is None else WindowRows(length, window) for _ in range(2))
+        self.prefix: Tensor | None = None  # that of the running segment if it is a part of the graph, to get gradients
 
     def write(self, start: int, end: int, key: Tensor, value: Tensor) -> None:
         """Store the keys [n, b, g, d] and values [n, b, g, e] of a segment, again if its forward is repeated."""
@@ -120,13 +121,10 @@ class KVCache:
         return keys.read(start, end), values.read(start, end)
 
     def exchange_gradients(self, start: int, end: int, grads: Gradients) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The complete gradients of the segment's keys and values, and of the tensor from `take_prefix`, see `Rows`;
-        the keys and values of the segment are not needed any more."""
+        """The complete gradients of the segment's keys and values, and of the `prefix`, see `Rows`; the keys and values
+        of the segment are not needed any more."""
         keys, values = self.rows
         return keys.exchange(start, end, grads.key), values.exchange(start, end, grads.value), None
-
-    def take_prefix(self) -> Tensor | None:
-        """The prefix of the running segment if it is a part of the graph, None if the cache takes its gradients."""
 
 
 def _added(grad: Tensor, left: Tensor | None) -> Tensor:

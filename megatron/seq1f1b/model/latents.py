@@ -73,20 +73,14 @@ class LatentCache(KVCache):
         super().__init__(length)
         self._project_up, self._size, self._heads = project_up, size, 0
         self.latents, self.rotary = self.rows
-        # Of the running segment: prefix and segment projected up, and the prefix as a part of the graph.
-        self._projected: Tensor | None = None
-        self._prefix: Tensor | None = None
+        self._projected: Tensor | None = None  # prefix and running segment projected up
 
     def project(self, latent: Tensor, segment: Segment) -> tuple[Tensor, Any]:
         """Project the latents [n, b, r] of a segment up, together with those of its prefix; returns the segment's."""
         output, bias = self._project_up(_Join.apply(latent, self, segment))
-        self._prefix, own = output.split([segment.start, segment.length])
+        self.prefix, own = output.split([segment.start, segment.length])
         self._projected = output.detach()
         return own, bias
-
-    def take_prefix(self) -> Tensor | None:
-        prefix, self._prefix = self._prefix, None
-        return prefix
 
     def write(self, start: int, end: int, key: Tensor, value: Tensor) -> None:
         """Keep the rotary part of the keys [n, b, h, d + p], which is the same in all heads."""
@@ -95,7 +89,7 @@ class LatentCache(KVCache):
 
     def read(self, start: int, end: int) -> tuple[Tensor, Tensor]:
         """Like `KVCache.read`, with g = h and keys of size d + p. Projects up again unless `project` just did."""
-        projected, self._projected = self._projected, None
+        projected, self._projected, self.prefix = self._projected, None, None
         if projected is None:
             projected, _ = self._project_up(self.latents.read(start, end))
         projected = projected.unflatten(2, (self._heads, -1))

@@ -22,7 +22,7 @@ def attended(cache, segment):
     keys = torch.cat([keys, rotary.unsqueeze(2).expand(-1, -1, HEADS, -1)], -1)
     kernel = KernelChoice().kernel(AttentionRule((SIZE + ROTARY) ** -0.5), query, values)
     call = kernel, segment, cache, lambda: None
-    return _Attend.apply(query, keys, values, None, cache.take_prefix(), call)
+    return _Attend.apply(query, keys, values, None, cache.prefix, call)
 
 
 def test_kept_are_latents_and_rotary_keys_and_their_gradients():
@@ -32,7 +32,7 @@ def test_kept_are_latents_and_rotary_keys_and_their_gradients():
     def count():
         kept.append(sum(rows._rows.untyped_storage().nbytes() for rows in cache.rows))
         kept[-1] += sum(rows._sum.numel() * 8 for rows in cache.rows if rows._sum is not None)
-        assert cache._projected is cache._prefix is None
+        assert cache._projected is cache.prefix is None
 
     for segment in of_lengths(LENGTHS):
         outputs.append(attended(cache, segment))
