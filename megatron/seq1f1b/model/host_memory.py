@@ -267,18 +267,14 @@ def link_rate(device: torch.device, when_ready: Callable[[], object]) -> float:
     here = torch.empty(2, _PROBE, dtype=torch.uint8, device=device)
     there = torch.empty(2, _PROBE, dtype=torch.uint8, pin_memory=is_on_gpu)
     pairs = (here[0], there[0]), (there[1], here[1])
-
-    def seconds(rounds: int) -> float:
+    for rounds in (1, _ROUNDS):  # the first touches all pages
+        when_ready()
         start = perf_counter()
         for end in [lane.copy([pair] * rounds, None, nullcontext()) for lane, pair in zip(lanes, pairs, strict=True)]:
             end()
         if is_on_gpu:
             torch.cuda.synchronize()
-        return perf_counter() - start
-
-    seconds(1)  # touches all pages
-    when_ready()
-    return _ROUNDS * _PROBE / seconds(_ROUNDS)
+    return _ROUNDS * _PROBE / (perf_counter() - start)
 
 
 def mapped_buffer(num_bytes: int) -> Tensor:

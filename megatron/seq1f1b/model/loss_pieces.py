@@ -22,6 +22,7 @@ from ..process.patches import patched_on, wrapping
 
 PIECE = 2**26  # logits: 256 MiB in fp32, and enough rows for a product at full speed
 WORTH = 8  # pieces, 2 GiB; fewer are kept, since the repeated product can take a tenth of a small model's last stage
+_LOSS = "megatron.core.models.common.language_module.language_module.LanguageModule.compute_language_model_loss"
 
 
 def compute_loss_in_pieces(chunks: Iterable[torch.nn.Module], num_tokens: int, piece: int | None = PIECE) -> None:
@@ -42,9 +43,6 @@ def compute_loss_in_pieces(chunks: Iterable[torch.nn.Module], num_tokens: int, p
 def keeps_logits(layer: torch.nn.Module) -> bool:
     """False for an output layer that computes its logits in pieces."""
     return getattr(layer, "logits_of_piece", None) is None
-
-
-_LOSS = "megatron.core.models.common.language_module.language_module.LanguageModule.compute_language_model_loss"
 
 
 def _logits(

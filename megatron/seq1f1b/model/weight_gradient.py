@@ -75,22 +75,17 @@ def defer_weight_gradients(store: WeightGradientStore, chunks: Iterable[torch.nn
     embeddings) are cheap, and come with the input gradients, as do those of logits in pieces."""
     modules = [module for chunk in chunks for module in chunk.modules() if keeps_logits(module)]
     local, reason = "megatron.core.tensor_parallel.layers", "computes the weight gradient with the input gradient"
-    undo = patched_on(
-        modules,
-        [
-            Patch(f"{local}.{kind}._forward_impl", lambda _, forward: deferring(forward, store), reason, wraps=True)
-            for kind in ("ColumnParallelLinear", "RowParallelLinear")
-        ],
-    )
+    rows = [
+        Patch(f"{local}.{kind}._forward_impl", lambda _, forward: deferring(forward, store), reason, wraps=True)
+        for kind in ("ColumnParallelLinear", "RowParallelLinear")
+    ]
     of_te = [module for module in modules if hasattr(module, "wgrad_store")]  # TE's attention has no weights
     if of_te:
-        base = "transformer_engine.pytorch.module.base.TransformerEngineBaseModule"
-        rows = [
-            Patch(f"{base}.wgrad_store", lambda layer, _: _store_of(layer, store), "mixes units", wraps=True),
-            wrapping(f"{base}.forward", _on_aliases, "fires hooks of parameters before there is a gradient"),
-        ]
-        undo.enter_context(patched_on(of_te, rows))
-    return undo
+        base, reason = "transformer_engine.pytorch.module.base.TransformerEngineBaseModule", "fires hooks too early"
+        rows.append(Patch(f"{base}.wgrad_store", lambda layer, _: _store_of(layer, store), "mixes units", wraps=True))
+        rows.append(wrapping(f"{base}.forward", _on_aliases, reason))
+    local_ones = [module for module in modules if hasattr(module, "_forward_impl")]
+    return patched_on([*local_ones, *of_te], rows)
 
 
 def deferring(linear: Callable[..., Tensor], store: WeightGradientStore) -> Callable[..., Tensor]:

@@ -19,7 +19,8 @@ class TransformerEngineFused(DocumentKernel):
 
         self._package = fused_attn
         self._rule = rule
-        self._ends = cache(_ends)  # the same in all layers and micro-batches
+        # Cumulative lengths of equal sequences, the same in all layers and micro-batches.
+        self._ends = cache(lambda end, step, device: torch.arange(0, end, step, dtype=torch.int32, device=device))
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, documents: CumulativeLengths | None = None
@@ -53,7 +54,7 @@ class TransformerEngineFused(DocumentKernel):
         """Arguments of both forward and backward; the causal mask is aligned bottom-right."""
         if documents is None:
             layout, lengths, starts = "sbhd", (len(query), len(key)), (None, None)
-            ends = [self._ends(length, query.shape[1], query.device) for length in lengths]
+            ends = [self._ends((query.shape[1] + 1) * length, length, query.device) for length in lengths]
         else:  # one after the other in memory, too
             layout, ends = "thd", [documents.query_ends, documents.key_ends]
             starts = tuple(ends)
@@ -76,8 +77,3 @@ class TransformerEngineFused(DocumentKernel):
             "attn_mask_type": "causal_bottom_right" if documents is None else "padding_causal_bottom_right",
             "window_size": (-1 if window is None else window, 0),
         }
-
-
-def _ends(length: int, batch: int, device: torch.device) -> Tensor:
-    """Cumulative lengths of sequences of equal length."""
-    return torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=device)
