@@ -38,7 +38,7 @@ from megatron.seq1f1b.planning.costs.model_shape import ModelShape
 from megatron.seq1f1b.planning.costs.machine import read_machine
 from megatron.seq1f1b.planning.costs.training_setup import TrainingSetup
 from megatron.seq1f1b.planning.planner.space import Question, families, setups
-from megatron.seq1f1b.planning.simulator.step import predict
+from megatron.seq1f1b.planning.simulator import predict
 
 model, machine = ModelShape(8, 1024, 4096, 8, 128, 32768), read_machine("a100-80gb")
 setup = TrainingSetup(model, 8192, 4, placement=Placement(4), family="gpipe-zb")

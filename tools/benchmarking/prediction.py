@@ -8,7 +8,7 @@ from statistics import median
 
 from megatron.seq1f1b.partition import segment_times
 from megatron.seq1f1b.planning.costs.traced_costs import TimedSegment
-from megatron.seq1f1b.planning.simulator.lowered import execute_lowered
+from megatron.seq1f1b.planning.simulator import execute_lowered
 from megatron.seq1f1b.schedule import Costs, Kind, lower
 
 from .measured_time import MeasuredTime, fit

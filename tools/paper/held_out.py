@@ -13,7 +13,7 @@ from math import exp, log
 import numpy as np
 
 from megatron.seq1f1b.planning.costs.machine import Machine, read_machine
-from megatron.seq1f1b.planning.simulator.step import predict
+from megatron.seq1f1b.planning.simulator import predict
 
 from . import hopper, megatron_tables, seq1f1b_tables, vtrain
 from .row import Row

@@ -18,7 +18,7 @@ from megatron.seq1f1b.planning.costs.machine import Machine, read_machine
 from megatron.seq1f1b.planning.costs.training_setup import TrainingSetup
 from megatron.seq1f1b.planning.planner.search import Plan
 from megatron.seq1f1b.planning.planner.space import Candidate, Question
-from megatron.seq1f1b.planning.simulator.step import Prediction, predict
+from megatron.seq1f1b.planning.simulator import Prediction, predict
 
 MODEL, TOKENS, LENGTH = "gpt-1t", 450e9, 2048  # arXiv 2104.04473, section 5: 450 billion tokens for 1T
 COUNTS = (16384, 65536)

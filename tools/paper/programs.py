@@ -5,12 +5,12 @@ A `PaperSetup` is a set-up of such a program. The functions below take the place
 
 from dataclasses import dataclass, replace
 
+from megatron.seq1f1b.planning import simulator
 from megatron.seq1f1b.planning.costs import layer_bytes, layer_times, stage_times
 from megatron.seq1f1b.planning.costs.blocks import BYTES, Block
 from megatron.seq1f1b.planning.costs.layer_times import LayerTime
 from megatron.seq1f1b.planning.costs.machine import Device, Group, Machine
 from megatron.seq1f1b.planning.costs.training_setup import Stage, TrainingSetup
-from megatron.seq1f1b.planning.simulator import step
 from megatron.seq1f1b.schedule import Action, Costs, Kind, Schedule, Timeline
 
 from .blocking import execute_blocking
@@ -155,12 +155,12 @@ def _(setup: PaperSetup, machine: Machine) -> Costs:
     return costs
 
 
-@step.timeline_of.register
+@simulator.timeline_of.register
 def _(setup: PaperSetup, machine: Machine, schedule: Schedule, costs: Costs) -> Timeline:
     if setup.adds_gradients_last:
         schedule = _with_additions(schedule)
     if setup.overlaps_messages or setup.pipeline_parallel == 1:
-        return _of_package(step.timeline_of)(setup, machine, schedule, costs)
+        return _of_package(simulator.timeline_of)(setup, machine, schedule, costs)
     return execute_blocking(schedule, costs)
 
 

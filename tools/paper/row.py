@@ -9,7 +9,7 @@ from statistics import mean
 from megatron.seq1f1b.planning.costs.machine import GIB, Machine
 from megatron.seq1f1b.planning.costs.model_shape import ModelShape
 from megatron.seq1f1b.planning.costs.training_setup import TrainingSetup
-from megatron.seq1f1b.planning.simulator.step import Prediction
+from megatron.seq1f1b.planning.simulator import Prediction
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
 

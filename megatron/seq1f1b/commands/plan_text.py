@@ -13,7 +13,7 @@ from ..planning.planner.lengths import UnitPlan, UnitSearch
 from ..planning.planner.search import Plan
 from ..planning.planner.space import Question
 from ..planning.planner.way_out import by_use
-from ..planning.simulator.step import Prediction
+from ..planning.simulator import Prediction
 from ..report.text import aligned
 
 

@@ -14,7 +14,7 @@ from math import inf
 from pathlib import Path
 
 from ..arguments.flags import value
-from ..planning.simulator.lowered import execute_lowered
+from ..planning.simulator import execute_lowered
 from ..report import plot_timelines, write_trace
 from ..schedule import FAMILY_NAMES, MOVE_KINDS, PLACEMENTS, Costs, Placement, Shape, build, lower, moved, simulate
 from ..schedule.csv_file import read_csv, write_csv

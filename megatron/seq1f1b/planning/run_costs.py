@@ -20,7 +20,7 @@ from .costs.stage_times import step_costs
 from .costs.step_memory import rank_memory
 from .costs.traced_costs import read_traced_costs
 from .costs.training_setup import TrainingSetup, choices_of, has_costs
-from .simulator.step import extended
+from .simulator import extended
 
 # Numbers of segments to try; others make a step at most a few percent shorter.
 _CANDIDATES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)

@@ -10,7 +10,7 @@ from megatron.seq1f1b.planning.costs.machine import read_machine
 from megatron.seq1f1b.planning.costs.model_shape import ModelShape
 from megatron.seq1f1b.planning.costs.step_memory import rank_memory
 from megatron.seq1f1b.planning.costs.training_setup import TrainingSetup
-from megatron.seq1f1b.planning.simulator.step import predict
+from megatron.seq1f1b.planning.simulator import predict
 from megatron.seq1f1b.schedule import Kind, Placement, build
 from paper.flops import megatron_flops, seq1f1b_flops, terapipe_flops
 from paper.megatron_tables import sc21_setup

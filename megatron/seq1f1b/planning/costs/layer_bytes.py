@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ...schedule import COMPUTE_KINDS, Kind
 from ...schedule.cost_tables import Table
-from .blocks import BYTES, Attention, Block, blocks_of
+from .blocks import BYTES, Block, blocks_of
 from .training_setup import ALL_BUT_ATTENTION, FULL, Stage, TrainingSetup
 
 Sizes = NDArray[np.float64]
@@ -24,9 +24,8 @@ Sizes = NDArray[np.float64]
 @singledispatch
 def layer_activation(setup: TrainingSetup, layer: int, start: int, end: int) -> float:
     """What a layer keeps of the segment [start, end) for its backward, without what passes between segments."""
-    residual = setup.residual(end - start)
+    residual, share = setup.residual(end - start), setup.recomputed_share
     if setup.recompute == FULL:
-        share = setup.recomputed_share
         kept = layer_activation(replace(setup, recompute="none"), layer, start, end) if share < 1 else 0.0
         return share * residual + (1 - share) * kept
     if setup.recompute == ALL_BUT_ATTENTION:
@@ -111,12 +110,11 @@ def layer_state(setup: TrainingSetup, layer: int) -> float:
 
 def keys_values_of(setup: TrainingSetup, layer: int, tokens: float) -> float:
     """The numbers in the keys and values of `tokens` tokens of every sequence."""
-    total = 0.0
-    for attention in (block.attention for block in setup.blocks(layer) if block.attention):
-        # Context-parallel ranks share whole sequences, but the heads of segments; surplus ranks have one each.
-        shares = setup.context_parallel if len(setup.segments) == 1 else min(setup.context_parallel, attention.kv_heads)
-        total += attention.keys_values / shares
-    return total * setup.micro_batch_size * tokens
+    if (attention := setup.blocks(layer)[0].attention) is None:
+        return 0.0
+    # Context-parallel ranks share whole sequences, but the heads of segments; surplus ranks have one each.
+    shares = setup.context_parallel if len(setup.segments) == 1 else min(setup.context_parallel, attention.kv_heads)
+    return attention.keys_values / shares * setup.micro_batch_size * tokens
 
 
 # Bytes of a logit: in 16 bit with its exponential in 32 bit; the exponential, which the backward needs; the gradient in
@@ -171,11 +169,11 @@ def routed_bytes(setup: TrainingSetup, blocks: Iterable[Block], length: int) -> 
 @singledispatch
 def backward_working(setup: TrainingSetup, stage: Stage, start: int, end: int) -> float:
     """The most of any layer of a stage in the backward of the segment [start, end), without the loss."""
-    return max((_layer(setup.alone, layer, start, end) for layer, _ in stage.layers), default=0.0)
+    return max((_layer_working(setup.alone, layer, start, end) for layer, _ in stage.layers), default=0.0)
 
 
 @lru_cache(maxsize=1 << 16)
-def _layer(setup: TrainingSetup, layer: int, start: int, end: int) -> float:
+def _layer_working(setup: TrainingSetup, layer: int, start: int, end: int) -> float:
     """Blocks go backward in reverse, beside what they and earlier ones kept or computed again."""
     length, blocks, without = end - start, setup.blocks(layer), replace(setup, recompute="none")
     now = most = 0.0
@@ -213,13 +211,15 @@ def block_working(setup: TrainingSetup, layer: int, block: Block, start: int, en
     if block.attention is None:
         return 0.0
     returned = BYTES * keys_values_of(setup, layer, setup.model.keys_given(layer, start, end))
-    return setup.rows(end - start) * block.kept + returned + _of_kernel(setup, layer, block.attention, start, end)
+    return setup.rows(end - start) * block.kept + returned + _of_kernel(setup, layer, start, end)
 
 
-def _of_kernel(setup: TrainingSetup, layer: int, attention: Attention, start: int, end: int) -> float:
+def _of_kernel(setup: TrainingSetup, layer: int, start: int, end: int) -> float:
     """What the backward of attention frees at its end: gradients of queries in 32 bit (flash_api.cpp of FlashAttention
     2), and, where heads share keys and values, gradients of these for each head of the queries."""
-    given = setup.model.keys_given(layer, start, end)
+    given, attention = setup.model.keys_given(layer, start, end), setup.blocks(layer)[0].attention
+    if attention is None:
+        return 0.0
     of_queries = 4 * setup.rows(end - start) * attention.heads * attention.score_dim
     for_each = setup.rows(given) * attention.heads * (attention.score_dim + attention.value_dim)
     return of_queries + (BYTES * for_each if for_each > keys_values_of(setup, layer, given) else 0)
@@ -267,12 +267,12 @@ def moved_bytes(setup: TrainingSetup) -> Table:
     """What a unit has in the memory of the host while it is there, or what Megatron's modules move of it, by stage and
     segment."""
 
-    def of_stage(stage: Stage) -> tuple[float, ...]:
+    rows: dict[Stage, tuple[float, ...]] = {}
+    for stage in set(setup.stages):
         if setup.offloads_modules:
-            return tuple(stage_moved(setup, stage, *span) for span in setup.spans)
-        return tuple((kept(setup, stage) - kept(setup, stage, Kind.OFFLOAD)).sum(axis=1).tolist())
-
-    rows = {stage: of_stage(stage) for stage in set(setup.stages)}
+            rows[stage] = tuple(stage_moved(setup, stage, *span) for span in setup.spans)
+        else:
+            rows[stage] = tuple((kept(setup, stage) - kept(setup, stage, Kind.OFFLOAD)).sum(axis=1).tolist())
     return tuple(rows[stage] for stage in setup.stages)
 
 
@@ -295,9 +295,7 @@ def changes_of(setup: TrainingSetup, stage: Stage, kind: Kind) -> Sizes:
         for layer, count in stage.layers:
             gradients = layer_keys_values_gradients(setup, layer)
             in_all += count * gradients
-            kernels = (block.attention for block in setup.blocks(layer) if block.attention)
-            freed = sum(_of_kernel(setup, layer, attention, *setup.spans[-1]) for attention in kernels)
-            in_place = max(in_place, min(freed, gradients))
+            in_place = max(in_place, min(_of_kernel(setup, layer, *setup.spans[-1]), gradients))
         first[-1, 1] += in_all - in_place
         last[-1, 1] += in_place
         last[0, 1] -= in_all

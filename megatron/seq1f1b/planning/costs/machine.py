@@ -10,7 +10,6 @@ other nodes. The machines of this package lie in `machines/`, one TOML file each
 import tomllib
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain
 from math import ceil, inf, log2
 from pathlib import Path
 from typing import Any
@@ -175,12 +174,13 @@ def read_machine(machine: str | Path) -> Machine:
         path = Path(machine)
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
-        error, node = _positive("error", data.get("error", Machine.error), or_0=True), dict(data["node"])
-        devices = _positive("devices", node.pop("devices"))
+        _check("file", data)
+        devices, node = data["node"].pop("devices"), Link(**data["node"])
         if type(devices) is not int:
             raise TypeError(f"devices = {devices!r} is no whole number")
-        device, host = _part(Device, data["device"]), _part(Host, data["host"])
-        return Machine(path.stem, device, host, devices, _part(Link, node), _part(Link, data["network"]), error)
+        slow = tuple(map(tuple, data["device"].pop("slow_attention", ())))
+        device, host = Device(**data["device"], slow_attention=slow), Host(**data["host"])
+        return Machine(path.stem, device, host, devices, node, Link(**data["network"]), data.get("error", 0.1))
     except OSError as error:
         names = ", ".join(machine_names())
         raise ValueError(f"--machine {machine}: there is no such file, and this package has {names}") from error
@@ -190,20 +190,16 @@ def read_machine(machine: str | Path) -> Machine:
         ) from error
 
 
-def _part[Part: (Device, Host, Link)](kind: type[Part], values: dict[str, Any]) -> Part:
-    """Raises TypeError for a constant that is missing or unknown, ValueError for one that is no positive number."""
-    values = {name: tuple(map(tuple, value)) if isinstance(value, list) else value for name, value in values.items()}
-    for name, value in values.items():
-        for number in chain(*value) if isinstance(value, tuple) else [value]:
-            if name != "name":
-                _positive(name, number, or_0=kind is Host)
-    return kind(**values)
-
-
-def _positive(name: str, value: Any, or_0: bool = False) -> Any:
-    if not isinstance(value, int | float) or not 0 <= value < inf or (value == 0 and not or_0):
+def _check(name: str, value: Any, or_0: bool = False) -> None:
+    """Raises ValueError for a constant that is no positive number."""
+    if isinstance(value, dict):
+        for key, each in value.items():
+            _check(key, each, or_0 or key in ("host", "error"))
+    elif isinstance(value, list):
+        for each in value:
+            _check(name, each)
+    elif name != "name" and not (isinstance(value, int | float) and (0 < value < inf or (or_0 and value == 0))):
         raise ValueError(f"{name} = {value!r} is no number above 0")
-    return value
 
 
 MIB, GIB = 2**20, 2**30

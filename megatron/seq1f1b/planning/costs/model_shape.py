@@ -106,15 +106,6 @@ class ModelShape:
         attention = "*" if self.latent is None else "+"
         return attention + ("E" if self.experts is not None and layer in self.expert_layers else "-")
 
-    @property
-    def may_hide_experts(self) -> bool:
-        """Whether Megatron can exchange tokens of experts beside the compute of another micro-batch."""
-        return self.pattern is None and self.prediction_depth <= 1
-
-    def shares_recurrent_heads(self, tensor: int, context: int) -> bool:
-        """Whether ranks of these parallel sizes can have equal parts of recurrent layers."""
-        return all(kind is None or kind.shared_by(tensor, context) for kind in (self.delta_net, self.mamba))
-
     def window_of(self, layer: int) -> int | None:
         """The keys before its own that a query of this layer sees at most; None: all."""
         return self.window if layer in self.window_layers else None
@@ -146,8 +137,19 @@ def model_shape(settings: Mapping[str, Any]) -> ModelShape:
         sizes["window_layers"] = _chosen(settings, skipped, lambda layer: skipped is None or (layer + 1) % skipped != 0)
     if settings.get("position_embedding_type") == "learned_absolute":
         sizes["learned_positions"] = settings.get("max_position_embeddings") or 0
-    if pattern := "".join(hybrid_stages(settings)):
-        sizes |= _hybrid(pattern, settings)
+    pattern = "".join(hybrid_stages(settings))
+    if "G" in pattern:
+        sizes["delta_net"] = DeltaNet(
+            settings["linear_num_key_heads"],
+            settings["linear_num_value_heads"],
+            settings["linear_key_head_dim"],
+            settings["linear_value_head_dim"],
+            settings.get("linear_conv_kernel_dim") or 4,
+        )
+    if "M" in pattern:
+        head = settings["mamba_head_dim"]
+        heads = settings["mamba_num_heads"] or 2 * settings["hidden_size"] // head  # Megatron expands by 2
+        sizes["mamba"] = Mamba(heads, head, settings["mamba_num_groups"], settings["mamba_state_dim"])
     return ModelShape(
         num_layers=settings["num_layers"],
         hidden_size=settings["hidden_size"],
@@ -157,6 +159,7 @@ def model_shape(settings: Mapping[str, Any]) -> ModelShape:
         vocab_size=settings["padded_vocab_size"],
         num_kv_heads=settings["num_query_groups"] if settings.get("group_query_attention") else None,
         is_gated=bool(settings.get("swiglu")),
+        pattern=pattern or None,
         prediction_depth=settings.get("mtp_num_layers") or 0,
         has_biases=bool(settings.get("add_bias_linear")),
         has_qk_norms=bool(settings.get("qk_layernorm")),
@@ -168,20 +171,3 @@ def _chosen(settings: Mapping[str, Any], flags: Any, usual: Callable[[int], bool
     """The layers of a list of 0 and 1, or those of `usual` without a list."""
     chooses = flags.__getitem__ if isinstance(flags, list) else usual
     return tuple(layer for layer in range(settings["num_layers"]) if chooses(layer))
-
-
-def _hybrid(pattern: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {"pattern": pattern}
-    if "G" in pattern:
-        found["delta_net"] = DeltaNet(
-            settings["linear_num_key_heads"],
-            settings["linear_num_value_heads"],
-            settings["linear_key_head_dim"],
-            settings["linear_value_head_dim"],
-            settings.get("linear_conv_kernel_dim") or 4,
-        )
-    if "M" in pattern:
-        head = settings["mamba_head_dim"]
-        heads = settings["mamba_num_heads"] or 2 * settings["hidden_size"] // head  # Megatron expands by 2
-        found["mamba"] = Mamba(heads, head, settings["mamba_num_groups"], settings["mamba_state_dim"])
-    return found

@@ -53,18 +53,14 @@ def static_memory(setup: TrainingSetup, rank: int) -> tuple[float, float, float]
     shares = whole
     if setup.distributed_optimizer:
         shares = (whole - experts) / setup.data_group.size + experts / setup.expert_data_group.size
-    held = shares if _moves_state(setup) else whole
+    held = shares if setup.moves_state else whole
     return BYTES * held, setup.gradient_bytes * held, 12 * shares
-
-
-def _moves_state(setup: TrainingSetup) -> bool:
-    return setup.partitions_state and setup.data_group.size > 1
 
 
 def _whole_chunks(setup: TrainingSetup, actions: Sequence[Action]) -> Sizes:
     """The weights and the gradients of whole chunks at each action, beside the shares of a partitioned state. A chunk
     has gradients from its first backward until the next chunk ends, because its reduction is over by then."""
-    if not _moves_state(setup):
+    if not setup.moves_state:
         return np.zeros((len(actions), 2))
     parameters, last = [sum(each) for each in setup.parameters], {action.stage: action for action in actions}
     gathered, summed, ended = set[int](), set[int](), -1

@@ -154,6 +154,10 @@ class TrainingSetup:
         return _splits_backward(self.family)
 
     @property
+    def moves_state(self) -> bool:
+        return self.partitions_state and self.data_group.size > 1
+
+    @property
     def recomputes_layers(self) -> bool:
         return self.recompute in (FULL, ALL_BUT_ATTENTION)
 

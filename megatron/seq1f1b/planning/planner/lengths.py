@@ -25,7 +25,7 @@ from ..costs.machine import GIB
 from ..costs.stage_times import Row, stage_rows
 from ..costs.step_memory import rank_memory
 from ..costs.training_setup import TrainingSetup
-from ..simulator.step import Prediction, predict
+from ..simulator import Prediction, predict
 from .search import Plan, Search, fullest_ranks
 from .space import Candidate, Question, powers_of_two
 

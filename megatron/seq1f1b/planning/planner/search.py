@@ -16,7 +16,7 @@ from ..costs.stage_costs import action_costs, setup_costs
 from ..costs.stage_times import stage_rows, step_end
 from ..costs.step_memory import Memory, host_bytes, rank_memory, static_memory
 from ..costs.training_setup import TrainingSetup
-from ..simulator.step import Prediction, predict
+from ..simulator import Prediction, predict
 from .space import Candidate, Question, Room, all_sizes, cut, cuts, families, numbers_of_segments, partitioned, spread
 
 # Tiles may make as much of a difference between cuts.

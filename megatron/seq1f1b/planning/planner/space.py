@@ -130,10 +130,11 @@ def all_sizes(question: Question) -> Iterator[TrainingSetup]:
             setup = question.setup(sizes, 1, micro_batch, keeps_logits=question.by_megatron, **choices)
             setup = replace(setup, cp_comm_type=fastest_cp_comm_type(setup.alone, question.machine))
             experts = expert_sizes(question.model, tensor * context * data)
+            # Megatron hides the exchange of experts in no hybrid model, beside one prediction head at most.
+            may_hide = question.by_megatron and question.model.pattern is None and question.model.prediction_depth <= 1
             for expert, recompute in product(experts, recomputes(question)):
-                # Megatron refuses to hide the exchange of experts that are computed again.
-                is_repeated = recompute == FULL or "moe" in recompute.split()
-                hides = question.by_megatron and question.model.may_hide_experts and expert > 1 and not is_repeated
+                # It refuses to hide that of experts that are computed again.
+                hides = may_hide and expert > 1 and recompute != FULL and "moe" not in recompute.split()
                 each = replace(setup, expert_parallel=expert, recompute=recompute, hides_experts=hides)
                 for share in _SHARES if question.by_megatron and recompute == FULL else (1.0,):
                     yield replace(each, recomputed_share=share)
@@ -183,7 +184,9 @@ def layouts(question: Question) -> Iterator[tuple[int, int, int, int]]:
             # Megatron gives every rank two parts of a sequence.
             is_cut = question.sequence_length % (2 * tensor * context) == 0
             is_long = question.sequence_length // context >= 2 * _SHORTEST
-            if not model.shares_recurrent_heads(tensor, context) or (context > 1 and not (is_cut and is_long)):
+            recurrent = (kind for kind in (model.delta_net, model.mamba) if kind is not None)
+            are_equal = all(kind.shared_by(tensor, context) for kind in recurrent)  # the parts of the ranks
+            if not are_equal or (context > 1 and not (is_cut and is_long)):
                 continue
             ranks, rest = divmod(devices, tensor * context)
             for pipeline in range(1, min(ranks, model.num_layers) + 1):

@@ -20,7 +20,7 @@ from megatron.seq1f1b.planning.costs.training_setup import TrainingSetup
 from megatron.seq1f1b.planning.planner.search import Search
 from megatron.seq1f1b.planning.planner.space import Candidate, recomputes
 from megatron.seq1f1b.planning.run_costs import RunCosts
-from megatron.seq1f1b.planning.simulator.step import predict
+from megatron.seq1f1b.planning.simulator import predict
 from megatron.seq1f1b.schedule import Placement
 from unit_tests.arguments.parsed import parsed
 from unit_tests.planning.planner.question import WORDS, candidates, linked, small

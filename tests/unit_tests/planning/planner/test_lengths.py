@@ -9,8 +9,7 @@ from megatron.seq1f1b.partition import Pack
 from megatron.seq1f1b.planning.costs.blocks import pairs
 from megatron.seq1f1b.planning.planner.lengths import UnitSearch, draw, seen_by_units
 from megatron.seq1f1b.planning.planner.space import Candidate
-from megatron.seq1f1b.planning.simulator.lowered import execute_lowered
-from megatron.seq1f1b.planning.simulator.step import predict
+from megatron.seq1f1b.planning.simulator import execute_lowered, predict
 from megatron.seq1f1b.schedule import Costs, Shape, build, lower, peak_memory
 from unit_tests.planning.planner.question import MODEL, small
 

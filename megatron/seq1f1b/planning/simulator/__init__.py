@@ -1,1 +1,0 @@
-"""The step predicted: a schedule with costs and communication, in simulated time. Start with step.predict."""
