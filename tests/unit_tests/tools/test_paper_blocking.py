@@ -1,26 +1,9 @@
 """Ranks that wait for every message."""
 
-from itertools import product
-
 import pytest
 
 from megatron.seq1f1b.schedule import Action, Costs, Kind, Placement, Schedule, Shape, build, simulate
 from paper.blocking import execute_blocking
-
-# With several chunks Megatron, too, takes whole groups of as many micro-batches as there are ranks.
-CASES = [
-    (family, Shape(Placement(ranks), microbatches, segments))
-    for family, ranks, microbatches, segments in product(("1f1b", "gpipe"), (1, 2, 4), (1, 3, 5), (1, 2, 4))
-] + [("1f1b", Shape(Placement(ranks, 2), 2 * ranks, segments)) for ranks, segments in ((2, 1), (4, 1), (2, 2), (4, 4))]
-
-
-@pytest.mark.parametrize(("family", "shape"), CASES, ids=str)
-def test_no_action_runs_earlier_than_with_overlapped_messages(family, shape):
-    schedule = build(family, shape)
-    costs = Costs.uniform(shape, message=0.25)
-    blocking, free = execute_blocking(schedule, costs), simulate(schedule, costs)
-    assert [[span.action for span in spans] for spans in blocking.ranks] == [list(rank) for rank in schedule.ranks]
-    assert blocking.makespan >= free.makespan - 1e-9
 
 
 @pytest.mark.parametrize(

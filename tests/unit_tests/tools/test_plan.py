@@ -10,7 +10,7 @@ from megatron.seq1f1b import commands
 from megatron.seq1f1b.commands import gain_map, plan, plan_text
 from megatron.seq1f1b.commands.parsing import read_histogram
 from megatron.seq1f1b.commands.plan_text import Gain
-from megatron.seq1f1b.commands.train_time import LAWS, loss, soonest
+from megatron.seq1f1b.commands.train_time import LAWS, soonest
 from megatron.seq1f1b.planning.costs.machine import read_machine
 from megatron.seq1f1b.planning.planner.search import Search
 from unit_tests.planning.planner.question import MODEL, small
@@ -24,8 +24,8 @@ def test_a_launch_is_planned_predicted_as_it_is_and_explained(tmp_path, capsys):
     assert commands.main(["plan", *launch.split()]) == 0
     assert (tmp_path / "frontier.png").stat().st_size > 10_000
     printed = capsys.readouterr().out
-    assert "tokens/s" in printed and "rank  0" in printed and "Where the time goes" in printed
-    assert "as given" in printed and "As given it fits, and takes " in printed
+    for words in ("tokens/s", "rank  0", "Where the time goes", "as given", "As given it fits, and takes "):
+        assert words in printed
     assert "Use Megatron's own schedules: they take " in printed and "(within error)." in printed
     flags, ours = printed[printed.index("Flags of Megatron's own schedules:") :].split("Runner-up: this package, in ")
     assert "--lr 1e-4" in flags and "--num-layers 8" in flags and flags.count("--global-batch-size") == 1
@@ -56,12 +56,11 @@ def test_what_a_prediction_ignores_is_listed_and_comes_back(capsys):
 
 
 def test_plans_with_different_parts_are_explained(monkeypatch):
-    parts = iter([{"attention": 1.0}, {"attention": 1.5, "tensor-parallel collectives": 2.0}])
+    parts = iter([{"attention": 1.0}, {"attention": 1.5, "recomputation": 2.0}])
     monkeypatch.setattr(plan_text, "breakdown", lambda prediction: next(parts))
-    plans = [SimpleNamespace(prediction=None)] * 2
-    lines = plan_text.explained(plans).splitlines()
-    assert "  tensor-parallel collectives                    0.0    2000.0   +2000.0" in lines
-    assert lines[-1].endswith("spends most of its difference on: tensor-parallel collectives.")
+    *_, more, last = plan_text.explained([SimpleNamespace(prediction=None)] * 2).splitlines()
+    assert more.split() == ["recomputation", "0.0", "2000.0", "+2000.0"]
+    assert last.endswith("spends most of its difference on: recomputation.")
 
 
 def test_a_rehearsal_has_the_memory_of_the_whole_device(monkeypatch, tmp_path, capsys):
@@ -95,27 +94,32 @@ def test_a_histogram_of_lengths_has_a_plan_in_units(tmp_path, capsys):
     assert flags[flags.index("--seq-length") + 1] == "8192" and "--sequence-splits" not in flags
 
 
-def test_lengths_of_a_corpus_and_mistakes_in_a_file(tmp_path):
-    index = tmp_path / "corpus.idx"
-    header = struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, 4, 3, 4)
-    index.write_bytes(header + struct.pack("<3i3q4q", 5, 9, 5, 0, 10, 28, 0, 1, 2, 3))
-    assert read_histogram(index) == {5: 2, 9: 1}
-    for damaged in (header, index.read_bytes()[: len(header) + 6], header + struct.pack("<3i", 5, -9, 5)):
-        index.write_bytes(damaged)
-        with pytest.raises(ValueError, match="corpus.idx is cut off, damaged or without tokens; make the corpus again"):
-            read_histogram(index)
-    text = tmp_path / "lengths.txt"
-    text.write_text("\ufeff7\n7 2\n", encoding="utf-8")  # as spreadsheets write it
-    assert read_histogram(text) == {7: 3}
-    for mistake, sentence in (
-        ("tokens,sequences\n5,-1", "line 2: '5,-1' is not"),
-        ("tokens", "has no lengths"),
-        ("1,2,3", "line 1: '1,2,3' is not"),
-        ("7,2\n99999999999,1", "line 2: '99999999999,1' is not"),
-    ):
-        text.write_text(mistake)
-        with pytest.raises(ValueError, match=sentence):
-            read_histogram(text)
+HEADER = struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, 4, 3, 4)
+INDEX = HEADER + struct.pack("<3i3q4q", 5, 9, 5, 0, 10, 28, 0, 1, 2, 3)
+
+
+@pytest.mark.parametrize("content, found", [(INDEX, {5: 2, 9: 1}), ("\ufeff7\n7 2\n".encode(), {7: 3})])
+def test_lengths_of_a_corpus_and_of_a_spreadsheet(tmp_path, content, found):
+    (tmp_path / "lengths").write_bytes(content)
+    assert read_histogram(tmp_path / "lengths") == found
+
+
+@pytest.mark.parametrize(
+    "content, sentence",
+    [
+        (HEADER, "is cut off, damaged or without tokens; make the corpus again"),
+        (INDEX[: len(HEADER) + 6], "is cut off, damaged"),
+        (HEADER + struct.pack("<3i", 5, -9, 5), "is cut off, damaged"),
+        (b"tokens,sequences\n5,-1", "line 2: '5,-1' is not"),
+        (b"tokens", "has no lengths"),
+        (b"1,2,3", "line 1: '1,2,3' is not"),
+        (b"7,2\n99999999999,1", "line 2: '99999999999,1' is not"),
+    ],
+)
+def test_a_mistake_in_lengths_is_a_sentence(tmp_path, content, sentence):
+    (tmp_path / "lengths").write_bytes(content)
+    with pytest.raises(ValueError, match=sentence):
+        read_histogram(tmp_path / "lengths")
 
 
 def test_the_soonest_training_is_shown_with_its_law_and_flags(capsys):
@@ -174,31 +178,26 @@ def test_a_file_that_is_no_map_is_left_as_it_is(tmp_path):
     assert (tmp_path / "mine.csv").read_text() == "a,b\n1,2\n"
 
 
-def test_the_law_by_tokens_meets_what_its_authors_measured():
-    """1.2B on 24.6e9 tokens of 512 each: 2048 sequences take 25000 steps where 256 take 176000, which is less than
-    20 % more than an eighth; 4096 take 15360, which is more (plots/chinchilla.ipynb of the authors)."""
-    assert 25000 < 1.2 * 176000 * 256 / 2048 and 15360 > 1.2 * 176000 * 256 / 4096
-    assert 2048 < LAWS["tokens"].largest(1.2e9, 187500 * 256 * 512) / 512 < 4096
-
-
-def test_the_law_by_noise_doubles_with_every_eighth_of_loss():
-    """As arXiv 2001.08361 describes equation 1.4: twice as large for every 13 % of loss."""
-    assert loss(1.5e9, 22e9) == pytest.approx(2.4, abs=0.2)
-    largest = LAWS["noise-scale"].largest
-    assert largest(1e9, 1e11) < largest(1e10, 1e11) < largest(1e10, 1e12)
-
-
-def test_the_law_of_olmo_averages_over_the_run():
-    largest = LAWS["olmo"].largest
-    assert largest(1e9, 100e9) == pytest.approx(1024 * 4096)
-    assert largest(1e9, 336e9) == pytest.approx(1536 * 4096)
-    assert 2048 * 4096 < largest(1e9, 2e12) < 4096 * 4096
+@pytest.mark.parametrize(
+    "law, parameters, tokens, least, most",
+    [
+        # The authors' 1.2B on 24.6e9 tokens of 512 each: a batch of 2048 takes less than 20 % more tokens than one of
+        # 256, one of 4096 takes more (their plots/chinchilla.ipynb).
+        ("tokens", 1.2e9, 187500 * 256 * 512, 2048 * 512, 4096 * 512),
+        # Twice as large for every 13 % of loss (arXiv 2001.08361, equation 1.4).
+        ("noise-scale", 1.5e9, 22e9, 2e8 / 2.6 ** (1 / 0.21), 2e8 / 2.2 ** (1 / 0.21)),
+        ("olmo", 1e9, 100e9, 1024 * 4096, 1024 * 4096),
+        ("olmo", 1e9, 336e9, 1536 * 4096, 1536 * 4096),
+        ("olmo", 1e9, 2e12, 2048 * 4096, 4096 * 4096),
+        ("three-term", 1e9, 1e11, 2 * 1.1e6, 2 * 1.14e6),
+    ],
+)
+def test_the_largest_batch_is_that_of_the_published_law(law, parameters, tokens, least, most):
+    assert least <= LAWS[law].largest(parameters, tokens) <= most
 
 
 def test_the_three_term_law_is_flat_around_its_optimum():
-    law = LAWS["three-term"]
-    assert law.largest(1e9, 1e11) == pytest.approx(2 * 1.12 * 1e6, rel=0.02)
-    assert [law.overhead(share) for share in (1, 0.5, 0.25)] == pytest.approx([1.05, 1.0, 1.05])
+    assert [LAWS["three-term"].overhead(share) for share in (1, 0.5, 0.25)] == pytest.approx([1.05, 1.0, 1.05])
 
 
 def test_more_devices_train_sooner_and_take_more_hours():
