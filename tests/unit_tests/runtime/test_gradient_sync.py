@@ -62,9 +62,8 @@ def test_hooks_reduce_in_the_last_backward_or_one_call_does(num_chunks, is_align
 def test_parameters_are_gathered_where_megatron_asks_for_it():
     chunks = [Chunk(), Chunk()]
     syncs_of(chunks, param_sync_func=[chunk.hook for chunk in chunks])[1].gather()
-    assert [len(chunk.called) for chunk in chunks] == [0, 1]
     syncs_of(chunks)[0].gather()
-    assert chunks[0].called == []
+    assert [len(chunk.called) for chunk in chunks] == [0, 1]
 
 
 def test_a_failed_step_leaves_no_chunk_unable_to_reduce():

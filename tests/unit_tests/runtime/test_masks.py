@@ -10,10 +10,8 @@ from megatron.seq1f1b.runtime.data import SegmentIterator
 from support.segments import attention
 
 LENGTH = 8
-CAUSAL = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
-
-
 TOKENS = torch.arange(LENGTH)
+CAUSAL = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
 
 
 def within_documents(start):
@@ -31,21 +29,31 @@ OTHERS = {
 
 
 def read(mask):
+    """A segment of a batch with this mask."""
     context = SegmentContext()
     check = lambda mask, where: context.masks.require_causal(mask, where, may_be_inverted=True)  # noqa: E731
     batches = SegmentIterator(iter([{"attention_mask": mask, "tokens": torch.zeros(1, LENGTH)}]), check)
     return next(batches.at(Segment(0, 0, 0, 4, LENGTH)))
 
 
+def attend(mask=None, **given):
+    """An attention layer with this mask on a segment."""
+    layer, tokens = attention(8), torch.randn(LENGTH, 1, 2, 8)
+    with layer.segment_context.running(Segment(0, 0, 0, LENGTH, 16), keeps_for_backward=True):
+        layer(tokens, tokens, tokens, mask, **given)
+
+
+@pytest.mark.parametrize("use", [read, attend])
 @pytest.mark.parametrize("mask", OTHERS.values(), ids=OTHERS)
-def test_a_batch_with_a_mask_of_its_own_is_refused(mask):
+def test_another_mask_of_a_batch_or_a_script_is_refused(use, mask):
     with pytest.raises(ValueError, match="micro-batch 0 is not plain causal.*--reset-attention-mask"):
-        read(mask[None, None])
+        use(mask[None, None])
 
 
 @pytest.mark.parametrize("mask", [CAUSAL[None, None], ~CAUSAL[None, None], CAUSAL.expand(3, 1, LENGTH, LENGTH)])
 def test_causal_masks_are_accepted(mask):
     assert read(mask)["attention_mask"].shape[-2:] == (4, 4)
+    attend(CAUSAL[None, None], attn_mask_type=AttnMaskType.causal)
 
 
 def test_masks_longer_than_a_block_of_rows_are_compared_whole():
@@ -54,6 +62,10 @@ def test_masks_longer_than_a_block_of_rows_are_compared_whole():
     assert not differs(mask)
     mask[0, 2400, 3] = True
     assert differs(mask)
+
+
+class LikeCuda(torch.Tensor):
+    is_cuda = True
 
 
 def test_masks_on_a_gpu_are_settled_later():
@@ -66,19 +78,6 @@ def test_masks_on_a_gpu_are_settled_later():
     masks.settle()
 
 
-class LikeCuda(torch.Tensor):
-    is_cuda = True
-
-
-def test_a_mask_that_the_script_makes_is_checked_in_the_layer():
-    layer, tokens = attention(8), torch.randn(LENGTH, 1, 2, 8)
-    with layer.segment_context.running(Segment(0, 0, 0, LENGTH, 16), keeps_for_backward=True):
-        layer(tokens, tokens, tokens, CAUSAL[None, None], attn_mask_type=AttnMaskType.causal)
-        for mask in OTHERS.values():
-            with pytest.raises(ValueError, match="micro-batch 0 is not plain causal"):
-                layer(tokens, tokens, tokens, mask[None, None])
-
-
 @pytest.mark.parametrize(
     "given, words",
     [
@@ -88,9 +87,5 @@ def test_a_mask_that_the_script_makes_is_checked_in_the_layer():
     ],
 )
 def test_attention_that_is_not_causal_is_refused(given, words):
-    layer, tokens = attention(8), torch.randn(LENGTH, 1, 2, 8)
-    with (
-        layer.segment_context.running(Segment(0, 0, 0, LENGTH, 16), keeps_for_backward=True),
-        pytest.raises(ValueError, match=words),
-    ):
-        layer(tokens, tokens, tokens, None, **given)
+    with pytest.raises(ValueError, match=words):
+        attend(**given)

@@ -8,38 +8,31 @@ from megatron.seq1f1b.schedule import Kind
 from support.one_rank import Stage, executor, run
 
 
-@pytest.fixture(autouse=True)
-def small_storages_move(monkeypatch):
+@pytest.fixture
+def offloading(alone, monkeypatch):
+    """All activations move, also small ones."""
     monkeypatch.setattr(host_memory, "SMALLEST", 1)
-
-
-def offloading():
     made = executor("gpipe", k=4)
     made.programs.offloaded = 1.0
     return made
 
 
-def test_a_step_records_its_moves_beside_compute(alone):
-    runs = offloading()
-    run(runs, Stage())
-    spans = {kind: [s for s in runs.recorder.spans() if s.action.kind is kind] for kind in Kind}
+def test_a_step_records_its_moves_and_evaluation_has_none(offloading):
+    with torch.no_grad():
+        run(offloading, Stage(), forward_only=True)
+    assert offloading.context.host_memory.most_bytes == 0
+    run(offloading, Stage())
+    spans = {kind: [s for s in offloading.recorder.spans() if s.action.kind is kind] for kind in Kind}
     assert len(spans[Kind.OFFLOAD]) == len(spans[Kind.RELOAD]) > 4
-    reading, compute = runs.recorder.reading(), spans[Kind.F] + spans[Kind.B]
+    reading, compute = offloading.recorder.reading(), spans[Kind.F] + spans[Kind.B]
     assert reading.busy == pytest.approx(sum(span.end - span.start for span in compute))
 
 
-def test_evaluation_moves_nothing(alone):
-    runs = offloading()
-    with torch.no_grad():
-        run(runs, Stage(), forward_only=True)
-    assert runs.context.host_memory.most_bytes == 0
-
-
-def test_a_failing_move_names_its_action(alone, monkeypatch):
+def test_a_failing_move_names_its_action(offloading, monkeypatch):
     def broken(num_bytes):
         raise OSError("no space")
 
     monkeypatch.setattr(host_memory, "mapped_buffer", broken)
     with pytest.raises(MemoryError, match="no room .* lower --offload-activations") as failure:
-        run(offloading(), Stage())
+        run(offloading, Stage())
     assert "failed at 0OFFLOAD0.0, among" in "\n".join(failure.value.__notes__)
