@@ -181,9 +181,9 @@ def _of_all_stages(reading: Reading) -> list[Reading]:
         return []
     group = parallel_state.get_pipeline_model_parallel_group()
     own = torch.tensor(reading, dtype=torch.float64, device=torch.cuda.current_device())
-    parts = own.new_empty(group.size(), len(own))
-    dist.all_gather_into_tensor(parts, own, group=group)
-    return [Reading(*part) for part in parts.tolist()]
+    parts = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(parts, own, group=group)
+    return [Reading(*part.tolist()) for part in parts]
 
 
 def _few(values: Sequence[float]) -> str:
