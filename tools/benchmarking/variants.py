@@ -19,8 +19,8 @@ from megatron.seq1f1b.planning.costs.stage_costs import (
     action_costs,
     analytic_costs,
     bottleneck_time,
+    read_traced_costs,
 )
-from megatron.seq1f1b.planning.costs.traced_costs import read_traced_costs
 from megatron.seq1f1b.runtime import PipelineExecutor, Segmentation
 from megatron.seq1f1b.schedule import Placement, ScheduleChoice, Shape, Span
 

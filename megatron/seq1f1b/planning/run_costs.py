@@ -15,10 +15,9 @@ from .costs.blocks import authors_flops
 from .costs.layer_bytes import keeps_logits, moved_bytes
 from .costs.machine import Device, Machine, read_machine
 from .costs.model_shape import ModelShape, model_shape
-from .costs.stage_costs import A100, CPU_CORE, StageCost, action_costs, bottleneck_time, setup_costs
+from .costs.stage_costs import A100, CPU_CORE, StageCost, action_costs, bottleneck_time, read_traced_costs, setup_costs
 from .costs.stage_times import step_costs
 from .costs.step_memory import rank_memory
-from .costs.traced_costs import read_traced_costs
 from .costs.training_setup import TrainingSetup, choices_of, has_costs
 from .simulator import extended
 

@@ -11,6 +11,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, singledispatch
+from itertools import batched, chain
 from math import ceil, isclose
 
 from ..schedule import COMPUTE_KINDS, Kind, Schedule, Shape, build, channels_of, lower, moved, partition_state
@@ -70,18 +71,15 @@ def predict(setup: TrainingSetup, machine: Machine, schedule: Schedule | None = 
         computing = [span for spans in timeline.ranks for span in spans if span.action.kind in COMPUTE_KINDS]
         pipeline = max(span.end for span in computing) - min(span.start for span in computing)
         busy = [timeline.busy(rank) for rank in range(short.pipeline_parallel)]
-        sizes = [size for of_rank in memory for size in vars(of_rank).values()]
+        sizes = chain(*zip(*(vars(of_rank).values() for of_rank in memory), strict=True))
         through = (max(span.end for span in spans) for spans in timeline.ranks)
         reduced = max(now + end.reduce for now, end in zip(through, ends, strict=True))
         seconds = reduced + max(end.update for end in ends) + max(end.gather for end in ends) + machine.host.step
         return [seconds, pipeline, *busy, *on_host, *sizes]
 
     seconds, pipeline, *rest = predicted(setup.num_microbatches) if schedule else extended(setup.shape, predicted)
-    ranks = setup.pipeline_parallel
-    busy, on_host, sizes = rest[:ranks], rest[ranks : 2 * ranks], rest[2 * ranks :]
-    count = len(sizes) // ranks
-    memory = tuple(Memory(*sizes[first : first + count]) for first in range(0, len(sizes), count))
-    return Prediction(setup, machine, pipeline, tuple(busy), ends, seconds, memory, tuple(on_host))
+    busy, on_host, *uses = batched(rest, setup.pipeline_parallel)
+    return Prediction(setup, machine, pipeline, busy, ends, seconds, tuple(map(Memory, *uses)), on_host)
 
 
 @singledispatch
@@ -111,12 +109,9 @@ def _built(family: str, shape: Shape, offloads: float = 0.0) -> Schedule:
 
 def extended(shape: Shape, measured: Callable[[int], Sequence[float]]) -> Sequence[float]:
     """`measured(number of micro-batches)`, times and memory of a step of this shape; of one with very many actions to
-    within 1 %, by short steps.
-
-    In its steady state a schedule repeats itself with every group of micro-batches that occupies all ranks, so times
-    and memory grow by as much with each. Two steps give that growth; longer ones are taken until it leads to a third
-    step, twice as long.
-    """
+    within 1 %, by short steps. In its steady state a schedule repeats itself with every group of micro-batches that
+    occupies all ranks, so times and memory grow by as much with each. Two steps give that growth; longer ones are taken
+    until it leads to a third step, twice as long."""
     group = ceil(shape.num_ranks / shape.num_segments)
     groups, rest = divmod(shape.num_microbatches, group)
     short, is_long = _SHORT_STEP, 2 * shape.num_units * shape.num_stages > _MOST_ACTIONS

@@ -32,7 +32,7 @@ _OF_LOGIT_FORWARD, _OF_LOGIT_BACKWARD = 40, 16
 
 
 class Parts(NamedTuple):
-    """The seconds of one direction of a segment on one layer."""
+    """One direction of a segment on one layer."""
 
     matmul: float
     attention: float
@@ -175,18 +175,25 @@ def repeated_time(setup: TrainingSetup, machine: Machine, start: int, end: int, 
 
 
 def context_exchange(
-    setup: TrainingSetup, machine: Machine, block: Block, length: int, attention: tuple[float, float]
+    setup: TrainingSetup, machine: Machine, block: Block, length: int, seconds: tuple[float, float]
 ) -> tuple[float, float]:
-    """Seconds before and after a block, forward and backward, for segments of `length` tokens, without what its
-    `attention` of so many seconds hides. Whole sequences take the fastest way if `cp_comm_type` gives none."""
-    if setup.context_parallel == 1 or not (block.exchanged or block.attention):
+    """The exchange around a block for segments of `length` tokens, forward and backward, without what attention of so
+    many `seconds` hides. Whole sequences take the fastest way if `cp_comm_type` gives none."""
+    size, attention, numbers = setup.context_parallel, block.attention, block.exchanged
+    if size == 1 or not (numbers or attention):
         return 0.0, 0.0
-    if block.attention and len(setup.segments) == 1:
+    if attention and len(setup.segments) == 1:
         ways = (setup.cp_comm_type,) if setup.cp_comm_type else comm_types(setup, machine)
-        return min((_whole(setup, machine, block.attention, way, attention) for way in ways), key=sum)
-    numbers = _of_segments(setup, block.attention) if block.attention else block.exchanged
-    seconds = machine.all_to_all_time(setup.context_group, BYTES * setup.rows(length) * numbers)
-    return seconds, seconds
+        return min((_whole(setup, machine, attention, way, seconds) for way in ways), key=sum)
+    if attention:
+        # Ranks share the heads, and the queries of a head if there are more ranks than heads.
+        heads, kv_heads = max(1, int(attention.heads)), int(attention.kv_heads)
+        row = gcd(size, heads)
+        sent = (attention.score_dim + attention.value_dim) / 2
+        sent = sent * (2 * heads * (row - 1) + 2 * lcm(kv_heads, row) * (size - 1)) / row
+        numbers = sent * size / (size - 1)  # with the part that a rank keeps
+    exchanged = machine.all_to_all_time(setup.context_group, BYTES * setup.rows(length) * numbers)
+    return exchanged, exchanged
 
 
 @lru_cache(maxsize=4096)
@@ -206,17 +213,6 @@ def comm_type_of_segments(setup: TrainingSetup) -> str:
     """The `cp_comm_type` of segments: training accepts `a2a` only if the ranks divide the heads."""
     ranks = setup.tensor_parallel * setup.context_parallel
     return "a2a" if setup.model.num_heads % ranks == 0 else "all_gather"
-
-
-def _of_segments(setup: TrainingSetup, attention: Attention) -> float:
-    """Numbers of a token that context-parallel ranks exchange around attention, with the part that a rank keeps. Ranks
-    share the heads, and the queries of a head if there are more ranks than heads."""
-    size, heads, kv_heads = setup.context_parallel, max(1, int(attention.heads)), int(attention.kv_heads)
-    row = gcd(size, heads)
-    queries = 2 * heads * (row - 1)
-    keys_values = 2 * lcm(kv_heads, row) * (size - 1)
-    sent = (attention.score_dim + attention.value_dim) / 2 * (queries + keys_values) / row
-    return sent * size / (size - 1)
 
 
 def _whole(

@@ -62,9 +62,7 @@ class _Open(NamedTuple):
 
 def least_seconds(setup: TrainingSetup, machine: Machine) -> float:
     """A lower bound: the compute of a rank, with what other ranks compute before its first and after its last action.
-
-    With weight gradients apart, those of a rank may fill the time after its last input gradient.
-    """
+    With weight gradients apart, those of a rank may fill the time after its last input gradient."""
     rows = stage_rows(setup, machine)
     work = [sum(f) + sum(i) + sum(w) for f, i, w in rows]
     around = [f[0] if setup.splits_backward else f[0] + i[0] + w[0] for f, i, w in rows]
@@ -126,10 +124,8 @@ def _at_once(setup: TrainingSetup, segments: int | None) -> float:
 
 def least_seconds_away(setup: TrainingSetup, room: Room, segments: int) -> float:
     """A lower bound by the copies of the first rank to its host and back; inf if both memories together are too small.
-
     After the last forward of each micro-batch, what exceeds the memory is on the host. One byte can be there at as many
-    such moments as micro-batches are held at once.
-    """
+    such moments as micro-batches are held at once."""
     over = least_bytes(setup, segments) - room.device
     if over <= 0:
         return 0.0
@@ -146,7 +142,7 @@ def fullest_ranks(setup: TrainingSetup) -> Iterable[int]:
 
 
 def memory_in_flight(setup: TrainingSetup) -> Iterator[Memory]:
-    """The memory of `fullest_ranks`."""
+    """Of `fullest_ranks`."""
     share = 0.0 if setup.offloads_modules else setup.offloads
     sizes = replace(setup, offloads=0.0) if share else setup  # sizes of units do not depend on the share
     for rank in fullest_ranks(setup):
@@ -195,9 +191,9 @@ class Search:
     """The configurations that answer a question, fastest first; `plans` has all that were predicted, and
     `too_long_for_auto` the winners with too many actions for `auto`.
 
-    Items wait in the order of a lower bound of their step: first sizes and numbers of segments, from these chunks and
-    schedules, from these the best cut that fits, from this its prediction, each with a closer bound than the item that
-    it came from. The first item with its exact time is the fastest that is left.
+    Items wait in the order of a lower bound of their step: sizes and numbers of segments, from these chunks and
+    schedules, from these the best cut that fits, from this its prediction, each with a closer bound. The first item
+    with its exact time is the fastest that is left.
     """
 
     def __init__(self, question: Question) -> None:
@@ -267,10 +263,8 @@ class Search:
 
     def _fitting(self, by_cut: Iterator[Candidate], presses: bool) -> Iterator[tuple[float, Any]]:
         """The best cut that fits and, where the best of all does not, all of them: something may move to the host. If
-        memory `presses`, none of them fits as it is.
-
-        Cuts with tensor-parallel collectives beside products and without are separate, since bounds do not rank them.
-        """
+        memory `presses`, none of them fits as it is. Cuts with tensor-parallel collectives beside products and without
+        are separate, since bounds do not rank them."""
         question, room = self.question, self.question.room
         even = next(by_cut, None)  # needs least memory
         if even is None or not (room.host or fits(partitioned(question, even.setup), room.device)):

@@ -1,6 +1,7 @@
-"""FLOPs of a segment by kind of layer, its cost on a stage, where balanced cuts lie and how `auto` plans by it."""
+"""FLOPs of a segment by kind of layer, its cost on a stage, by formulas and from a trace, and cuts and plans by it."""
 
 from dataclasses import replace
+from itertools import accumulate, pairwise
 
 import pytest
 
@@ -12,12 +13,18 @@ from megatron.seq1f1b.planning.costs.stage_costs import (
     A100,
     CPU_CORE,
     AnalyticTime,
+    TimedSegment,
     action_costs,
     analytic_costs,
     bottleneck_time,
+    fit_time,
+    read_traced_costs,
+    traced_costs,
 )
 from megatron.seq1f1b.runtime.program import Programs
 from megatron.seq1f1b.schedule import Kind, Placement, ScheduleChoice, Shape, build, lower_rank
+from megatron.seq1f1b.schedule.timeline import Timeline, write_timeline
+from megatron.seq1f1b.schedule.timing import simulate
 
 GPT_7B = ModelShape(32, 4096, 16384, 32, 128, 32768)
 # Seconds are FLOPs, and elements of the embedding.
@@ -133,11 +140,11 @@ def test_each_prediction_head_costs_the_last_stage():
 
 
 TINY = ModelShape(4, 256, 1024, 4, 64, 512)
-UNEVEN = (3, 1)
+UNEVEN, LENGTHS = (3, 1), (3584, 1888, 1472, 1248)
 
 
 def test_times_of_both_halves_add_up_to_the_backward():
-    stages, lengths = analytic_costs(TINY, UNEVEN, CPU_CORE), (3584, 1888, 1472, 1248)
+    stages, lengths = analytic_costs(TINY, UNEVEN, CPU_CORE), LENGTHS
     costs = action_costs(stages, UNEVEN, lengths)
     start = 0
     for segment, length in enumerate(lengths):
@@ -168,3 +175,50 @@ def test_only_auto_plans_for_the_costs():
 
     assert Programs(ScheduleChoice("1f1b"), refuse).program(shape, lengths, 0, forward_only=False)
     assert Programs(ScheduleChoice("auto"), refuse).program(shape, lengths, 0, forward_only=True)
+
+
+def timeline(family: str, lengths=LENGTHS, told=LENGTHS) -> Timeline:
+    """A step with the analytic costs of TINY, as if it had been measured."""
+    costs = action_costs(analytic_costs(TINY, UNEVEN, CPU_CORE), UNEVEN, lengths)
+    step = simulate(build(family, Shape(Placement(2), 3, len(lengths))), costs)
+    meta = {} if told is None else {"segment_lengths": list(told)}
+    return Timeline(step.shape, step.ranks, "s", meta)
+
+
+@pytest.mark.parametrize(
+    "family, lengths", [("1f1b", LENGTHS), ("zb-h1", LENGTHS), ("1f1b", (2048,) * 4)], ids=["1f1b", "zb-h1", "equal"]
+)
+def test_costs_are_those_that_the_step_was_made_of(family, lengths):
+    costs, errors = traced_costs(timeline(family, lengths, lengths))
+    for found, made in zip(costs, analytic_costs(TINY, UNEVEN, CPU_CORE), strict=True):
+        for start, end in pairwise((0, *accumulate(lengths))):
+            for part in ("forward", "backward", "weight"):
+                assert getattr(found, part)(start, end) == pytest.approx(getattr(made, part)(start, end), rel=0.02)
+    assert max(errors) < 0.01
+
+
+@pytest.mark.parametrize(
+    "time",
+    [AnalyticTime(0.2, 1e-4, 1e-8), AnalyticTime(0.0, 1e-4, 1e-8), AnalyticTime(0.0, 0.0, 1e-8), AnalyticTime(0.3)],
+    ids=str,
+)
+def test_fit_finds_the_parts_of_a_time(time):
+    bounds = [(0, 900), (900, 1500), (1500, 1900), (1900, 2100)]
+    fitted = fit_time([TimedSegment(end - start, start, time(start, end)) for start, end in bounds])
+    assert fitted(300, 1000) == pytest.approx(time(300, 1000), rel=1e-6)
+
+
+def test_no_part_of_a_time_is_negative():
+    fitted = fit_time([TimedSegment(100, 0, 1.0), TimedSegment(200, 100, 1.5), TimedSegment(300, 300, 1.0)])
+    assert min(fitted.fixed, fitted.per_token, fitted.per_pair) >= 0
+
+
+@pytest.mark.parametrize(
+    "told, num_stages, sentence",
+    [(LENGTHS, 4, "it has 2 stages, the model 4"), (None, 2, "does not have the lengths of at least two segments")],
+)
+def test_a_trace_that_does_not_fit_is_an_error(tmp_path, told, num_stages, sentence):
+    path = tmp_path / "trace.json"
+    write_timeline(timeline("1f1b", told=told), path)
+    with pytest.raises(ValueError, match=sentence):
+        read_traced_costs(path, num_stages)
