@@ -17,10 +17,9 @@ from torch import Tensor
 class HeadExchange:
     """The all-to-alls of one attention layer over the c ranks of `group`, in rows of `row_size` (a) ranks.
 
-    Rank r holds the r-th and the (2c−1−r)-th of 2c equal parts of a segment, as cut by Megatron's
-    `get_batch_on_this_cp_rank`, so n is a multiple of 2c. The ranks of a row share the heads, and attend with the
-    queries of their row to the keys of all rows. One row of all ranks is DeepSpeed Ulysses; rows of one rank gather all
-    keys and values. If a does not divide the KV heads, each is sent to all ranks whose query heads read it.
+    Rank r holds the r-th and the (2c−1−r)-th of 2c equal parts of a segment, as Megatron cuts it. The ranks of a row
+    share the heads, and attend with the queries of their row to the keys of all rows. One row of all ranks is DeepSpeed
+    Ulysses; rows of one rank gather all keys and values. A KV head is sent to all ranks whose query heads read it.
 
     A rank sends n/c · b · d · e · (2h·(a−1) + 2·lcm(g, a)·(c−1)) / a bytes in the forward, and as many in the backward,
     for n tokens of b sequences, with h query and g KV heads of size d and e bytes an element.

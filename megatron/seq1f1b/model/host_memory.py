@@ -28,10 +28,8 @@ _ALIGNMENT = 1 << 9  # bytes
 # the size of pinned ones up to a power of two.
 _BLOCK, _PINNED_BLOCK = 1 << 20, 1 << 24
 
-# Waits for the end of copies: the running stream on a GPU, the running thread on a CPU.
-Wait = Callable[[], object]
-# Source and target, of one size.
-Pairs = list[tuple[Tensor, Tensor]]
+Wait = Callable[[], object]  # for the end of copies: the running stream waits on a GPU, the running thread on a CPU
+Pairs = list[tuple[Tensor, Tensor]]  # source and target, of one size
 
 
 class _Storage:

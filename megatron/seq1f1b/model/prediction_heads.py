@@ -31,9 +31,7 @@ class PredictionHeads:
     segment, whose tokens are divided among `num_shares` context-parallel ranks."""
 
     def __init__(self, context: SegmentContext, ahead: Callable[[Segment], LookAhead], num_shares: int = 1) -> None:
-        self._context = context
-        self._look_ahead = ahead
-        self._num_shares = num_shares
+        self._context, self._look_ahead, self._num_shares = context, ahead, num_shares
         self._segment: Segment | None = None
         self._ahead: LookAhead | None = None
         # Megatron's next shifts: an entry of the batch, and its total shift in tokens.

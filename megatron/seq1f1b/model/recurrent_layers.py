@@ -21,8 +21,7 @@ from ..process.patches import wrapping
 from .packed_documents import pieces
 from .segment import Segment, SegmentContext
 
-# Tensors [b, ...] for b sequences.
-State = tuple[Tensor, ...]
+State = tuple[Tensor, ...]  # [b, ...] for b sequences
 # From an input [n, b, ...] and the state before it, None at the start of a sequence, to output and next state.
 Recurrence = Callable[[Tensor, State | None], tuple[Tensor, State]]
 

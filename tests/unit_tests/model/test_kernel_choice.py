@@ -13,8 +13,6 @@ from megatron.seq1f1b.model.kernels.flash import FlashAttention4
 from support.kernel_packages import flash_attention_4, transformer_engine
 
 RULE = AttentionRule(0.125)
-
-
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
@@ -105,7 +103,7 @@ BROKEN_3 = {"flash_attn_interface": "raise ImportError('undefined symbol')"}
         (None, 9, "dropout", 2),
     ],
 )
-def test_version_4_only_if_asked_for_else_3_else_2(monkeypatch, caplog, tmp_path, version, major, modules, used):
+def test_version_4_only_by_the_flag_else_3_else_2(monkeypatch, caplog, tmp_path, version, major, modules, used):
     activated = []
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (major, 0))
     monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activated.append)

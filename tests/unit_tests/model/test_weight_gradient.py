@@ -1,5 +1,4 @@
-"""The two halves of the backward of a linear layer: the same gradients, at the chosen time; weights in 8 bits once a
-step."""
+"""Weight gradients of linear layers at the chosen time, by any unit; weights in 8 bits once a step."""
 
 import weakref
 from functools import partial

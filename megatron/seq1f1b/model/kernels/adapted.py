@@ -104,8 +104,7 @@ class RunOnce:
         return self.kernel.backward(grad_output, saved)
 
 
-# Selects tokens and sequences of a tensor [n, b, ...].
-Index = tuple[slice, slice | int]
+Index = tuple[slice, slice | int]  # selects tokens and sequences of a tensor [n, b, ...]
 # Queries, the keys that end with the last query, and the lengths of documents for a kernel that takes them.
 Call = tuple[Index, Index, tuple[CumulativeLengths, ...]]
 

@@ -108,8 +108,7 @@ class CpuFlash:
     dropout, no window.
 
     The operator aligns its causal mask top-left. So a segment attends fully to its prefix and causally to itself, and
-    the log-sum-exps merge the two. The backward needs no merge: from the merged output and log-sum-exp the operator
-    computes each part's exact share.
+    the log-sum-exps merge the two; from the merged ones, the backward of each part computes its exact share.
     """
 
     rule: AttentionRule

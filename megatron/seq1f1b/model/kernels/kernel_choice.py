@@ -29,9 +29,7 @@ class KernelChoice:
     def __init__(
         self, backend: str = "auto", flash_attention_version: int | None = None, has_dropout: bool = False
     ) -> None:
-        self._backend = backend
-        self._asked_for = flash_attention_version
-        self._has_dropout = has_dropout
+        self._backend, self._given_version, self._has_dropout = backend, flash_attention_version, has_dropout
         self._chosen = cache(self._choose)
         self._version = cache(self._best_version)
         self._warn_once = cache(warn_on_rank_0)
@@ -86,8 +84,8 @@ class KernelChoice:
 
     def _best_version(self) -> int:
         """The version for this process; switches its operators."""
-        version = self._asked_for or 2
-        if self._asked_for is None and not self._has_dropout and torch.cuda.get_device_capability()[0] == 9:
+        version = self._given_version or 2
+        if self._given_version is None and not self._has_dropout and torch.cuda.get_device_capability()[0] == 9:
             reason = why_not_3()
             if reason is None:
                 version = 3
