@@ -44,8 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if name not in COMMANDS:
         near = get_close_matches(name, COMMANDS, n=1)
-        way_out = f"did you mean {near[0]}?" if near else f"it has {', '.join(COMMANDS)}."
-        print(f"error: seq1f1b has no command {name!r}; {way_out}", file=sys.stderr)
+        say(
+            f"seq1f1b has no command {name!r}; "
+            + (f"did you mean {near[0]}?" if near else f"it has {', '.join(COMMANDS)}")
+        )
         return 2
     sys.argv[0] = f"seq1f1b {name}"  # for --help
     return run(name, words)

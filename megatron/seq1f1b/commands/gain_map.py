@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--picture", action="store_true", help="a picture beside --output, as .png (needs matplotlib)")
     args = parser.parse_args(argv)
     machine, cells = read_machine(args.machine), []
-    network = machine.network
+    network, host = machine.network, machine.device.host_memory_gib
     batches = sorted({max(1, round(tokens / args.seq_length)) for tokens in args.tokens})
     wanted = list(product(args.bandwidths or [network.bandwidth / 1e9], args.gpus, batches))
     known = {tuple(cell[name] for name in _KEY): cell for cell in read_cells(args.output)}
@@ -60,12 +60,10 @@ def main(argv: Sequence[str] | None = None) -> None:
                 scale = 1e9 * bandwidth / network.bandwidth
                 rates = {"bandwidth": 1e9 * bandwidth, "message_bandwidth": scale * network.message_bandwidth}
                 linked = replace(machine, network=replace(network, **rates))
-                host = machine.device.host_memory_gib
                 search = Search(Question(preset(args.model), linked, devices, args.seq_length, batch, host_gib=host))
                 plans = next(iter(search.best(1)), None), search.of_megatron()
                 found = [text for plan in plans for text in _step_and_name(plan)]
-                known[key] = dict(zip((*_KEY, *_FOUND), (*key, *found), strict=True))
-                lines.writerow(known[key])
+                lines.writerow(known.setdefault(key, dict(zip((*_KEY, *_FOUND), (*key, *found), strict=True))))
                 file.flush()
             cells.append(known[key])
             show(number, len(wanted))
@@ -116,8 +114,7 @@ def plot_gains(cells: Sequence[Cell], title: str, path: Path) -> None:
                 axes.annotate("-" if np.isnan(gain) else f"{gain:+.0f}", (column, row), ha="center", va="center")
             axes.set_xticks(range(len(devices)), devices)
             axes.set_yticks(range(len(bandwidths)), [f"{each:g}" for each in bandwidths])
-            axes.set_xlabel("GPUs")
-            axes.set_title(f"{batch} sequences a step")
+            axes.set(xlabel="GPUs", title=f"{batch} sequences a step")
         figure.colorbar(image, label="gain, %; grey: within error")
         panels[0].set_ylabel("GB/s of a node")
         figure.suptitle(title)

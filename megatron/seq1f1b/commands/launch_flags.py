@@ -90,8 +90,8 @@ def as_given(launch: argparse.Namespace, question: Question) -> Candidate | None
         raise ValueError("--hybrid-layer-pattern with / has prediction heads, which are not planned; drop them")
     if launch.tensor_model_parallel_size is launch.pipeline_model_parallel_size is None:
         return None
-    setup = _whole(launch, question)
-    strategy, segments, share = launch.sequence_split_strategy, launch.sequence_splits or 1, launch.offload_activations
+    setup, share = _whole(launch, question), launch.offload_activations
+    strategy, segments = launch.sequence_split_strategy, launch.sequence_splits or 1
     if strategy not in _PREDICTED:
         raise ValueError(f"--sequence-split-strategy {strategy} is not predicted; take {', '.join(_PREDICTED)}")
     check_size(Shape(setup.placement, setup.num_microbatches, segments), _MOST_ACTIONS)
@@ -103,10 +103,9 @@ def as_given(launch: argparse.Namespace, question: Question) -> Candidate | None
         raise ValueError(f"--sequence-splits {segments} are too many for --seq-length {question.sequence_length}")
     if launch.fine_grained_activation_offloading:
         setup = replace(setup, offloads=launch.activation_offload_fraction, offloads_modules=True)
-    elif share == AUTO:
-        setup = fitted(setup, question.room) or replace(setup, offloads=1.0)
     else:
-        setup = replace(setup, offloads=share)
+        least = fitted(setup, question.room) if share == AUTO else None
+        setup = least or replace(setup, offloads=1.0 if share == AUTO else share)
     return Candidate(setup, strategy)
 
 
@@ -125,17 +124,13 @@ def _whole(launch: argparse.Namespace, question: Question) -> TrainingSetup:
     cut_experts = 1 if question.model.experts is None else launch.expert_tensor_parallel_size or tensor
     ranks, not_cut = divmod(tensor * context * data, cut_experts)
     if not_cut or (expert > 1 and expert not in expert_sizes(question.model, ranks)):
-        raise ValueError(
-            f"--expert-model-parallel-size {expert} and --expert-tensor-parallel-size {cut_experts} do not divide the "
-            f"experts and the {tensor * context * data} ranks of a pipeline stage; drop them to have them chosen"
-        )
+        sizes = f"--expert-model-parallel-size {expert} and --expert-tensor-parallel-size {cut_experts}"
+        raise ValueError(f"{sizes} do not divide the experts and the ranks of a stage; drop them to have them chosen")
     chunks, layers = _chunks_and_layers(launch, pipeline, question.model.num_layers)
     kinds, sizes = {*launch.cp_comm_type}, launch.hierarchical_context_parallel_sizes
     if context > 1 and kinds == {"a2a+p2p"} and (len(sizes) != 2 or prod(sizes) != context):
-        raise ValueError(
-            "--cp-comm-type a2a+p2p needs --hierarchical-context-parallel-sizes A B, with A times B "
-            f"--context-parallel-size {context}"
-        )
+        need = f"needs --hierarchical-context-parallel-sizes A B with the product {context}"
+        raise ValueError(f"--cp-comm-type a2a+p2p {need}")
     exchange = " ".join(map(str, (*kinds, *(sizes if kinds == {"a2a+p2p"} else []))))
     settings = vars(launch) | {"num_experts": question.model.experts}
     return question.setup(
@@ -162,17 +157,14 @@ def _chunks_and_layers(launch: argparse.Namespace, ranks: int, num_layers: int) 
     sizes = {"pipeline_model_parallel_size": ranks, "virtual_pipeline_model_parallel_size": chunks}
     layers = layers_per_stage(vars(launch) | sizes | {"num_layers": num_layers})
     if len(layers) != ranks * chunks or sum(layers) != num_layers or min(layers) < 0:
-        raise ValueError(
-            f"these flags put {list(layers)} layers on {ranks * chunks} pipeline stages, which do not make "
-            f"{num_layers}; drop them to have the layers spread"
-        )
+        put = f"these flags put {list(layers)} layers on {ranks * chunks} pipeline stages"
+        raise ValueError(f"{put}, which do not make {num_layers}; drop them to have the layers spread")
     return chunks, layers
 
 
 def decided_flags(candidate: Candidate, by_megatron: bool = False) -> list[str]:
     """The flags that the planner decides, each item with its values; none of this package with `by_megatron`."""
-    setup = candidate.setup
-    context, segments = setup.context_parallel, len(setup.segments)
+    setup, context, segments = candidate.setup, candidate.setup.context_parallel, len(candidate.setup.segments)
     exchange, *sizes = (setup.cp_comm_type or comm_type_of_segments(setup)).split()
     in_units, in_segments = candidate.unit_tokens is not None, candidate.unit_tokens is None and segments > 1
     ours = {

@@ -211,11 +211,9 @@ def breakdown(prediction: Prediction) -> dict[str, float]:
     parts["embedding, head, host"] = busy[rank] - sum(parts.values())
     parts["bubble and messages"] = prediction.pipeline - busy[rank]
     parts["optimizer"] = max(end.update for end in prediction.ends)
-    parts["gradients and parameters between replicas"] = (
-        prediction.seconds - prediction.pipeline - parts["optimizer"] - machine.host.step
-    )
-    parts["outside the pipeline"] = machine.host.step
-    return parts
+    others = prediction.pipeline + parts["optimizer"] + machine.host.step
+    parts["gradients and parameters between replicas"] = prediction.seconds - others
+    return parts | {"outside the pipeline": machine.host.step}
 
 
 def explained(plans: Sequence[Plan]) -> str:
