@@ -44,10 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if name not in COMMANDS:
         near = get_close_matches(name, COMMANDS, n=1)
-        say(
-            f"seq1f1b has no command {name!r}; "
-            + (f"did you mean {near[0]}?" if near else f"it has {', '.join(COMMANDS)}")
-        )
+        way_out = f"did you mean {near[0]}?" if near else f"it has {', '.join(COMMANDS)}"
+        say(f"seq1f1b has no command {name!r}; {way_out}")
         return 2
     sys.argv[0] = f"seq1f1b {name}"  # for --help
     return run(name, words)
@@ -56,8 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(name: str, argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. A mistake of the user becomes one sentence and the code 2."""
     try:
-        command = import_module(f".{COMMANDS[name][0]}", __name__)
-        return command.main(argv) or 0
+        return import_module(f".{COMMANDS[name][0]}", __name__).main(argv) or 0
     except BrokenPipeError:  # the reader of the pipe has closed it, as in `seq1f1b plan-split | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

@@ -31,8 +31,8 @@ class DeviceTimer:
             self.sizes = {"memory_gib": found.total_memory / 2**30, "multiprocessors": found.multi_processor_count}
         else:
             torch.set_num_threads(1)
-        names = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
-        self.rank, self.num_ranks, self.ranks_in_node = (int(os.environ.get(name, names[name])) for name in names)
+        sizes = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
+        self.rank, self.num_ranks, self.ranks_in_node = (int(os.environ.get(*each)) for each in sizes.items())
         if self.num_ranks > 1:
             dist.init_process_group("nccl" if self._is_on_gpu else "gloo")
             self._node, _ = dist.new_subgroups(self.ranks_in_node)
@@ -91,7 +91,6 @@ class DeviceTimer:
         return self._seconds(there_and_back) / 2
 
     def close(self) -> None:
-        """To be called once all is measured."""
         if self.num_ranks > 1:
             dist.destroy_process_group()
 

@@ -110,11 +110,10 @@ def settings_of(launch: argparse.Namespace) -> dict[str, Any]:
     if groups is not None and heads % groups:
         raise ValueError(f"--num-attention-heads {heads} is no multiple of --num-query-groups {groups}; change one")
     if experts := sizes.get("num_experts"):
-        active, frequency = launch.moe_router_topk, launch.moe_layer_freq
-        if active > experts:
-            raise ValueError(f"--moe-router-topk {active} is more than --num-experts {experts}")
-        if isinstance(frequency, list) and len(frequency) != sizes["num_layers"]:
-            raise ValueError(f"--moe-layer-freq has {len(frequency)} entries, --num-layers is {sizes['num_layers']}")
+        if launch.moe_router_topk > experts:
+            raise ValueError(f"--moe-router-topk {launch.moe_router_topk} is more than --num-experts {experts}")
+        if isinstance(each := launch.moe_layer_freq, list) and len(each) != sizes["num_layers"]:
+            raise ValueError(f"--moe-layer-freq has {len(each)} entries, --num-layers is {sizes['num_layers']}")
     usual = int(4 * hidden * 2 / 3) // 64 * 64 if launch.swiglu else 4 * hidden
     return sizes | {
         "ffn_hidden_size": launch.ffn_hidden_size or usual,

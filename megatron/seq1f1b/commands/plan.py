@@ -36,8 +36,7 @@ from .parsing import PICTURES, Parser, amount, amount_or_0, count, count_up_to, 
 
 # What keeps the sequences of a launch apart.
 _APART = ("--sft", "--dataloader-inter-document-masking", "--reset-attention-mask")
-# Parallel sizes have to divide --seq-length.
-_ROUND = 256
+_ROUND = 256  # tokens: parallel sizes have to divide --seq-length
 # The flags that a rehearsal needs beside those of a plan.
 _TRAINING = "--mock-data --tokenizer-type NullTokenizer --train-iters 20 --lr 6e-5 --eval-iters 0"
 
@@ -140,8 +139,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     show(1, 2)
     megatron = search.of_megatron()
     show(2, 2)
-    rates = (plan and plan.tokens_per_second for plan in (found[0], megatron))
-    gain = plan_text.Gain(*rates, asked.machine.error)
+    rate = megatron and megatron.tokens_per_second
+    gain = plan_text.Gain(found[0].tokens_per_second, rate, asked.machine.error)
     best = found[0] if in_units or megatron is None or gain.is_of_segments else megatron
     print(plan_text.title_of_units(search) if in_units else plan_text.title(asked))
     row = partial(plan_text.row_of_units, search) if in_units else plan_text.row
@@ -153,8 +152,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"Flags of {"Megatron's own schedules" if best is megatron else 'the best'}:{in_lines(flags)}")
     if best is megatron:
         print(f"Runner-up: this package, in {found[0].seconds:.3f} s:{in_lines(all_flags(launch, found[0]))}")
-    for sentence in rules.left_out():
-        print(sentence)
+    print("".join(f"{sentence}\n" for sentence in rules.left_out()), end="")
     for name in map(name_of, launch.unread):
         if name in ("--fp8-format", "--fp4-format"):
             print(f"{name} is not modelled: times and memory are those of 16 bit.")
@@ -204,8 +202,7 @@ def draw(search: Search, path: Path) -> None:
 def rehearse(args: argparse.Namespace, asked: Question, flags: Sequence[str]) -> int:
     """Run the training script with --dry-run; returns its exit code."""
     sys.stdout.flush()
-    words = [*(_TRAINING.split() if args.model else []), *shlex.split(" ".join(flags))]
-    # The rehearsal itself takes off what lies outside the allocator.
-    memory = str(asked.memory_limit + OUTSIDE_GIB)
-    command = [sys.executable, str(args.rehearse), *words, "--dry-run", "--device-memory", memory]
+    words = [*(_TRAINING.split() if args.model else []), *shlex.split(" ".join(flags)), "--dry-run"]
+    memory = str(asked.memory_limit + OUTSIDE_GIB)  # the rehearsal itself takes off what lies outside the allocator
+    command = [sys.executable, str(args.rehearse), *words, "--device-memory", memory]
     return subprocess.run(command, env={**os.environ, "WORLD_SIZE": str(asked.num_devices)}).returncode

@@ -66,14 +66,9 @@ def title_of_units(search: UnitSearch) -> str:
 def short_name(plan: Plan) -> str:
     """The sizes of a plan in a few letters, such as T8 P4 k4."""
     setup = plan.prediction.setup
-    sizes = {
-        "T": setup.tensor_parallel,
-        "X": setup.context_parallel,
-        "P": setup.pipeline_parallel,
-        "C": setup.placement.num_chunks,
-        "k": len(setup.segments),
-    }
-    words = [f"{letter}{size}" for letter, size in sizes.items() if size > 1]
+    sizes = setup.tensor_parallel, setup.context_parallel, setup.pipeline_parallel, setup.placement.num_chunks
+    letters = zip("TXPCk", (*sizes, len(setup.segments)), strict=True)
+    words = [f"{letter}{size}" for letter, size in letters if size > 1]
     words += [setup.family] * (setup.family != "1f1b") + ["recompute"] * (setup.recompute != "none")
     words += ["partitioned"] * setup.partitions_state + ["offload"] * (setup.offloads > 0)
     return " ".join(words)
@@ -113,8 +108,7 @@ def _schedule(setup: TrainingSetup) -> str:
 
 def row(plan: Plan) -> Mapping[str, str]:
     """TFLOPS are those of a device by the model's own FLOPs: attention causal, nothing for recomputation."""
-    prediction, setup = plan.prediction, plan.prediction.setup
-    segments = len(setup.segments)
+    setup, segments = plan.prediction.setup, len(plan.prediction.setup.segments)
     flops = model_flops(setup.model, setup.sequence_length, setup.global_batch_size)
     return parallel_sizes(setup) | {
         "k": str(segments),
@@ -127,7 +121,7 @@ def row(plan: Plan) -> Mapping[str, str]:
         "step s": f"{plan.seconds:.3f}",
         "tokens/s": f"{plan.tokens_per_second:.0f}",
         "TFLOPS": f"{flops / plan.seconds / setup.num_devices / 1e12:.0f}",
-        "bubble": f"{100 * prediction.bubble:.1f} %",
+        "bubble": f"{100 * plan.prediction.bubble:.1f} %",
         "GiB": f"{plan.memory_gib:.1f}",
         "host GiB": f"{plan.host_gib:.1f}",
     }

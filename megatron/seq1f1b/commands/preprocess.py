@@ -1,8 +1,8 @@
 """Turn text into the PREFIX.bin / PREFIX.idx pair that Megatron trains on.
 
-In: JSON-lines files (one document a line), plain text files (one document a file), folders of
-either. Out: one pair, to be named in training as ``--data-path PREFIX``. The tokenizer is any of
-Megatron's, chosen by Megatron's own flags, or a byte-level BPE trained here on the same input:
+In: JSON-lines files (one document a line), plain text files (one document a file), folders of either. Out: one pair, to
+be named in training as --data-path PREFIX. The tokenizer is any of Megatron's, chosen by Megatron's own flags, or a
+byte-level BPE trained here on the same input:
 
     seq1f1b preprocess --input corpus.jsonl --output-prefix data/corpus \\
         --train-tokenizer 32000 --tokenizer-model data/tokenizer --append-eod
@@ -49,8 +49,7 @@ class Document(NamedTuple):
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(__doc__, epilog="All other flags go to Megatron's tokenizers: --tokenizer-type, --vocab-file, ...")
     add = parser.add_argument
-    paths = "files, or folders that are searched to any depth; a document a line of "
-    paths += f"{' '.join(JSON_SUFFIXES)}, else a document a file"
+    paths = f"files, or folders of any depth; a document a line of {' '.join(JSON_SUFFIXES)}, else a document a file"
     add("--input", nargs="+", required=True, metavar="PATH", help=paths)
     add("--glob", default="*", metavar="PATTERN", help="names of files to take from a folder: '*.py'")
     add("--json-key", "--json-keys", default="text", metavar="KEY", help="of the text; default: text")
@@ -179,13 +178,10 @@ class Encoder:
             if not hasattr(library, "include_special_tokens"):
                 return [self._checked(self.tokenizer.tokenize(text)) for text in texts]
             # Hugging Face's take many texts in one call, which is faster.
-            special = library.include_special_tokens
-            found = library.tokenizer(texts, add_special_tokens=special, return_attention_mask=False)
-            return [self._checked(ids) for ids in found["input_ids"]]
+            options = {"add_special_tokens": library.include_special_tokens, "return_attention_mask": False}
+            return [self._checked(ids) for ids in library.tokenizer(texts, **options)["input_ids"]]
         except Exception as error:  # libraries raise many kinds, for one of the documents
-            if len(batch) == 1:
-                return [str(error)]
-            return [self.encode([document])[0] for document in batch]
+            return [str(error)] if len(batch) == 1 else [self.encode([document])[0] for document in batch]
 
     def _checked(self, ids: Sequence[int]) -> np.ndarray:
         if not ids:
@@ -241,8 +237,7 @@ def write_pair(args: argparse.Namespace, files: Sequence[Path], encoder: Encoder
             else:
                 num_skipped += 1
                 tqdm.write(f"skipped {place}: {ids}", file=sys.stderr)
-        lengths = builder.sequence_lengths
-        if not lengths:
+        if not (lengths := builder.sequence_lengths):
             raise ValueError(f"none of the {num_skipped} document(s) can be used")
         builder.finalize(str(index))
         Path(f"{prefix}.idx").unlink(missing_ok=True)  # beside another run's .bin it would be wrong

@@ -4,8 +4,8 @@
     torchrun --no-python --nproc-per-node 8 seq1f1b profile --output mine.toml
 
 Matrix products, attention, copies and small kernels are timed on the GPU if there is one, else on one core of the CPU.
-Several ranks also time what passes between them: inside a node, and between nodes where there are several. What is
-taken from --machine is marked in the file: peaks of data sheets, and what only whole trainings show.
+Several ranks also time the links inside a node and between nodes. What is taken from --machine is marked in the file:
+peaks of data sheets, and what only whole trainings show.
 """
 
 from __future__ import annotations
@@ -97,9 +97,7 @@ def measured_links(base: Machine, timer: DeviceTimer) -> dict[str, Link]:
             latency=latency,
         )
 
-    links = {}
-    if timer.ranks_in_node > 1:
-        links["node"] = link(base.node, True, 1)
+    links = {"node": link(base.node, True, 1)} if timer.ranks_in_node > 1 else {}
     if timer.num_ranks > timer.ranks_in_node:
         links["network"] = link(base.network, False, timer.ranks_in_node)
     return links
