@@ -205,8 +205,8 @@ def breakdown(prediction: Prediction) -> dict[str, float]:
     parts["embedding, head, host"] = busy[rank] - sum(parts.values())
     parts["bubble and messages"] = prediction.pipeline - busy[rank]
     parts["optimizer"] = max(end.update for end in prediction.ends)
-    others = prediction.pipeline + parts["optimizer"] + machine.host.step
-    parts["gradients and parameters between replicas"] = prediction.seconds - others
+    rest = prediction.seconds - prediction.pipeline - parts["optimizer"] - machine.host.step
+    parts["gradients and parameters between replicas"] = rest
     return parts | {"outside the pipeline": machine.host.step}
 
 
