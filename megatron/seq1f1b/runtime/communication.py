@@ -163,14 +163,8 @@ class Communicator:
 
 
 def described(channel: Channel, action: Action | None) -> str:
-    """Describes the message of a SEND or RECV."""
-    ranks = f"pipeline rank {channel.source} to {channel.destination}"
-    if action is None:
-        return f"the first message from {ranks}"
-    source = action.stage - (action.kind is Kind.RECV_F) + (action.kind is Kind.RECV_B)
-    what, target = ("activations", source + 1) if channel.payload is Kind.F else ("gradient", source - 1)
-    unit = f"micro-batch {action.microbatch}, segment {action.segment}"
-    return f"the {what} of {unit} from stage {source} to {target} ({ranks}; {action})"
+    """The SEND or RECV of a message, and its ranks."""
+    return f"{action or 'the first message'} (pipeline rank {channel.source} to {channel.destination})"
 
 
 def groups_per_communicator(

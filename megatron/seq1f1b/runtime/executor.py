@@ -91,7 +91,8 @@ class PipelineExecutor:
             )
         step = Step(style=self.programs.placement, **arguments)
         segmentation, context = self.segmentation, self.context
-        if segmentation.cuts_sequences:
+        cuts_sequences, lengths = segmentation.num_segments != 1, tuple(segmentation.lengths(step.seq_length))
+        if cuts_sequences:
             refuse_attention_to_later_tokens(step.chunks)
             if step.decoder_seq_length not in (None, step.seq_length):
                 raise ValueError(
@@ -99,14 +100,13 @@ class PipelineExecutor:
                 )
         is_alone = step.placement.num_ranks == 1  # a pipeline of one rank may run without the others
         if not is_alone:
-            self._agree(step)
-        lengths = tuple(segmentation.lengths(step.seq_length))
+            self._agree(step, lengths)
         communicator = self._communicator(step.pipeline, step.placement, step.config.pipeline_dtype, step.device)
         # The first step with such segments may load or compile kernels, and CUDA may then wait for the whole GPU. If
         # messages are kernels, none is in flight in that step while another kernel starts.
         kernels = step.placement, lengths, step.micro_batch_size, step.forward_only
         communicator.goes_in_turn = communicator.is_on_device and kernels not in self._ran_before
-        if segmentation.cuts_sequences or segmentation.packed or context.kept_attention is not None:
+        if cuts_sequences or segmentation.packed or context.kept_attention is not None:
             attach(step.chunks, context)  # else the model keeps its own attention
         add_up_all_weight_gradients(step.chunks)
         num_tokens = step.seq_length * (step.micro_batch_size or 0) // step.groups.cp.size()
@@ -182,13 +182,15 @@ class PipelineExecutor:
             dist.recv_object_list(shared, ranks[source], group=step.pipeline)
         return tree_map_only(Tensor, lambda report: report.to(step.device), shared[0])
 
-    def _agree(self, step: Step) -> None:
+    def _agree(self, step: Step, lengths: tuple[int, ...]) -> None:
         """Compare the plan of this step with that of the other ranks, once for each plan."""
         placement, config = step.placement, step.config
+        parts = "segments" if self.segmentation.num_segments else "units"
         self._check_agreement(
             f"{self.programs.name}, {'evaluation' if step.forward_only else 'training'} on {placement.num_ranks} "
             f"ranks with {placement.num_chunks} model chunks ({placement.style}), {step.num_microbatches} "
-            f"micro-batches of {step.micro_batch_size} sequences, {self.segmentation.description(step.seq_length)}, "
-            f"of a model with {getattr(config, 'num_layers', 'its own')} layers and messages of "
-            f"{config.hidden_size} {config.pipeline_dtype}"
+            f"micro-batches of {step.micro_batch_size} sequences, {parts} of {list(lengths)} "
+            f"tokens{' within documents' if self.segmentation.packed else ''}, of a model with "
+            f"{getattr(config, 'num_layers', 'its own')} layers and messages of {config.hidden_size} "
+            f"{config.pipeline_dtype}"
         )

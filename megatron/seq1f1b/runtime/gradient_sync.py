@@ -6,28 +6,24 @@ must become ready as often in each step as in the first.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from megatron.core.distributed.finalize_model_grads import _get_main_grad_attr
 from megatron.core.utils import unwrap_model
 
+Hook = Callable[..., Any] | None
+
 
 class GradientSync:
     """Follows Megatron's `no_sync_func`, `grad_sync_func` and `param_sync_func` for one model chunk in one step."""
 
-    def __init__(
-        self,
-        chunk: torch.nn.Module,
-        no_sync: Callable[[], AbstractContextManager] | None = None,
-        start_reduction: Callable | None = None,
-        start_gather: Callable | None = None,
-    ) -> None:
+    def __init__(self, chunk: torch.nn.Module, no_sync: Hook = None, reduce: Hook = None, gather: Hook = None) -> None:
         self._chunk = chunk
         self._make_no_sync = no_sync or nullcontext
-        self._start_reduction = start_reduction
-        self._start_gather = start_gather
+        self._start_reduction = reduce
+        self._start_gather = gather
         self._no_sync = ExitStack()
         self._no_sync.enter_context(self._make_no_sync())
 

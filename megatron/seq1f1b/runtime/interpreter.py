@@ -97,7 +97,7 @@ class Interpreter:
                 step.chunks[chunk],
                 len(step.segments),
                 arrived,
-                self.losses.reports_of(segment),
+                self.losses.reports_of[microbatch],
                 step.config,
                 cp_group_size=step.groups.cp.size(),
                 collect_non_loss_data=step.collect_non_loss_data,

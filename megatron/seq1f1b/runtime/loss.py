@@ -38,16 +38,13 @@ class LossLedger:
         # `validate_result`.
         self._checks: dict[tuple[int, str], tuple[list[Tensor], Callable, Callable]] = {}
         self._num_tokens: dict[int, list[Tensor]] = defaultdict(list)
-        self._reports: dict[int, list[Any]] = defaultdict(list)
+        # The lists to which Megatron's forward_step appends the reports of segments.
+        self.reports_of: dict[int, list[Any]] = defaultdict(list)
         # The loss of each part as its function returned it, and the entries of reports that share its memory: Megatron
         # divides it in place.
         self._losses: dict[int, list[Tensor]] = defaultdict(list)
         self._of_the_loss: set[Any] = set()
         self._are_outputs = False
-
-    def reports_of(self, segment: Segment) -> list[Any]:
-        """The list to which Megatron's forward_step appends the report of a segment."""
-        return self._reports[segment.microbatch]
 
     def observe(self, forward_step_func: Callable, segment: Segment) -> Callable:
         """`forward_step_func` with a loss that is not yet divided by its token count."""
@@ -74,8 +71,9 @@ class LossLedger:
             if not isinstance(report, dict):
                 raise ValueError(f"the loss function reports a {type(report).__name__}; {_OF_SEGMENTS}")
             self._losses[microbatch].append(loss.detach().clone())
-            memory, tensors = _memory(loss), {name: each for name, each in report.items() if isinstance(each, Tensor)}
-            self._of_the_loss |= {name for name, value in tensors.items() if _memory(value) == memory}
+            tensors = {name: value for name, value in report.items() if isinstance(value, Tensor)}
+            memory = loss.untyped_storage().data_ptr()
+            self._of_the_loss |= {name for name, each in tensors.items() if each.untyped_storage().data_ptr() == memory}
             return loss, torch.ones_like(num_tokens), report
         if not segment.is_whole_sequence:
             raise ValueError(
@@ -133,11 +131,11 @@ class LossLedger:
 
     def reports(self) -> list[Any]:
         """One report per micro-batch, in order."""
-        return [self._merged(microbatch) for microbatch in sorted(self._reports) if self._reports[microbatch]]
+        return [self._merged(microbatch) for microbatch in sorted(self.reports_of) if self.reports_of[microbatch]]
 
     def _merged(self, microbatch: int) -> Any:
         """Megatron's report of the whole micro-batch; outputs are joined in order."""
-        reports = self._reports[microbatch]
+        reports = self.reports_of[microbatch]
         if self._are_outputs:
             return reports[0] if len(reports) == 1 else tree_map(_joined, *reports)
         if microbatch not in self._losses:
@@ -162,10 +160,6 @@ class LossLedger:
         mean = (values * weights).sum() / weights.sum().clamp(min=1)
         are_losses = values == torch.stack(self._losses[microbatch]).view(-1).to(values)
         return torch.where(are_losses.all(), values.sum(), mean)
-
-
-def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 def _joined(*outputs: Any) -> Any:

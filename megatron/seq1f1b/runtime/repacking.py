@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 from ..model import Segment
 from .data import SegmentIterator
 from .partitioned_state import is_partitioned
-from .segmentation import Segmentation, document_starts, on_all_ranks, segments_of
+from .segmentation import Cut, Segmentation, document_starts, on_all_ranks, segments_of
 from .step import Step
 
 # Entries of a batch that follow from the lengths of its sequences.
@@ -33,14 +33,9 @@ class Repacking(Segmentation):
     the segments of a sequence that is alone in its unit.
     """
 
-    def __init__(
-        self, cut: Callable[..., Sequence[int]], pack: Callable[..., Any], end_of_document: int | None = None
-    ) -> None:
+    def __init__(self, cut: Cut, pack: Callable[..., Any], end_of_document: int | None = None) -> None:
         super().__init__(0, cut, packed=True, end_of_document=end_of_document)
         self._pack = pack
-
-    def description(self, sequence_length: int) -> str:
-        return f"units, {list(self.lengths(sequence_length))} tokens of a sequence alone"
 
     def cut_step(self, step: Step, check: Callable[[Tensor, str], None]) -> None:
         """Give the step micro-batches of one row each, as many as this replica has."""

@@ -15,6 +15,9 @@ from .step import Step
 # The entries of a batch that may mark documents; the first one present is used.
 _MARKS = ("cu_seqlens_padded", "cu_seqlens", "attention_mask", "tokens")
 
+# Lengths of segments by that of a sequence, and by the documents of a micro-batch if there are any.
+Cut = Callable[..., Sequence[int]]
+
 
 class Segmentation:
     """`num_segments` segments of the lengths `cut(sequence_length)`; whole sequences by default.
@@ -25,22 +28,13 @@ class Segmentation:
     """
 
     def __init__(
-        self,
-        num_segments: int = 1,
-        cut: Callable[..., Sequence[int]] = lambda *_: (),
-        packed: bool = False,
-        end_of_document: int | None = None,
+        self, num_segments: int = 1, cut: Cut = lambda *_: (), packed: bool = False, end_of_document: int | None = None
     ) -> None:
         self.num_segments = num_segments
         self.packed = packed
         self.end_of_document = end_of_document
         self.apart: tuple[int, list[int]] | None = None
         self._cut = cut
-
-    @property
-    def cuts_sequences(self) -> bool:
-        """Whether a sequence may be in several segments."""
-        return self.num_segments != 1
 
     def lengths(self, sequence_length: int, documents: Documents | None = None) -> Sequence[int]:
         """Tokens of each segment, first to last, of a micro-batch with these documents or unpacked."""
@@ -69,11 +63,6 @@ class Segmentation:
     def reports(self, of_microbatches: list[Any], step: Step) -> list[Any]:
         """The return value of a step."""
         return of_microbatches
-
-    def description(self, sequence_length: int) -> str:
-        """A description, equal on ranks that cut alike."""
-        within = " within documents" if self.packed else ""
-        return f"segments of {list(self.lengths(sequence_length))} tokens{within}"
 
 
 def segments_of(microbatch: int, lengths: Sequence[int], documents: Documents | None) -> list[Segment]:

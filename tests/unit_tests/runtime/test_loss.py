@@ -65,7 +65,7 @@ def test_reports_and_gradients_are_those_of_megatron(form, per_token, masked):
         part = slice(segment.start, segment.end)
         given = losses[:, part], partial(loss_func, part)
         output, report = forward(*ledger.observe(lambda *_, given=given: given, segment)())
-        ledger.reports_of(segment).append(report)
+        ledger.reports_of[segment.microbatch].append(report)
         outputs.append(output)
     ready = [ledger.ready_for_backward(output, segment) for output, segment in zip(outputs, segments(0), strict=True)]
     found, wanted = (torch.autograd.grad(each, losses)[0] for each in (ready, [whole]))
@@ -96,7 +96,7 @@ def test_a_loss_that_cannot_be_merged_is_refused(results, words):
         for segment, result in zip(segments(0), results, strict=False):
             given = torch.ones(2), lambda output, result=result: result
             output, loss_func = ledger.observe(lambda *_, given=given: given, segment)()
-            ledger.reports_of(segment).append(loss_func(output)[2])
+            ledger.reports_of[segment.microbatch].append(loss_func(output)[2])
         ledger.reports()
 
 
@@ -111,7 +111,7 @@ def test_outputs_of_any_structure_are_joined_along_the_tokens(collect):
         loss_func = (lambda output, non_loss_data: output) if collect else None
         output, function = ledger.observe(lambda *_, given=(output, loss_func): given, segment)()
         assert (function is None) == (not collect)
-        ledger.reports_of(segment).append(function(output, non_loss_data=True) if collect else output)
+        ledger.reports_of[segment.microbatch].append(function(output, non_loss_data=True) if collect else output)
     (report,) = ledger.reports()
     assert torch.equal(report["logits"], whole["logits"]) and torch.equal(report["pair"][0], whole["pair"][0])
     assert report["pair"][1] == ["name"] * 3
