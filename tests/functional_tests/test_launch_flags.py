@@ -152,7 +152,6 @@ def assert_authors_model(args: dict, size: str) -> None:
 @pytest.mark.parametrize(
     "modules, sentence",
     [
-        ((), "TP=8 on GPUs needs Transformer Engine or NVIDIA apex: pip install"),
         (("flash_attn",), "TP=8 on GPUs needs Transformer Engine or NVIDIA apex: pip install"),
         (("apex",), "NVIDIA apex is installed without its extensions"),
     ],

@@ -157,29 +157,18 @@ def test_auto_takes_the_segments_of_the_shortest_step_that_fits():
     assert min(seconds, key=seconds.get) == config.num_segments
 
 
-@pytest.mark.parametrize(
-    "flags, sentence",
-    [
-        ("--sequence-splits 4 --sequence-split-strategy profile", "write a trace with --pipeline-trace"),
-        ("--unit-tokens 0", "'0' is no number of tokens"),
-        ("--pipeline-placement v --pipeline-schedule auto", "there is one; add --num-virtual-stages-per-pipeline-rank"),
-    ],
-)
-def test_what_cannot_be_honoured_ends_with_one_sentence(flags, sentence):
-    with pytest.raises(ValueError) as error:
-        validate(parsed(*flags.split()))
-    assert sentence in str(error.value) and "\n" not in str(error.value)
+def test_a_v_needs_several_chunks():
+    with pytest.raises(ValueError, match="there is one; add --num-virtual-stages-per-pipeline-rank 2"):
+        validate(parsed("--pipeline-placement", "v", "--pipeline-schedule", "auto"))
 
 
 GROUPED = {"transformer_impl": "transformer_engine", "moe_grouped_gemm": True, "add_bias_linear": True}
 
 
-@pytest.mark.parametrize("rank, lines", [("0", 1), ("1", 0)])
-def test_auto_plans_whole_backwards_where_none_can_be_split(caplog, monkeypatch, rank, lines):
-    monkeypatch.setenv("RANK", rank)
+def test_auto_plans_whole_backwards_where_none_can_be_split(caplog):
     config = validate(parsed("--pipeline-schedule", "auto", **GROUPED))
     assert config.schedule == ScheduleChoice("auto", split=False)
-    assert caplog.text.count("without splitting backwards: --moe-grouped-gemm with biases") == lines
+    assert caplog.text.count("without splitting backwards: --moe-grouped-gemm with biases") == 1
     shape = Shape(Placement(2), 6)
     schedule = config.schedule.plan(shape, config.lengths, config.partition.costs.of_actions)
     kinds = {action.kind for actions in schedule.ranks for action in actions}

@@ -138,18 +138,3 @@ def test_gated_delta_nets_are_wrong_by_version(monkeypatch, fla, triton, is_hopp
     monkeypatch.setitem(supported._FACTS, "this Hopper GPU", is_here)
     assert refused(**ON_GPU, **CLAUSES["G"]) == are_wrong
     assert not refused(**ON_GPU, **CLAUSES["G"], dry_run=True, device="cpu", replaced_on_cpu={})
-
-
-@pytest.mark.parametrize(
-    "given, is_refused",
-    [
-        ({"attention_dropout": 0.1}, False),
-        ({"reset_attention_mask": True}, False),
-        ({"attention_dropout": 0.1, "reset_attention_mask": True}, True),
-        ({"attention_dropout": 0.1, "window_size": (128, 0)}, True),
-        ({"attention_dropout": 0.1, "window_size": (128, 0), "distributed_backend": "gloo"}, False),
-    ],
-)
-def test_fused_attention_has_no_dropout_in_documents_or_windows(monkeypatch, given, is_refused):
-    monkeypatch.setattr(supported, "version", lambda package: "2.20.0")
-    assert refused(**ON_GPU | SETTINGS["--attention-backend fused"] | given) == is_refused

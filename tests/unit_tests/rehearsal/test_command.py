@@ -44,41 +44,24 @@ def launch(**flags):
 
 
 @pytest.mark.parametrize(
-    "flags, sentence, way_out",
+    "flags, sentence",
     [
-        ({"num_experts": 8, "moe_token_dispatcher_type": "flex"}, "error: --moe-token-dispatcher-type flex", {}),
-        (
-            {"context_parallel_size": 2},
-            "error: --cp-comm-type p2p cannot be rehearsed.* rehearse with a2a",
-            {"cp_comm_type": ["a2a"]},
-        ),
-        (
-            {"sft": True},
-            "error: Megatron's own schedules with packed documents .* rehearse with --sequence-splits",
-            {"sequence_splits": 4},
-        ),
+        ({"num_experts": 8, "moe_token_dispatcher_type": "flex"}, "--moe-token-dispatcher-type flex .* with alltoall"),
+        ({"context_parallel_size": 2}, "--cp-comm-type p2p cannot be rehearsed.* rehearse with a2a"),
+        ({"sft": True}, "Megatron's own schedules with packed documents .* rehearse with --sequence-splits"),
     ],
+    ids=["flex", "ring", "documents"],
 )
-def test_what_cannot_be_rehearsed_ends_with_one_sentence(flags, sentence, way_out):
+def test_what_cannot_be_rehearsed_ends_with_one_sentence(flags, sentence):
     check(launch())
-    with pytest.raises(SystemExit, match=sentence):
+    with pytest.raises(SystemExit, match=f"error: {sentence}"):
         check(launch(**flags))
-    check(launch(**flags | {"moe_token_dispatcher_type": "alltoall"} | way_out))
 
 
-@pytest.mark.parametrize(
-    "flags, found",
-    [
-        ({}, []),
-        ({"fp8": "e4m3"}, ["--fp8-format, which is not modelled: everything is computed and counted in bf16"]),
-        ({"num_experts": 8}, ["the router: each of the 8 experts gets the same number of tokens"]),
-        ({"sft": True}, ["the documents: each sequence holds documents of 25, 19, 12 and 8 tokens"]),
-    ],
-    ids=["nothing", "eight bits", "experts", "documents"],
-)
-def test_what_differs_from_a_gpu_is_named(flags, found):
-    notes = stood_for(launch(**flags))
-    assert len(notes) == len(found) and all(note.startswith(start) for note, start in zip(notes, found, strict=True))
+def test_what_differs_from_a_gpu_is_named():
+    assert stood_for(launch()) == []
+    (note,) = stood_for(launch(fp8="e4m3"))
+    assert note.startswith("--fp8-format, which is not modelled: everything is computed and counted in bf16")
 
 
 def test_what_a_stage_replaces_is_there():
