@@ -2,8 +2,7 @@
 
     seq1f1b check my_schedule.csv
 
-Prints its sizes, bubble ratio and memory if it can run; otherwise shows what is wrong and where, and
-exits with status 2.
+Prints its sizes, bubble ratio and memory if it can run; otherwise shows what is wrong and where, with exit code 2.
 """
 
 from pathlib import Path

@@ -1,7 +1,7 @@
 """Compare training runs: time, memory and losses as a table, measured timelines as a picture.
 
-Each run is a folder with `log.txt`, the output of Megatron with --log-interval 1, and `trace/`, the
-folder given to --pipeline-trace. Each later run is compared with the first.
+Each run is a folder with `log.txt`, the output of Megatron with --log-interval 1, and `trace/`, the folder given to
+--pipeline-trace. Each later run is compared with the first.
 """
 
 import re
@@ -37,8 +37,7 @@ class TrainingLog(NamedTuple):
 def main(argv: list[str] | None = None) -> None:
     parser = Parser(__doc__)
     parser.add_argument("runs", nargs="+", type=Path, help="folders of runs")
-    picture = "the picture of the timelines (.png, .svg, .pdf)"
-    parser.add_argument("--output", type=output_path(*PICTURES), required=True, help=picture)
+    parser.add_argument("--output", type=output_path(*PICTURES), required=True, help="the picture of the timelines")
     args = parser.parse_args(argv)
     logs = [read_training_log(run / "log.txt") for run in args.runs]
     timelines = [latest_timeline(run / "trace") for run in args.runs]

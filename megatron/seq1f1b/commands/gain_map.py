@@ -3,9 +3,8 @@
     seq1f1b gain-map --model llama3-70b --seq-length 131072 --machine h100-80gb --gpus 64 256 \\
         --tokens 2e6 8e6 --bandwidths 50 400 --output gains.csv --picture
 
-Every cell is two searches of the planner, with all that this package has and with all that Megatron alone has, for
-seconds to minutes. It is a line of --output as soon as it is found; what is in that file is not computed again, so a
-map can be stopped and continued, and grow. docs/planning.md lists what Megatron is credited with.
+Every cell is two searches of the planner, of seconds to minutes, and a line of --output as soon as it is found. What is
+in that file is not computed again. docs/planning.md lists what Megatron is credited with.
 """
 
 import csv
@@ -67,9 +66,9 @@ def main(argv: Sequence[str] | None = None) -> None:
                 file.flush()
             cells.append(known[key])
             show(number, len(wanted))
-    head = ["GB/s a node", "GPUs", "sequences", "step s", "best", "Megatron s", "Megatron's best", "gain"]
-    columns = ("bandwidth", "gpus", "batch", *_FOUND)
-    print("\n".join(aligned([head, *([*(cell[name] for name in columns), str(gain_of(cell))] for cell in cells)])))
+    names = ["GB/s a node", "GPUs", "sequences", "step s", "best", "Megatron s", "Megatron's best", "gain"]
+    rows = ([*(cell[name] for name in ("bandwidth", "gpus", "batch", *_FOUND)), str(gain_of(cell))] for cell in cells)
+    print("\n".join(aligned([names, *rows])))
     if args.picture:
         title = f"gain of segments, {args.model}, {args.seq_length} tokens, {machine.device.name}"
         plot_gains(cells, title, args.output.with_suffix(".png"))

@@ -3,6 +3,7 @@
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cache
+from itertools import compress
 from typing import Any
 
 from ..arguments.supported import Use, first_unsupported, setting_of
@@ -29,13 +30,9 @@ class LaunchRules:
     def accept(self, candidate: Candidate) -> bool:
         """Whether training would start with these flags and those of the plan."""
         setup = candidate.setup
-        taken = {
-            Use.SEGMENTS: len(setup.segments) > 1,
-            Use.SPLIT_BACKWARDS: setup.splits_backward and setup.family != "auto",  # which then splits none
-            Use.OFFLOAD: setup.offloads > 0,
-            Use.PARTITIONED_STATE: setup.partitions_state,
-        }
-        uses = frozenset(use for use, is_taken in taken.items() if is_taken)
+        splits = setup.splits_backward and setup.family != "auto"  # which splits none where that is refused
+        taken = len(setup.segments) > 1, splits, setup.offloads > 0, setup.partitions_state
+        uses = frozenset(compress(_OPTIONAL, taken))
         return self._refusal(uses, setup.context_parallel, setup.expert_parallel) is None
 
     def left_out(self) -> Iterator[str]:

@@ -64,8 +64,7 @@ def output_path(*endings: str) -> Callable[[str], Path]:
         try:
             path.open("ab").close()
         except OSError as error:
-            problem = f"{path} cannot be written ({error.strerror}); give another name"
-            raise argparse.ArgumentTypeError(problem) from None
+            raise argparse.ArgumentTypeError(f"{path} cannot be written ({error.strerror}); name another") from None
         if is_new:
             path.unlink()
         return path
@@ -77,10 +76,8 @@ def check_size(shape: Shape, most_actions: int) -> None:
     """Raise ValueError for a schedule of more actions, which would take minutes."""
     num_actions = 2 * shape.num_stages * shape.num_units
     if num_actions > most_actions:
-        raise ValueError(
-            f"these sizes make {num_actions:,} actions, the most are {most_actions:,} here; take fewer micro-batches, "
-            "which repeat themselves, or fewer segments"
-        )
+        way_out = "take fewer micro-batches, which repeat themselves, or fewer segments"
+        raise ValueError(f"these sizes make {num_actions:,} actions, the most are {most_actions:,} here; {way_out}")
 
 
 def read_histogram(path: Path) -> Mapping[int, int]:

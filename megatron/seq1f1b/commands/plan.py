@@ -49,8 +49,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     size = os.environ.get("WORLD_SIZE")
     add("--gpus", type=count_up_to(10**6), default=size, required=not size, metavar="N", help="default: WORLD_SIZE")
     add("--seq-length", type=count, metavar="TOKENS", help="of a sequence; required without --lengths")
-    lengths = "plan for unequal lengths, in units: a CSV with lines 'tokens,sequences', or the .idx file of a corpus; "
-    lengths += "longer ones than --seq-length are cut off there"
+    lengths = "plan for unequal lengths, cut off at --seq-length: a CSV of 'tokens,sequences', or the .idx of a corpus"
     add("--lengths", type=Path, metavar="FILE", help=lengths)
     add("--global-batch-size", type=count_up_to(2**16), required=True, metavar="N", help="in sequences; required")
     add_machine(parser, "a100-80gb")
@@ -191,10 +190,9 @@ def draw(search: Search, path: Path) -> None:
         less.best(1)
     groups: dict[str, list[Point]] = {name: [] for name in ("whole sequences", "segments", "recomputation")}
     for each in search.plans.values():
-        setup = each.candidate.setup
-        group = "segments" if len(setup.segments) > 1 else "whole sequences"
-        point = Point(each.memory_gib, each.prediction.tokens_per_second, plan_text.short_name(each))
-        groups["recomputation" if setup.recompute != "none" else group].append(point)
+        group = "segments" if len(each.candidate.setup.segments) > 1 else "whole sequences"
+        group = "recomputation" if each.candidate.setup.recompute != "none" else group
+        groups[group].append(Point(each.memory_gib, each.tokens_per_second, plan_text.short_name(each)))
     plot_frontier(groups, asked.memory_limit, plan_text.title(asked), path)
     print(f"{path} written.")
 

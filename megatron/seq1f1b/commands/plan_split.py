@@ -4,9 +4,9 @@
         --seq-length 65536 --sequence-splits 8 --pipeline-model-parallel-size 8 --output splits.png
 
 The cost of a segment is that of its forward and backward on the slowest stage: from FLOPs and a typical device, or
-measured in a run (--sequence-split-profile: a trace that --pipeline-trace wrote).
-Imbalance is the highest cost over the mean one. Step and bubble are those of the 1F1B schedule simulated with the costs
-of every stage and segment, messages left out. 'terapipe, free' is the dynamic programme without --sequence-splits.
+measured in a run (--sequence-split-profile: a trace that --pipeline-trace wrote). Imbalance is the highest cost over
+the mean one. Step and bubble are those of the simulated schedule, messages left out. 'terapipe, free' is the dynamic
+programme without --sequence-splits.
 """
 
 import argparse
