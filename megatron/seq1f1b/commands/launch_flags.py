@@ -4,7 +4,7 @@ import argparse
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import islice
 from math import prod
 
 from ..arguments.flags import AUTO, EQUAL_SPLITS, share_or_auto
@@ -167,13 +167,6 @@ def decided_flags(candidate: Candidate, by_megatron: bool = False) -> list[str]:
     setup, context, segments = candidate.setup, candidate.setup.context_parallel, len(candidate.setup.segments)
     exchange, *sizes = (setup.cp_comm_type or comm_type_of_segments(setup)).split()
     in_units, in_segments = candidate.unit_tokens is not None, candidate.unit_tokens is None and segments > 1
-    ours = {
-        f"--pipeline-schedule {setup.family}": True,
-        f"--unit-tokens {candidate.unit_tokens}": in_units,
-        "--calculate-per-token-loss": in_units,
-        f"--sequence-splits {segments}": in_segments,
-        f"--sequence-split-strategy {candidate.strategy}": in_segments,
-    }
     flags = {
         f"--seq-length {setup.sequence_length}": True,
         f"--tensor-model-parallel-size {setup.tensor_parallel}": True,
@@ -189,7 +182,11 @@ def decided_flags(candidate: Candidate, by_megatron: bool = False) -> list[str]:
         f"--expert-model-parallel-size {setup.expert_parallel} --expert-tensor-parallel-size 1": setup.model.experts,
         "--overlap-moe-expert-parallel-comm": setup.hides_experts,
         **dict.fromkeys((*_memory(setup), *_layout(setup, by_megatron)), True),
-        **({} if by_megatron else ours),
+        f"--pipeline-schedule {setup.family}": not by_megatron,
+        f"--unit-tokens {candidate.unit_tokens}": in_units,
+        "--calculate-per-token-loss": in_units,
+        f"--sequence-splits {segments}": in_segments,
+        f"--sequence-split-strategy {candidate.strategy}": in_segments,
     }
     return [flag for flag, is_set in flags.items() if is_set]
 
@@ -220,8 +217,8 @@ def _layout(setup: TrainingSetup, by_megatron: bool) -> Iterator[str]:
     ranks, chunks, microbatches = setup.pipeline_parallel, setup.placement.num_chunks, setup.num_microbatches
     layers, pattern = setup.layers_per_stage, setup.model.pattern
     if pattern is not None:
-        ends = [*accumulate(layers)]
-        stages = (pattern[end - count : end] for end, count in zip(ends, layers, strict=True))
+        symbols = iter(pattern)
+        stages = ("".join(islice(symbols, count)) for count in layers)
         yield f"--hybrid-layer-pattern {shlex.quote('|'.join(stages))}"
     elif len(set(layers)) > 1:
         text = "|".join("t" * count for count in layers) + "m" * setup.model.prediction_depth
