@@ -45,61 +45,25 @@ def test_the_code_of_the_sections_runs(launch, monkeypatch, tmp_path, sections):
     assert all(section["checks"] for section in found)
 
 
-class Logs:
-    """Stands in for a suite: what training would print, one log for each start."""
-
-    device, tiny = "cpu", True
-
-    def __init__(self, *steps: list[tuple[float, float]]) -> None:
-        self._logs = [
-            "".join(
-                f" iteration {i} | lm loss: {loss:.6E} | grad norm: {norm:.3f} |\n"
-                for i, (loss, norm) in enumerate(run)
-            )
-            for run in steps
-        ]
-
-    def process(self, command: list[str]) -> tuple[None, str]:
-        return None, self._logs.pop(0)
-
-
 @pytest.mark.parametrize(
-    "ours, passed",
-    [
-        ([(5.0, 2.0), (4.9, 1.5), (4.8, 9.0)], [True, True]),
-        ([(5.0, 2.0), (4.9, 1.0), (4.8, 1.4)], [True, False]),  # a gradient of the second step is lost
-        ([(5.0, 2.0), (4.7, 1.5), (4.8, 1.4)], [False, True]),
-        ([(5.0, 2.0)], [False, False]),
-    ],
+    "ours, passed", [([2.0, 1.5], True), ([2.0, 1.0], False), ([2.0], False), ([], False)], ids=str
 )
-def test_training_is_judged_by_losses_and_first_gradients(ours, passed):
-    own = [(5.0, 2.0), (4.9, 1.5), (4.8, 1.4)]
-    found = run.trained_alike(Logs(own, ours), [], {"4 segments": []})
-    assert [check["passed"] for check in found["checks"]] == passed
+def test_a_run_is_judged_by_the_numbers_of_all_its_steps(ours, passed):
+    assert run.agree("norms of gradients", ours, [2.0, 1.51], 1e-2)["passed"] is passed
 
 
 def test_running_out_of_time_is_no_failure(tmp_path, monkeypatch):
     """What was found until then counts."""
     (tmp_path / "sleeper.py").write_text(
-        "import pathlib, sys, time\n"
+        "import os, pathlib, signal, sys, time\n"
         "output = pathlib.Path(sys.argv[sys.argv.index('--output') + 1])\n"
         """output.write_text('{"checks": [{"name": "early", "passed": true, "found": ""}]}')\n"""
+        "os.kill(os.getppid(), signal.SIGALRM)\n"  # as when the time is over
         "time.sleep(1000)\n"
     )
     monkeypatch.setattr(run, "HERE", tmp_path)
     suite = run.Suite("cpu", True)
-    wait = subprocess.Popen.wait
-
-    def until_it_found_something(process, timeout=None):
-        while not [*suite.folder.glob("*.json")]:
-            time.sleep(0.05)
-        return wait(process, 0.1 if timeout and timeout > 100 else timeout)
-
     suite.until = time.monotonic() + 1000
-    with monkeypatch.context() as patches:
-        patches.setattr(subprocess.Popen, "wait", until_it_found_something)
-        found = suite.script("sleeper")["checks"]
-    assert [run.verdict(check) for check in found] == ["ok", "not run"]
-    assert not any(check["passed"] is False for check in found)
+    assert [run.verdict(check) for check in suite.script("sleeper")["checks"]] == ["ok", "not run"]
     suite.until = 0.0
     assert suite.process(["false"]) == (run.OUT_OF_TIME, "")

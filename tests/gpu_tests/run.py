@@ -10,7 +10,6 @@ import argparse
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -27,6 +26,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 VERDICTS = {None: "not judged", True: "ok", False: "FAILED"}
 NOT_RUN = "not run: "
 OUT_OF_TIME = f"{NOT_RUN}time"
+TIMED_OUT = 124  # of the program `timeout`
 # Compiles its kernels when they are first called, for which every section has so many seconds more.
 COMPILES, COMPILING = "flash_attn.cute", 300
 # Relative; bf16 rounds to 3 digits, and fp32 sums differ in their order.
@@ -85,34 +85,28 @@ class Suite:
         left = self.until - time.monotonic()
         if left <= 0:
             return OUT_OF_TIME, ""
-        log, problem = self.folder / "log", None
+        log = self.folder / "log"
+        # torchrun is told to end its ranks, which have process groups of their own.
+        limited = ["timeout", "--kill-after=20", str(left), *command]
         with log.open("w") as file:
-            process = subprocess.Popen(
-                command, stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-            )
-        try:
-            code = process.wait(left)
-        except subprocess.TimeoutExpired:
-            problem = OUT_OF_TIME
-            process.terminate()  # torchrun then ends its ranks, which have process groups of their own
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            code = subprocess.run(limited, stdout=file, stderr=subprocess.STDOUT, env=environment).returncode
         text = log.read_text(errors="replace")
-        if problem is None and code:
-            problem = f"exit code {code}: " + " ".join(text.strip().splitlines()[-3:])[-400:]
-        return problem, text
+        if code == TIMED_OUT or code and time.monotonic() > self.until:
+            return OUT_OF_TIME, text
+        return f"exit code {code}: " + " ".join(text.strip().splitlines()[-3:])[-400:] if code else None, text
+
+
+def check(name: str, passed: bool | None, found: str) -> dict:
+    return {"name": name, "passed": passed, "found": found}
 
 
 def ended(name: str, problem: str) -> dict:
     """The check of a process that did not end well."""
-    return {"name": name, "passed": None if problem == OUT_OF_TIME else False, "found": problem}
+    return check(name, None if problem == OUT_OF_TIME else False, problem)
 
 
-def verdict(check: dict) -> str:
-    return "not run" if check["found"].startswith(NOT_RUN) else VERDICTS[check["passed"]]
+def verdict(found: dict) -> str:
+    return "not run" if found["found"].startswith(NOT_RUN) else VERDICTS[found["passed"]]
 
 
 def pipeline_ranks(suite: Suite) -> dict:
@@ -131,9 +125,8 @@ def units(suite: Suite) -> dict:
     peaks = {figure["variant"]: figure["bfloat16_peak"] for figure in ours["figures"]}
     if len(peaks) == 2:
         ratio = peaks["units"] / max(peaks["packs"], 1)
-        judged = None if suite.tiny else ratio < 1
         name = "units of an eighth of the longest sequence: less memory than packs"
-        result["checks"].append({"name": name, "passed": judged, "found": f"{ratio:.2f} of it"})
+        result["checks"].append(check(name, None if suite.tiny else ratio < 1, f"{ratio:.2f} of it"))
     return result
 
 
@@ -169,10 +162,10 @@ def same_losses(own: dict, ours: dict, what: str) -> dict:
 def agree(name: str, ours: list[float], own: list[float], tolerance: float) -> dict:
     """Numbers of consecutive steps."""
     if not own or len(ours) != len(own):
-        return {"name": name, "passed": False, "found": f"{len(ours)} numbers, {len(own)} of Megatron's own"}
+        return check(name, False, f"{len(ours)} numbers, {len(own)} of Megatron's own")
     worst = max(abs(a - b) / abs(b) for a, b in zip(ours, own, strict=True))
     found = f"{worst:.1e} apart, of {tolerance:.0e} allowed, over {len(own)} steps from {own[0]:.4f} to {own[-1]:.4f}"
-    return {"name": name, "passed": worst <= tolerance, "found": found}
+    return check(name, worst <= tolerance, found)
 
 
 # What a GPU needs to have installed for these is torch alone.
@@ -320,8 +313,7 @@ def main() -> None:
         start = time.monotonic()
         if not has_gpus or not is_installed(section.module):
             lacking = section.module if has_gpus else f"{section.gpus} GPUs"
-            missing = {"name": section.title, "passed": None, "found": f"{NOT_RUN}needs {lacking}"}
-            found = {"checks": [missing], "figures": []}
+            found = {"checks": [check(section.title, None, f"{NOT_RUN}needs {lacking}")], "figures": []}
         else:
             limit = section.seconds * (12 if args.tiny else 1)  # a CPU that tests share
             limit += COMPILING * is_installed(COMPILES)
@@ -329,7 +321,7 @@ def main() -> None:
             suite.until = start + limit
             found = section.run(suite)
         if not found["checks"]:
-            found["checks"].append({"name": section.title, "passed": False, "found": "it found nothing"})
+            found["checks"].append(check(section.title, False, "it found nothing"))
         results.append({"title": section.title, "seconds": time.monotonic() - start, **found})
         args.output.write_text(json.dumps({"device": name, "torch": torch.__version__, "sections": results}, indent=1))
         pages.append(page_of(results[-1]))

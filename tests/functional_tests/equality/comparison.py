@@ -2,7 +2,6 @@
 
 The reference has the whole model on one pipeline stage, with Megatron's own attention and schedule, and the same
 tensor-parallel size: Megatron computes the cross entropy in fp32, which rounds differently when the vocabulary is cut.
-Every data-parallel replica of the reference sees all micro-batches.
 """
 
 import re
@@ -18,7 +17,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
 
 from functional_tests.equality.cases import Case, Layout
-from functional_tests.equality.layout import build, groups_of, has_loss, replicas_of
+from functional_tests.equality.layout import build, groups_of, has_loss, replicas_of, use_ranks
 from functional_tests.equality.models import SEQUENCE, VOCABULARY, Model
 from functional_tests.equality.step import logged, run
 from functional_tests.equality.suites import groups
@@ -40,7 +39,10 @@ def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 class References:
-    """Losses and gradients of Megatron's own runs of the unsegmented model on one pipeline stage."""
+    """Losses and gradients of Megatron's own runs of the unsegmented model on one pipeline stage.
+
+    Each replica makes a part of the runs by itself, with all their micro-batches, and gets the others' results.
+    """
 
     def __init__(self) -> None:
         self._found = {}
@@ -50,18 +52,43 @@ class References:
         ranks = Layout(
             tensor=layout.tensor, sequence_parallel=layout.sequence_parallel, expert_tensor=layout.expert_tensor
         )
-        whole, chunks, found = plain(model), None, []
-        for case in cases:
-            packed = case.packed and _form(model, ranks, case.packed)
-            case = replace(case, m=case.m * replicas_of(layout), packed=packed)
-            lengths = case.lengths if case.mask == "segment" else None
-            key = whole, ranks, case.m, case.mask, lengths, case.packed, case.batch
-            if key not in self._found:
-                chunks = chunks or build(whole, ranks)
-                step = run(forward_backward_no_pipelining, chunks, case, 0, 1)
-                self._found[key] = *step, logged(case.m, whole.layers, whole.auxiliary)
-            found.append(self._found[key])
-        return found
+        whole = plain(model)
+        runs = [(whole, ranks, _unsegmented(case, model, ranks, replicas_of(layout))) for case in cases]
+        missing = [each for each in dict.fromkeys(runs) if each not in self._found]
+        if missing:
+            use_ranks(ranks)
+            replicas = parallel_state.get_data_parallel_group()
+            first = (replicas.rank() + len(self._found)) % replicas.size()  # in turn, since there is often one alone
+            parts: list[dict] = [{}] * replicas.size()
+            with patched(_each_replica_alone()):
+                chunks = build(whole, ranks)
+                part = {}
+                for each in missing[first :: replicas.size()]:
+                    case = each[-1]
+                    step = run(forward_backward_no_pipelining, chunks, case, 0, 1)
+                    part[each] = *step, logged(case.m, whole.layers, whole.auxiliary)
+            dist.all_gather_object(parts, part, group=replicas)
+            for each in parts:
+                self._found |= each
+        return [self._found[each] for each in runs]
+
+
+def _unsegmented(case: Case, model: Model, ranks: Layout, replicas: int) -> Case:
+    """The step of all replicas together, without what only segments have."""
+    packed = case.packed and _form(model, ranks, case.packed)
+    if case.mask != "segment":
+        case = replace(case, k=1, split="even", multiple=1)
+    return replace(case, family="", m=case.m * replicas, packed=packed)
+
+
+def _each_replica_alone() -> list[Patch]:
+    """Takes data parallelism out of Megatron's groups, of which there are no others than tensor-parallel ones here."""
+    tensor, own = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_context_parallel_group()
+    return [
+        Patch(f"{parallel_state.__name__}.{name}", tensor if "TENSOR" in name else own, "a replica runs by itself")
+        for name, group in vars(parallel_state).items()
+        if "DATA_PARALLEL_GROUP" in name and group is not None and parallel_state.get_data_parallel_world_size() > 1
+    ]
 
 
 def plain(model: Model) -> Model:

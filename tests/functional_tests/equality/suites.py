@@ -380,7 +380,7 @@ SUITES = {
     "pp2-mla-moe": [
         (LATENT_EXPERTS, CHUNKS, few("1f1b", "breadth-first") + packed(FEW[:3], "mask", "tokens", "cu_seqlens"))
     ],
-    # On one rank: the counts of the reference's replicas, which all see the same tokens, would add up.
+    # Balance over all micro-batches of a step so far.
     "pp1-moe-global": [
         (balanced("global_aux_loss").but(recompute=recompute), ONE, FEW) for recompute in (None, "full")
     ],
