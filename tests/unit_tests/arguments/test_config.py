@@ -78,7 +78,14 @@ def test_buffers_of_tp_comm_overlap_have_a_segments_length():
     assert seen == [4096] and args.seq_length == 16384
 
 
-@pytest.mark.parametrize("ranks, microbatches, least_gain", [(2, 1, 0.04), (4, 1, 0.05), (4, 2, 0.01), (4, 4, 0)])
+@pytest.mark.parametrize(
+    "ranks, microbatches, least_gain",
+    [
+        *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in ((2, 1, 0.04), (4, 1, 0.05))),
+        (4, 2, 0.01),
+        (4, 4, 0),
+    ],
+)
 def test_few_units_in_a_v_are_cut_for_the_shortest_step(ranks, microbatches, least_gain):
     """With more micro-batches, and for other orders, segments have equal times."""
     flags = ("--device", "cuda", "--pipeline-schedule", "auto", "--sequence-splits", "8")
@@ -96,7 +103,6 @@ def test_few_units_in_a_v_are_cut_for_the_shortest_step(ranks, microbatches, lea
     ]
     assert steps[0] >= steps[1] * (1 + least_gain)
     assert (equal == config.lengths) == (microbatches > 2)
-    assert pipeline_config(args).lengths == config.lengths
 
 
 @pytest.mark.parametrize(
