@@ -111,8 +111,6 @@ def test_lengths_of_a_corpus_and_of_a_spreadsheet(tmp_path, content, found):
         (INDEX[: len(HEADER) + 6], "is cut off, damaged"),
         (HEADER + struct.pack("<3i", 5, -9, 5), "is cut off, damaged"),
         (b"tokens,sequences\n5,-1", "line 2: '5,-1' is not"),
-        (b"tokens", "has no lengths"),
-        (b"1,2,3", "line 1: '1,2,3' is not"),
         (b"7,2\n99999999999,1", "line 2: '99999999999,1' is not"),
     ],
 )
@@ -169,13 +167,6 @@ def test_a_map_is_continued_where_it_was_left(tmp_path, monkeypatch, capsys):
     output.write_text("".join(lines[:-1]))
     gain_map.main([*MAP.split(), "--output", str(output)])
     assert computed[8:] == [(100, 4, 4)] and capsys.readouterr().out == first
-
-
-def test_a_file_that_is_no_map_is_left_as_it_is(tmp_path):
-    (tmp_path / "mine.csv").write_text("a,b\n1,2\n")
-    with pytest.raises(ValueError, match="exists and is no map of gains; name another file"):
-        gain_map.main([*MAP.split(), "--output", str(tmp_path / "mine.csv")])
-    assert (tmp_path / "mine.csv").read_text() == "a,b\n1,2\n"
 
 
 @pytest.mark.parametrize(

@@ -114,19 +114,15 @@ def test_a_way_to_cut_that_fails_names_flags_of_its_command(capsys):
     assert printed.err.startswith("terapipe: ") and printed.err.endswith("; use fewer segments or balanced.\n")
 
 
-MODEL = ["--num-layers", "8", "--hidden-size", "1024", "--num-attention-heads", "8", "--vocab-size", "1024"]
-SMALL = [*MODEL, "--seq-length", "16384"]
+SMALL = ["--num-layers", "8", "--hidden-size", "1024", "--num-attention-heads", "8", "--vocab-size", "1024"]
+SMALL += ["--seq-length", "16384"]
 PIPELINE = ["--sequence-splits", "4", "--pipeline-model-parallel-size", "4", "--num-microbatches", "4"]
 
 
 def rows(text):
     """Name of each strategy to (segments, imbalance, step, bubble)."""
-    table = text.split("\n\n")[0].splitlines()[1:]
-    found = {}
-    for line in table:
-        name, segments, *numbers = re.split(" {2,}", line)
-        found[name] = int(segments), *map(float, numbers[:3])
-    return found
+    lines = (re.split(" {2,}", line) for line in text.split("\n\n")[0].splitlines()[1:])
+    return {name: (int(segments), *map(float, numbers[:3])) for name, segments, *numbers in lines}
 
 
 def test_balance_shows_in_the_predicted_step_and_a_picture(capsys, tmp_path):

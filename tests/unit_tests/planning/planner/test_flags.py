@@ -30,7 +30,9 @@ def words_of(candidate: Candidate, model: str = WORDS, by_megatron: bool = False
     return [*model.split(), *shlex.split(" ".join(decided_flags(candidate, by_megatron)))]
 
 
-OURS = {"sequence_split_strategy", "sequence_splits", "pipeline_schedule", "offload_activations"}
+def given_to_megatron(launch) -> dict:
+    ours = {"sequence_split_strategy", "sequence_splits", "pipeline_schedule", "offload_activations"}
+    return {name: value for name, value in vars(launch).items() if value is not None and name not in ours}
 
 
 def our_words(candidate: Candidate) -> list[str]:
@@ -174,10 +176,9 @@ def test_only_what_a_model_has_is_computed_again(name):
 def test_training_cuts_sequences_where_the_plan_does():
     for candidate in (each for each in sample() if each.setup.pipeline_parallel > 1):
         setup, chunks = candidate.setup, candidate.setup.placement.num_chunks
-        megatron = vars(read_launch(words_of(candidate)))
+        megatron = given_to_megatron(read_launch(words_of(candidate)))
         megatron |= {"padded_vocab_size": 32768, "data_parallel_size": setup.data_parallel}
-        megatron |= {"virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None}
-        megatron = {name: value for name, value in megatron.items() if value is not None and name not in OURS}
+        megatron |= {"virtual_pipeline_model_parallel_size": chunks} if chunks > 1 else {}
         args = parsed("--device", "cuda", *our_words(candidate), **megatron)
         config = pipeline_config(args, run := run_of_arguments(args), RunCosts(args, run))
         assert config.lengths == setup.segments
@@ -206,8 +207,7 @@ def test_plans_are_what_training_starts_with(words, settings):
     for candidate in list(candidates(small(families=families, partitions_state=None)))[::10]:
         setup = replace(candidate.setup, partitions_state=candidate.setup.family == "breadth-first")
         candidate = replace(candidate, setup=setup)
-        launch = vars(read_launch(words_of(candidate, f"{WORDS} --disable-bias-linear")))
-        launch = {name: value for name, value in launch.items() if value is not None and name not in OURS}
+        launch = given_to_megatron(read_launch(words_of(candidate, f"{WORDS} --disable-bias-linear")))
         args = parsed(*our_words(candidate), **(launch | settings))
         try:
             refuse_unsupported(args, vars(args))
