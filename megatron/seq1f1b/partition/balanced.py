@@ -22,17 +22,15 @@ def balanced(
     documents: Sequence[Sequence[int]] | None = None,
     weights: Sequence[float] | None = None,
 ) -> tuple[int, ...]:
-    """Minimise the longest `time(start, end)` of a segment; returns lengths in tokens, first to last. With `weights`,
-    one for each segment, times are in proportion to these.
-
-    A pipeline runs at the pace of its slowest stage, so `time` is the forward plus backward of a segment there: the
-    computation-wise partition of Seq1F1B (arXiv 2406.03488, section 3.4) with measured or modelled times.
+    """Minimise the longest `time(start, end)` of a segment, its forward plus backward on the slowest stage: the
+    computation-wise partition of Seq1F1B (arXiv 2406.03488, section 3.4) with measured or modelled times. Returns
+    lengths in tokens, first to last. With `weights`, one for each segment, times are in proportion to these.
 
     Lengths are multiples of `multiple_of`, and of up to 128 tokens if segments are long; the first segment, with the
     cheapest tokens, takes the remainder. No segment is shorter than `min_length`, unless the sequence is too short for
     that. `documents` holds, for each sequence of the micro-batch, the start positions of its documents, the first of
-    them 0; `time` is then that of a sequence of one document. Raises ValueError if the sequence is too short for so
-    many segments, or not a multiple of `multiple_of`.
+    them 0; `time` is then that of one document. Raises ValueError if the sequence is too short for so many segments, or
+    not a multiple of `multiple_of`.
     """
     check_length(sequence_length, num_segments, multiple_of)
     step = tile(sequence_length, num_segments, multiple_of)
@@ -66,11 +64,9 @@ def balanced(
 
 
 def within_documents(time: SegmentTime, documents: Sequence[Sequence[int]], cuts: Sequence[int]) -> SegmentTime:
-    """A function of two indices into the ascending positions `cuts`: the time of the tokens between them.
-
-    Tokens attend within their own documents only. The time is that of a segment of a single document with as many
-    tokens and the average number of query-key pairs of the sequences in the micro-batch; it may begin before 0.
-    """
+    """A function of two indices into the ascending positions `cuts`: the time of the tokens between them, as of a
+    segment of a single document with as many tokens and the average number of query-key pairs within the documents of
+    the sequences in the micro-batch; that segment may begin before 0."""
     of_sequences = [_pairs_before(cuts, starts) for starts in documents]
     pairs = [sum(counts) / len(documents) for counts in zip(*of_sequences, strict=True)]
 
@@ -104,9 +100,8 @@ def shortest_step(
     """The lengths with the shortest step among `trials` cuts around `best`, which has equal times.
 
     While a pipeline fills and drains, ranks wait for first and last segments, so in a step of few units short ones
-    there and long ones in the middle are better. Two numbers describe such a cut: how much longer the middle is, and
-    how much longer the end is than the start. `cut` takes the relative times of segments; `seconds` returns the time
-    of a step.
+    there are better. Two numbers describe such a cut: how much longer the middle is, and how much longer the end is
+    than the start. `cut` takes the relative times of segments; `seconds` returns the time of a step.
     """
     places = [(number + 0.5) / len(best) for number in range(len(best))]
     middle = end = 0.0
@@ -134,10 +129,9 @@ def uniform_comp(
 
     With `per_token` FLOPs per token in matrix products and `per_pair` per query-key pair, the authors count per_token·x
     + per_pair·(x·e − x²/2) for a segment of x tokens that ends at position e, and give every segment one k-th of the
-    total. The lengths equal theirs exactly, flaws included: their tables were measured with them.
-
-    Segments are solved from the last to the first, each rounded down to a multiple of `multiple_of`; the first takes
-    the remainder. Raises ValueError if rounding would leave an empty segment, or if the sequence is not a multiple.
+    total, from the last to the first, rounded down to a multiple of `multiple_of`; the first takes the remainder. The
+    lengths equal theirs exactly, flaws included: their tables were measured with them. Raises ValueError if rounding
+    would leave an empty segment, or if the sequence is not a multiple.
     """
     check_length(sequence_length, num_segments, multiple_of)
     quadratic = per_pair / 2

@@ -1,37 +1,14 @@
 """The named strategies, their requirements, and the function that applies them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Literal
 
 from .balanced import balanced, shortest_step, uniform_comp
-from .lengths import SegmentTime, even, segment_times
+from .lengths import Task, even, segment_times
 from .terapipe import terapipe
-
-
-@dataclass(frozen=True)
-class Task:
-    """A sequence of `sequence_length` tokens to cut into `num_segments`, and the inputs of strategies. If
-    `num_segments` is None, `terapipe` finds it and the other strategies leave the sequence whole.
-
-    `time` is that of a segment on the slowest of `num_stages` stages. Kernels are at full speed for segments of
-    `full_speed_rows` tokens and more. A step runs `num_microbatches` sequences. `flops` are those of `uniform_comp`,
-    `documents` those of `balanced`. `step` maps lengths to the time of a step, and is called for at most `trials` cuts.
-    """
-
-    sequence_length: int
-    num_segments: int | None
-    multiple_of: int = 1
-    time: SegmentTime | None = None
-    flops: tuple[int, int] | None = None
-    full_speed_rows: int = 1
-    num_stages: int = 1
-    num_microbatches: int = 1
-    documents: Sequence[Sequence[int]] | None = None
-    step: Callable[[tuple[int, ...]], float] | None = None
-    trials: int = 0
 
 
 @dataclass(frozen=True)
@@ -69,13 +46,6 @@ def _balanced(task: Task) -> tuple[int, ...]:
     return shortest_step(found, lambda weights: cut(weights=weights), task.step, task.trials)
 
 
-def _terapipe(task: Task) -> tuple[int, ...]:
-    assert task.time is not None
-    return terapipe(
-        task.sequence_length, task.time, task.num_stages, task.num_segments, task.multiple_of, task.num_microbatches
-    )
-
-
 _BALANCED = Strategy(_balanced, needs="time", follows_documents=True)
 
 # The strategy of --sequence-splits alone.
@@ -86,7 +56,7 @@ STRATEGIES: Mapping[str, Strategy] = MappingProxyType(
         "even": Strategy(_even, needs="nothing"),
         "uniform_comp": Strategy(_uniform_comp, needs="flops"),
         "balanced": _BALANCED,
-        "terapipe": Strategy(_terapipe, needs="time"),
+        "terapipe": Strategy(terapipe, needs="time"),
         "profile": replace(_BALANCED, needs="measured time"),
     }
 )

@@ -1,7 +1,8 @@
-"""Lengths of segments: helpers of all cuts, equal lengths, and lengths from a file."""
+"""What to cut, helpers of all cuts, equal lengths, and lengths from a file."""
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import lcm
 from pathlib import Path
@@ -14,12 +15,32 @@ _KERNEL_TILE = 128
 _TILES_PER_SEGMENT = 64
 
 
-def segment_multiple(tensor_parallel: int, context_parallel: int) -> int:
-    """The number that segment lengths must be multiples of, so that all ranks hold equally many tokens.
+@dataclass(frozen=True)
+class Task:
+    """A sequence of `sequence_length` tokens to cut into `num_segments`, and the inputs of strategies. If
+    `num_segments` is None, `terapipe` finds it and the other strategies leave the sequence whole.
 
-    Each of c context-parallel ranks holds two of 2c equal parts of a segment, and each of `tensor_parallel` ranks (1
-    without sequence parallelism) an equal share of that.
+    `time` is that of a segment on the slowest of `num_stages` stages. Kernels are at full speed for segments of
+    `full_speed_rows` tokens and more. A step runs `num_microbatches` sequences. `flops` are those of `uniform_comp`,
+    `documents` those of `balanced`. `step` maps lengths to the time of a step, and is called for at most `trials` cuts.
     """
+
+    sequence_length: int
+    num_segments: int | None
+    multiple_of: int = 1
+    time: SegmentTime | None = None
+    flops: tuple[int, int] | None = None
+    full_speed_rows: int = 1
+    num_stages: int = 1
+    num_microbatches: int = 1
+    documents: Sequence[Sequence[int]] | None = None
+    step: Callable[[tuple[int, ...]], float] | None = None
+    trials: int = 0
+
+
+def segment_multiple(tensor_parallel: int, context_parallel: int) -> int:
+    """The number that segment lengths must be multiples of: each of c context-parallel ranks holds two of 2c equal
+    parts of a segment, and each of `tensor_parallel` ranks (1 without sequence parallelism) an equal share of that."""
     return tensor_parallel if context_parallel == 1 else context_parallel * lcm(2, tensor_parallel)
 
 
@@ -58,20 +79,16 @@ def segment_times(lengths: Iterable[int], time: SegmentTime) -> list[float]:
 
 def even(sequence_length: int, num_segments: int, multiple_of: int = 1) -> tuple[int, ...]:
     """Lengths that differ by at most `multiple_of`, all multiples of it; longer ones first, where the prefix is short.
-
-    Raises ValueError if the sequence is too short for that many segments, or is not a multiple itself.
-    """
+    Raises ValueError if the sequence is too short for that many segments, or is not a multiple itself."""
     check_length(sequence_length, num_segments, multiple_of)
     base, longer = divmod(sequence_length // multiple_of, num_segments)
     return tuple(multiple_of * (base + (number < longer)) for number in range(num_segments))
 
 
 def read_lengths(file: str | Path, sequence_length: int, num_segments: int | None, multiple_of: int) -> tuple[int, ...]:
-    """Lengths in tokens, first to last: a JSON list, or numbers separated by spaces, commas or new lines.
-
-    In text, '#' starts a comment. Raises ValueError if there is no such list of positive integers, or if they do not
-    fit the sequence, the number of segments or the parallel sizes.
-    """
+    """Lengths in tokens, first to last: a JSON list, or numbers separated by spaces, commas or new lines, with comments
+    after '#'. Raises ValueError if they are no positive integers, or do not fit the sequence, the number of segments or
+    the parallel sizes."""
     flag = f"--sequence-split-file {file}"
     try:
         text = Path(file).read_text(encoding="utf-8")

@@ -38,9 +38,8 @@ def packs_of_step(
     """The micro-batches of each replica, from sequences of `lengths` tokens, in units of at most `most` tokens.
 
     `most` is a multiple of `multiple_of`, and so is every unit. Replicas get about equal sums of `work(length)`, and at
-    least one micro-batch each. The longest micro-batches come in the middle of a step, since stages wait for one
-    another at its ends. With `alike`, for collectives between replicas, their micro-batches have equal numbers of
-    segments.
+    least one micro-batch each; `alike`, for collectives between them, they have equal numbers of segments.
+    The longest micro-batches come in the middle of a step, since stages wait for one another at its ends.
     """
     packs = _packs(lengths, most, multiple_of)
     work_of = {pack: sum(work(lengths[number]) for number in pack.sequences) for pack in packs}
