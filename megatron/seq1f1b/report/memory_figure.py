@@ -32,7 +32,7 @@ def plot_memory(report: Mapping[str, Any], path: str | Path) -> None:
     num_rows = -(-len(stages) // num_columns)
     highest = max(sum(stage["fullest"]["peak"].values()) for stage in stages) / _GIB
     capacity = report["device_memory"] / _GIB
-    shows_capacity = capacity < 3 * highest
+    top = 1.05 * (max(highest, capacity) if capacity < 3 * highest else highest)
     names = [name for name in _COLOURS if any(name in moment["peak"] for s in stages for moment in s["moments"])]
     with picture(path, 4.2 * num_columns, 1.9 * num_rows + 0.7) as figure:
         panels = figure.subplots(num_rows, num_columns, sharey=True, squeeze=False).flat
@@ -41,13 +41,10 @@ def plot_memory(report: Mapping[str, Any], path: str | Path) -> None:
             heights = [[moment["peak"].get(name, 0) / _GIB for moment in moments] for name in names]
             colours = [_COLOURS[name] for name in names]
             areas = axes.stackplot(range(len(moments)), heights, colors=colours, step="mid", linewidth=0)
-            if shows_capacity:
-                axes.axhline(capacity - stage["outside"] / _GIB, color="#b2182b", linestyle="--", linewidth=0.9)
+            axes.axhline(capacity - stage["outside"] / _GIB, color="#b2182b", linestyle="--", linewidth=0.9)
             size, name = sum(stage["fullest"]["peak"].values()) / _GIB, stage["fullest"]["name"]
-            top = (max(highest, capacity) if shows_capacity else highest) * 1.05
-            axes.set(
-                title=f"rank {number}: {size:.1f} GiB at {name}", xlim=(0, max(len(moments) - 1, 1)), ylim=(0, top)
-            )
+            axes.set_title(f"rank {number}: {size:.1f} GiB at {name}")
+            axes.set(xlim=(0, max(len(moments) - 1, 1)), ylim=(0, top))
         for axes in list(panels)[len(stages) :]:
             axes.set_axis_off()
         figure.supxlabel("actions of the step", fontsize=8)

@@ -2,25 +2,21 @@
 
 import json
 from collections.abc import Iterator
-from itertools import count, islice
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from ..schedule import COMPUTE_KINDS, MOVE_KINDS, Action, Kind, Timeline, written_whole
-from ..schedule.dependencies import message_needed
+from ..schedule.dependencies import message_needed, outcome
 
 # Perfetto ties an arrow to the slices at its ends, so it leaves just before the sender's slice ends.
 _INSIDE = 0.99
-_WITH_MESSAGES = (Kind.F, Kind.B, Kind.I)
 
 
 def to_trace(timeline: Timeline) -> dict[str, Any]:
     """The Trace Event Format: a process per rank, a complete event per action, in microseconds; costs without a unit
-    become milliseconds.
-
-    Arrows lead from the action that sends a message to the one that receives it. A counter shows the activations of a
-    rank, in tokens if `meta["segment_lengths"]` has the lengths of the segments, else in units.
-    """
+    become milliseconds. Arrows lead from the sender of a message to its receiver. A counter shows the activations of a
+    rank, in tokens if `meta["segment_lengths"]` has the lengths of the segments, else in units."""
     scale = 1e6 if timeline.time_unit == "s" else 1e3
     events: list[dict[str, Any]] = []
     for rank, spans in enumerate(timeline.ranks):
@@ -68,14 +64,12 @@ def _held(timeline: Timeline, rank: int, scale: float) -> Iterator[dict[str, Any
 
 
 def _arrows(timeline: Timeline, scale: float) -> Iterator[dict[str, Any]]:
-    found = {span.action: (rank, span) for rank, spans in enumerate(timeline.ranks) for span in spans}
+    found = {outcome(span.action): (rank, span) for rank, spans in enumerate(timeline.ranks) for span in spans}
     numbers = count(1)
     for action, (rank, span) in found.items():
-        needed = message_needed(action, timeline.shape) if action.kind in _WITH_MESSAGES else None
-        # A timeline of whole backwards has B where one of split ones has I.
-        kinds = (Kind.F,) if action.kind is Kind.F else (Kind.B, Kind.I)
-        senders = (found[each] for kind in kinds if needed and (each := needed._replace(kind=kind)) in found)
-        for there, sent in islice(senders, 1):
+        needed = message_needed(action, timeline.shape) if action.kind in COMPUTE_KINDS else None
+        if needed in found:
+            there, sent = found[needed]
             leaves = sent.start + _INSIDE * (sent.end - sent.start)
             common = {"id": next(numbers), "name": "message", "cat": "message", "tid": 0}
             yield {"ph": "s", "pid": there, "ts": (leaves - timeline.start) * scale, **common}
