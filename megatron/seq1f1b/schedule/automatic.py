@@ -1,14 +1,12 @@
-"""The automatic scheduler: the best of several plans for given costs and memory.
-
-Most plans come from list scheduling: the pipeline is simulated in time, and each free rank picks its next action.
-"""
+"""The automatic scheduler: the best of several plans for given costs and memory, most of them by list scheduling."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
-from itertools import chain, islice, product
+from itertools import chain, groupby, islice, product
 from math import inf
+from typing import Any
 
 from .action import Action, Kind
 from .cost_tables import Costs, memory_change, peak_memory
@@ -33,15 +31,13 @@ def auto(
     limits: float | Sequence[float] | None = None,
     split: bool = True,
 ) -> Schedule:
-    """The schedule with the smallest makespan among those found that keep the memory limits.
+    """The schedule with the smallest makespan among those found that keep the memory limits; deterministic.
 
-    `limits` is the activation memory that a rank may hold, in the unit of `costs.activation`, one number for all ranks
-    or one for each; by default the largest peak of `1f1b` of the same shape. With `split=False` backwards stay whole.
-
-    Every named family that fits is a candidate, so none of them is faster in simulation. Ties go to the schedule with
-    the smallest `longest_stretch`, then to the smallest peak. In a step of more than 20,000 actions the first schedule
-    within 0.1 % of `shortest_makespan` is taken. Deterministic. Raises ValueError if a rank cannot hold one whole
-    micro-batch or a cost table does not fit the shape.
+    `limits` is the activation memory of a rank in the unit of `costs.activation`, one number for all ranks or one for
+    each; by default the largest peak of `1f1b`. With `split=False` backwards stay whole. Every named family that fits
+    is a candidate. Ties go to the smallest `longest_stretch`, then to the smallest peak. In a step of more than 20,000
+    actions the first schedule within 0.1 % of `shortest_makespan` is taken. Raises ValueError if a rank cannot hold one
+    whole micro-batch or a cost table does not fit the shape.
     """
     costs = costs or Costs.uniform(shape)
     costs.check(shape)
@@ -85,7 +81,7 @@ def shortest_makespan(timeline: Timeline) -> float:
 def _plans(shape: Shape, costs: Costs, limits: Sequence[float], split: bool) -> Iterator[Schedule | None]:
     scheduler = ListScheduler(shape, costs, limits, split)
     for patience in (0.0, 1.0) if split else (0.0,):  # the order of 1F1B, with W only where a rank waits
-        yield scheduler.plan(lambda _: 0.0, patience, orders=FAMILIES["1f1b"](shape).schedule().ranks)
+        yield scheduler.plan(None, patience)
 
     # Order units as if micro-batches started one after another and each ran as fast as alone. A micro-batch with fewer
     # segments starts as if its first segments were missing.
@@ -106,9 +102,9 @@ def _plans(shape: Shape, costs: Costs, limits: Sequence[float], split: bool) -> 
         yield scheduler.plan(priority, *waits)
 
 
-@dataclass(eq=False)
+@dataclass
 class _Queue:
-    """Actions of a rank that run in this order: the forwards or backwards of a stage, or all, if orders are given."""
+    """Actions of a rank that run in this order: the forwards or backwards of a stage, or all in the order of 1F1B."""
 
     rank: int
     left: deque[Action]
@@ -120,7 +116,7 @@ class _Rank:
     """The state of a rank at one moment."""
 
     limit: float
-    reserve: float  # memory of the largest micro-batch with all its chunks and segments; 0 if orders are given
+    whole: float  # memory of the largest micro-batch with all its chunks and segments
     queues: list[_Queue]
     held: list[float]  # memory of each micro-batch
     used: float = 0.0  # total memory
@@ -129,31 +125,34 @@ class _Rank:
     free: float = 0.0  # when the last action ends
 
     def admits(self, microbatch: int, memory: float) -> bool:
-        """Whether a forward fits and leaves the reserve for the oldest micro-batch that has forwards left.
-
-        So the oldest unfinished micro-batch of the pipeline finds room on every rank: older ones are done, and younger
-        ones leave enough.
-        """
-        if self.used + memory > self.limit or not self.reserve:
+        """Whether a forward fits and, unless all actions are in one order, leaves room for the oldest micro-batch that
+        has forwards left. So that finds room on every rank: older ones are done, and younger ones leave enough."""
+        if self.used + memory > self.limit or len(self.queues) == 1:
             return self.used + memory <= self.limit
         heads = (queue.left[0] for queue in self.queues if queue.left)
         oldest = min(action.microbatch for action in heads if action.kind is Kind.F)
-        return microbatch == oldest or self.reserve + sum(self.held[oldest + 1 :]) + memory <= self.limit
+        return microbatch == oldest or self.whole + sum(self.held[oldest + 1 :]) + memory <= self.limit
+
+
+def _line(action: Action) -> tuple[int, bool]:
+    return action.stage, action.kind is not Kind.F
 
 
 class ListScheduler:
-    """Makes schedules whose ranks never hold more activation memory than `limits[rank]`.
-
-    With `split=False` backwards are whole (B) and there is no W. Raises ValueError if a rank cannot hold one whole
-    micro-batch.
-    """
+    """Simulates the pipeline in time; each free rank picks its next action. It never holds more activation memory than
+    its limit. Raises ValueError if it cannot hold one whole micro-batch."""
 
     def __init__(self, shape: Shape, costs: Costs, limits: Sequence[float], split: bool = True) -> None:
         self._shape, self._costs, self._limits = shape, costs, limits
-        self._backward = Kind.I if split else Kind.B
-        self._rules = rules_of(shape, costs, (Kind.F, self._backward, Kind.W))
+        backward = Kind.I if split else Kind.B
+        self._kinds = Kind.F, backward
+        self._rules = rules_of(shape, costs, (*self._kinds, Kind.W))
         stages_of = map(shape.placement.stages_of, range(shape.num_ranks))
         self._whole = [sum(sum(costs.activation[stage]) for stage in stages) for stages in stages_of]
+        # The actions of each rank, in one line in the order of 1F1B, or in a line for each stage and kind.
+        orders = FAMILIES["1f1b"](shape).schedule().ranks
+        self._in_order = [[[a if a.kind is Kind.F else a._replace(kind=backward) for a in each]] for each in orders]
+        self._free = [[[*line] for _, line in groupby(sorted(each, key=_line), _line)] for (each,) in self._in_order]
         for rank, (whole, limit) in enumerate(zip(self._whole, limits, strict=True)):
             if whole > limit:
                 raise ValueError(
@@ -161,23 +160,23 @@ class ListScheduler:
                 )
 
     def plan(
-        self,
-        priority: Callable[[Action], float],
-        patience: float = 0.0,
-        hold: float = 0.0,
-        orders: Sequence[Sequence[Action]] | None = None,
+        self, priority: Callable[[Action], float] | None, patience: float = 0.0, hold: float = 0.0
     ) -> Schedule | None:
         """A free rank takes the forward or backward with the smallest priority among those that can start and fit.
 
         No forward starts if a backward can start within `hold` times the duration of that forward. A rank that starts
         neither takes its oldest W, unless another action can start within `patience` times the duration of that W.
         Filling idle time with W under a limit is the idea of arXiv 2401.10241, section 3.1; here units are segments.
-
-        With `orders` each rank keeps the order of F and B given there and only adds W. Returns None if the limits do
-        not allow that order.
+        Without a priority F and B keep the order of 1F1B; the result is None if the limits do not allow that.
         """
         num_segments, rules, costs = self._shape.num_segments, self._rules, self._costs
-        ranks, queues = self._start(orders)
+        ranks: list[_Rank] = []
+        queues: dict[tuple[Any, ...], _Queue] = {}  # by kind and stage
+        for number, lines in enumerate(self._free if priority else self._in_order):
+            own = [_Queue(number, deque(line)) for line in lines]
+            queues |= {action[:2]: queue for queue in own for action in queue.left}
+            held = [0.0] * self._shape.num_microbatches
+            ranks.append(_Rank(self._limits[number], self._whole[number], own, held))
         end_of = pending(self._shape)
         events: list[tuple[float, int]] = []  # (time, rank): when a rank may find an action to run
 
@@ -220,7 +219,7 @@ class ListScheduler:
             if kind is Kind.I:
                 rank.weights.append(action._replace(kind=Kind.W))
             # Its dependents are at its own stage and the two neighbours.
-            for follower in product((Kind.F, self._backward), (stage - 1, stage, stage + 1)):
+            for follower in product(self._kinds, (stage - 1, stage, stage + 1)):
                 if follower in queues:
                     release(queues[follower])
         if any(queue.left for queue in queues.values()):
@@ -228,7 +227,7 @@ class ListScheduler:
         return Schedule(self._shape, tuple(tuple(rank.actions) for rank in ranks))
 
     def _choice(
-        self, rank: _Rank, now: float, priority: Callable[[Action], float], hold: float
+        self, rank: _Rank, now: float, priority: Callable[[Action], float] | None, hold: float
     ) -> tuple[_Queue | None, float]:
         """The queue that a rank takes from now, or None, and the next time when it could take from another."""
         chosen, best, soonest, backward, duration = None, inf, inf, inf, 0.0
@@ -243,28 +242,10 @@ class ListScheduler:
                 if kind is not Kind.F:
                     backward = min(backward, queue.time)
                 continue
-            value = priority(action)
+            value = priority(action) if priority else 0.0
             if value < best:
                 chosen, best = queue, value
                 duration = self._costs.f[stage][segment] if kind is Kind.F else 0.0
         if chosen is not None and backward < now + hold * duration:
             return None, backward
         return chosen, soonest
-
-    def _start(self, orders: Sequence[Sequence[Action]] | None) -> tuple[list[_Rank], dict[tuple[Kind, int], _Queue]]:
-        """The ranks before their first action, and the queue of each kind and stage."""
-        shape, ranks = self._shape, []
-        queues: dict[tuple[Kind, int], _Queue] = {}
-        kinds = (Kind.F, shape.units), (self._backward, shape.units_backward)
-        for rank, (limit, whole) in enumerate(zip(self._limits, self._whole, strict=True)):
-            own = {
-                (kind, stage): _Queue(rank, deque(Action(kind, stage, *unit) for unit in units))
-                for stage, (kind, units) in product(shape.placement.stages_of(rank), kinds)
-            }
-            if orders is not None:
-                order = (a if a.kind is Kind.F else a._replace(kind=self._backward) for a in orders[rank])
-                own = dict.fromkeys(own, _Queue(rank, deque(order)))
-            queues |= own
-            reserve = whole if orders is None else 0.0
-            ranks.append(_Rank(limit, reserve, [*dict.fromkeys(own.values())], [0.0] * shape.num_microbatches))
-        return ranks, queues
