@@ -14,7 +14,6 @@ from ..schedule import (
     ScheduleChoice,
     Shape,
     lower_rank,
-    merged,
     partition_state,
     units_to_move,
     with_moves,
@@ -85,7 +84,7 @@ class Programs:
             actions = lower_rank(self._plan(shape, lengths), rank, self._one_queue, in_turn)
             if self.offloaded:
                 order = [action for action in actions if action.kind in COMPUTE_KINDS]
-                actions = merged(actions, with_moves(order, units_to_move(order, self.offloaded)))
+                actions = with_moves(actions, units_to_move(order, self.offloaded))
             return Program(actions, is_partitioned)
         finally:
             if was_enabled:

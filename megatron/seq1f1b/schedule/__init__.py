@@ -12,8 +12,8 @@ from .csv_file import read_csv, write_csv
 from .dependencies import dependencies
 from .families import FAMILIES
 from .files import UNUSABLE, read_json, reason, written_whole
-from .lowering import Channel, channel_of, channels_of, lower, lower_rank, partition_state
-from .moves import merged, moved, units_to_move, with_moves
+from .lowering import Channel, channels_of, lower, lower_rank, partition_state
+from .moves import moved, units_to_move, with_moves
 from .schedule import PLACEMENTS, Placement, Schedule, Shape
 from .timeline import Span, Timeline, read_timeline, write_timeline
 from .timing import simulate

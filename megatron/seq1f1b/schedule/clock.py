@@ -1,11 +1,8 @@
-"""Clocks determine the order of each rank.
+"""Clocks: a nominal tick for every action.
 
-A family is a clock: a nominal tick for every action. Ticks only sort: a rank runs its actions in the order of their
-ticks and waits for none. If every action has a later tick than its dependencies, the schedule has no cycle and cannot
-deadlock, whatever the real durations are.
-
-The backward pass mirrors the forward pass: the j-th unit in backward order at a stage does what the j-th unit in
-forward order does at the stage equally far from the other end. So a clock is one function and one number.
+Ticks only sort: a rank runs its actions in the order of their ticks and waits for none. If every action has a later
+tick than its dependencies, the schedule has no cycle and cannot deadlock, whatever the real durations are. The backward
+pass mirrors the forward pass, so a clock is one function and one number.
 """
 
 from collections import deque
@@ -49,10 +46,6 @@ class Clock:
 
     def order(self, rank: int) -> list[Action]:
         """The compute actions of a rank, in the order of their ticks."""
-        return self.timed_order(rank)[0]
-
-    def timed_order(self, rank: int) -> tuple[list[Action], list[int]]:
-        """The order of a rank, and the ticks of its actions; a W has the tick of the action before it."""
         shape, tick, turn = self.shape, self.tick, self.turn
         forwards, backwards = shape.units, shape.units_backward
         units, last_stage = range(shape.num_units), shape.num_stages - 1
@@ -64,34 +57,41 @@ class Clock:
                 actions += map(tuple.__new__, repeat(Action), ((kind, stage, *unit) for unit in of_kind))
             ticks += [tick(unit, stage) for unit in units]
             ticks += [turn + tick(unit, last_stage - stage) for unit in units]
-        in_order = sorted(range(len(actions)), key=ticks.__getitem__)
-        actions, ticks = [actions[index] for index in in_order], [ticks[index] for index in in_order]
-        return (actions, ticks) if self.lag is None else _split(actions, ticks, self.lag(rank))
+        order = [actions[index] for index in sorted(range(len(actions)), key=ticks.__getitem__)]
+        return order if self.lag is None else _split(order, self.lag(rank))
+
+    def ticks(self, order: Sequence[Action]) -> list[int]:
+        """The ticks of the actions of an order; a W has that of the action before it."""
+        tick, turn, first_units, last_stage = self.tick, self.turn, self.shape.first_units, self.shape.num_stages - 1
+        ticks: list[int] = []
+        now = 0
+        for kind, stage, microbatch, segment in order:
+            if kind is Kind.F:
+                now = tick(first_units[microbatch] + segment, stage)
+            elif kind is not Kind.W:
+                now = turn + tick(first_units[microbatch + 1] - 1 - segment, last_stage - stage)
+            ticks.append(now)
+        return ticks
 
 
-def _split(order: Sequence[Action], ticks: Sequence[int], lag: int) -> tuple[list[Action], list[int]]:
+def _split(order: Sequence[Action], lag: int) -> list[Action]:
     """Every B becomes an I; its W follows `lag` I later. No other action needs a W, so this cannot close a cycle."""
     result: list[Action] = []
-    result_ticks: list[int] = []
     waiting: deque[Action] = deque()
-    for action, tick in zip(order, ticks, strict=True):
+    for action in order:
         if action.kind is Kind.B:
             waiting.append(action._replace(kind=Kind.W))
             action = action._replace(kind=Kind.I)
         result.append(action)
-        result_ticks.append(tick)
         if len(waiting) > lag:
             result.append(waiting.popleft())
-            result_ticks.append(tick)
-    return [*result, *waiting], result_ticks + [ticks[-1]] * len(waiting)
+    return [*result, *waiting]
 
 
 def straight(shape: Shape, period: int = 1, hop: int = 1) -> Tick:
-    """A tick for units that pass through all chunks almost without a pause, `hop` ticks a stage.
-
-    A rank takes in a new unit every `period` ticks for each of its chunks. If a stage would share its ticks with an
-    earlier stage of its rank, units pause before it until a tick is free.
-    """
+    """A tick for units that pass through all chunks, `hop` ticks a stage; a rank takes in a new unit every `period`
+    ticks for each of its chunks. If a stage would share its ticks with an earlier one of its rank, units pause before
+    it until a tick is free."""
     cycle, placement = period * shape.num_chunks, shape.placement
     taken: list[set[int]] = [set() for _ in range(shape.num_ranks)]
     starts: list[int] = []
@@ -117,11 +117,10 @@ def smallest_group(shape: Shape) -> int:
 
 
 def grouped(shape: Shape, group: int, period: int = 1, hop: int = 1) -> Tick:
-    """A tick for model chunks that take turns: `group` units each, a unit every `period` ticks.
+    """A tick for model chunks that take turns: `group` units each, a unit every `period` ticks, `hop` ticks a stage.
 
-    The next stage runs a unit `hop` ticks later. The clock counts full groups, so a short last group leaves ticks empty
-    and nothing else changes. Raises ValueError if a group ends before its first unit is back on rank 0, that is, if
-    `period * group < hop * P`.
+    A short last group leaves ticks empty. Raises ValueError if a group ends before its first unit is back on rank 0,
+    that is, if `period * group < hop * P`.
     """
     num_ranks, num_chunks = shape.num_ranks, shape.num_chunks
     if period * group < hop * num_ranks:

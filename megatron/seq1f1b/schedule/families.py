@@ -21,21 +21,17 @@ def one_f_one_b(shape: Shape) -> Clock:
     Seq1F1B-I (arXiv 2406.03488).
 
     Forwards and backwards of a rank have ticks of different parity, so they alternate as soon as both exist. At the
-    last stage the first backward comes right after the last segment of the first micro-batch. So the warm-up follows.
-
-    One model chunk: min(P - r - 2 + k, m * k) forwards before the first pair of one forward and one backward. For
+    last stage the first backward comes right after the last segment of the first micro-batch. So the warm-up follows:
+    with one model chunk, min(P - r - 2 + k, m * k) forwards before the first pair of one forward and one backward. For
     P = 3, m = 2, k = 2, F and B of (micro-batch, segment):
 
         rank 0: F00 F01 F10 F11 B01 B00 B11 B10
         rank 1: F00 F01 F10 B01 F11 B00 B11 B10
         rank 2: F00 F01 B01 F10 B00 F11 B11 B10
 
-    Looped chunks (interleaved): chunks take turns after G = k * ceil(P / k) units, the fewest whole micro-batches that
-    occupy all ranks; (C - 1) * G + 2 * (P - r - 1) + k - 1 forwards come before the first pair. A hop takes two ticks,
-    as in Megatron's order.
-
-    V-shaped chunks: a unit goes down and up almost without a pause, at two ticks a hop; every rank holds about as many
-    activations as rank 0 of 1F1B with one chunk.
+    Looped chunks take turns after G = k * ceil(P / k) units; (C - 1) * G + 2 * (P - r - 1) + k - 1 forwards come before
+    the first pair. A hop takes two ticks, as in Megatron's order. In a V every rank holds about as many activations as
+    rank 0 of 1F1B with one chunk.
     """
     if shape.num_chunks == 1:
         tick = straight(shape, period=2, hop=1)
@@ -49,20 +45,15 @@ def one_f_one_b(shape: Shape) -> Clock:
 def zb_h1(shape: Shape) -> Clock:
     """1F1B with delayed weight gradients: ZB-H1 (arXiv 2401.10241, section 2.3).
 
-    Rank r delays W by r units. In 1F1B it holds r units fewer than rank 0, so the peak over all ranks stays that of
-    1F1B. With V-shaped chunks all ranks hold equally many: there each W follows its I at once, and the peak stays the
-    same too.
+    Rank r delays W by r units, which it holds fewer than rank 0 in 1F1B, so the peak over all ranks stays that of 1F1B.
+    In a V all ranks hold equally many, so each W follows its I at once.
     """
     return one_f_one_b(shape).split(lag=lambda rank: 0 if shape.placement.turns else rank)
 
 
 def breadth_first(shape: Shape) -> Clock:
-    """All units of a model chunk before the next chunk: the modular pipeline with layered gradient accumulation
-    (arXiv 2106.02679).
-
-    The gradients of a chunk are reduced while the other chunks still go backward, and its parameters are gathered while
-    the chunk before it runs (REDUCE and GATHER of the lowered schedule).
-    """
+    """All units of a model chunk before the next chunk: the modular pipeline with layered gradient accumulation (arXiv
+    2106.02679). A chunk's gradients are reduced, and its parameters gathered, while other chunks run."""
     units, fewest = shape.num_units, smallest_group(shape)
     # In a V, the last rank to end a chunk is the first to start the next one.
     tick = grouped(shape, group=units + fewest if shape.placement.turns else max(units, fewest))

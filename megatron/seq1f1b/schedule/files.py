@@ -43,17 +43,13 @@ def reason(error: BaseException) -> str:
         return "a value in it is of the wrong type"
     if isinstance(error, ArithmeticError):
         return "a number in it is zero or too large"
-    if isinstance(error, RecursionError):
-        return "it is nested too deeply"
-    return str(error)
+    return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
 
 
 @contextmanager
 def written_whole(path: str | Path) -> Iterator[Path]:
-    """Yields a temporary path beside `path`; the complete file is then renamed to `path`.
-
-    A full disk or an interrupt leaves the earlier file as it was.
-    """
+    """Yields a temporary path beside `path`; the complete file is then renamed to `path`. A full disk or an interrupt
+    leaves the earlier file as it was."""
     path = Path(path).resolve()
     unfinished = path.with_name(f".{os.getpid()}.{path.name}")
     try:

@@ -8,32 +8,28 @@ A channel carries one payload (F or B) from one rank to another: a FIFO without 
 rank. A send follows the action that produces the value. A receive is posted one compute action ahead of the action that
 needs it, so that the transfer overlaps with compute, or earlier if a later message of its channel is needed sooner.
 
-Why it cannot hang, if the compute actions alone have no cycle of dependencies:
-
-1. The receiver posts the receives of a channel in the order in which the sender computes, which is the order in which
-   it sends. So the n-th receive meets the n-th send, without tags.
-2. A rank waits only in front of a compute action, for its message. Assume that some rank waits for ever. Take the first
-   compute action that never runs, in an order that respects all dependencies and the order of each rank. Its sender has
-   computed the value, so it has issued this send and all earlier ones of the channel; its own rank has posted this
-   receive and all earlier ones. All of them meet and the message arrives, which contradicts the assumption.
+Why it cannot hang, if the compute actions alone have no cycle of dependencies: a rank posts the receives of a channel
+in the order of its sends, so the n-th receive meets the n-th send. A rank waits only in front of a compute action, for
+its message. Take the first compute action that never runs, in an order that respects all dependencies and the order of
+each rank. Its sender has issued this send and all earlier ones of the channel, its own rank has posted their receives.
+So they all meet and the message arrives, which contradicts the assumption.
 
 A communicator that runs its operations one after the other (NCCL) may therefore serve one channel on each rank, not
 both directions of a payload: rank 1 would post the receive of F1 from rank 0 ahead of computing F0, the send of F0 to
 rank 2 would queue behind it, and rank 0 may need a result of F0 from rank 2 before it computes F1.
 `Channel.communicator` numbers channels accordingly.
 
-Step 2 does not hold where streams share a hardware queue of the GPU, the usual case: a second send or receive on a
-channel waits for the first, and blocks everything issued behind it, including compute of this rank. `one_queue.py`
-finds an order of messages for that.
+The proof does not hold where streams share a hardware queue of the GPU, the usual case: a second send or receive on a
+channel waits for the first, and blocks everything issued behind it, including compute. `one_queue.py` finds an order of
+messages for that.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain, groupby, pairwise
+from itertools import chain, groupby, pairwise, product
 from typing import NamedTuple
 
-from .action import Action, Kind
+from .action import MOVE_KINDS, Action, Kind
 from .clock import Clock
-from .moves import merged
 from .one_queue import NominalTimes, Transfer, issue_order, nominal_times
 from .schedule import Placement, Schedule, Shape
 
@@ -58,33 +54,23 @@ class Channel(NamedTuple):
 
     @property
     def communicator(self) -> tuple[Kind, bool, int]:
-        """Payload, whether it goes to a higher rank, parity of the source.
-
-        Channels with equal values may share a communicator of all ranks: each rank has at most one of them.
-        """
+        """Payload, whether it goes to a higher rank, parity of the source. A rank has at most one channel with equal
+        values, so these may share a communicator of all ranks."""
         return self.payload, self.destination > self.source, self.source % 2
-
-
-def channel_of(action: Action, placement: Placement) -> Channel:
-    """The channel of a SEND or RECV action."""
-    here = placement.rank_of(action.stage)
-    there = placement.rank_of(action.stage + _STEP[action.kind])
-    source, destination = (there, here) if action.kind in (Kind.RECV_F, Kind.RECV_B) else (here, there)
-    return Channel(_PAYLOAD[action.kind], source, destination)
 
 
 def channels_of(placement: Placement, rank: int) -> dict[tuple[Kind, int], Channel]:
     """The channels between this rank and others, by kind of message and stage of this rank."""
-    return {
-        (kind, stage): channel_of(Action(kind, stage), placement)
-        for stage in placement.stages_of(rank)
-        for kind, step in _STEP.items()
-        if 0 <= stage + step < placement.num_stages and placement.rank_of(stage + step) != rank
-    }
+    channels = {}
+    for stage, (kind, step) in product(placement.stages_of(rank), _STEP.items()):
+        if 0 <= stage + step < placement.num_stages and (other := placement.rank_of(stage + step)) != rank:
+            ends = (rank, other) if kind in _SEND.values() else (other, rank)
+            channels[kind, stage] = Channel(_PAYLOAD[kind], *ends)
+    return channels
 
 
 def lower(schedule: Schedule, one_queue: bool = False, in_turn: bool = False) -> Schedule:
-    """The whole schedule with messages, gathering and reduction added; moves stay beside their compute actions.
+    """The whole schedule with messages, gathering and reduction added; moves stay right before their compute actions.
 
     With `one_queue` it cannot hang where streams share hardware queues, but messages may be delayed. With `in_turn` it
     cannot hang where each rank waits for the end of a message before it goes on.
@@ -94,24 +80,21 @@ def lower(schedule: Schedule, one_queue: bool = False, in_turn: bool = False) ->
 
 
 def lower_rank(plan: Schedule | Clock, rank: int, one_queue: bool = False, in_turn: bool = False) -> list[Action]:
-    """`lower` for one rank. A clock computes only the orders of this rank and its neighbours.
-
-    For a clock with many actions the ticks serve as nominal times, since simulating all ranks would take seconds; on
-    one queue, messages in the order of ticks cost up to 3 % of such a step.
-    """
+    """`lower` for one rank. A clock computes only the orders of this rank and its neighbours. If it has many actions,
+    its ticks serve as nominal times, since a simulation would take seconds; on one queue that costs up to 3 % of such a
+    step."""
     shape, needs_times = plan.shape, one_queue or in_turn
     neighbours = shape.placement.neighbours_of(rank)
     if isinstance(plan, Clock) and needs_times and plan.num_actions <= _SIMULATED:
         plan = plan.schedule()
     orders: Orders
-    times: NominalTimes | None
+    times: NominalTimes
     if isinstance(plan, Schedule):
         plain = plan.without_moves()
-        orders, times = plain.ranks, nominal_times(plain) if needs_times else None
+        orders, times = plain.ranks, nominal_times(plain) if needs_times else {}
     else:
-        timed = {near: plan.timed_order(near) for near in (rank, *neighbours)}
-        orders = {near: order for near, (order, _) in timed.items()}
-        times = {near: ticks for near, (_, ticks) in timed.items()} if needs_times else None
+        orders = {near: plan.order(near) for near in (rank, *neighbours)}
+        times = {near: plan.ticks(order) for near, order in orders.items()} if needs_times else {}
 
     order = orders[rank]
     before: list[list[Action]] = [[] for _ in order]
@@ -120,27 +103,29 @@ def lower_rank(plan: Schedule | Clock, rank: int, one_queue: bool = False, in_tu
         before[index].append(action)
     incoming = [each for source in neighbours for each in _transfers(shape, orders, source, rank)]
     outgoing = [each for other in neighbours for each in _transfers(shape, orders, rank, other)]
-    if times is None:
+    if needs_times:
+        for index, action in issue_order([*incoming, *outgoing], rank, times, in_turn):
+            (after[index - 1] if index else before[0]).append(action)
+    else:
         for transfer in chain(*incoming):
             before[transfer.posted].append(transfer.receive)
         for transfer in chain(*outgoing):
             after[transfer.sent].append(transfer.send)
-    else:
-        for index, action in issue_order([*incoming, *outgoing], rank, times, in_turn):
-            (after[index - 1] if index else before[0]).append(action)
     for index, action in _reductions(shape, order):
         after[index].append(action)
+    index = 0
+    for action in plan.ranks[rank] if isinstance(plan, Schedule) else ():
+        if action.kind in MOVE_KINDS:
+            before[index].append(action)
+        else:
+            index += 1
     around = zip(before, order, after, strict=True)
-    lowered = [each for first, action, last in around for each in (*first, action, *last)]
-    return merged(lowered, plan.ranks[rank]) if isinstance(plan, Schedule) and plan.has_moves else lowered
+    return [each for first, action, last in around for each in (*first, action, *last)]
 
 
 def partition_state(lowered: Sequence[Action]) -> list[Action]:
-    """The actions of a rank that keeps the parameters of at most two model chunks: the one at work and the next.
-
-    A chunk is at work while F, B and I of its stage follow one another; W needs no parameters. Meanwhile the next chunk
-    is gathered. Data-parallel ranks run the same actions, so all of them start the same gathers.
-    """
+    """The actions of a rank that keeps the parameters of at most two model chunks: the one at work, while F, B and I of
+    its stage follow one another, and the next, which is gathered meanwhile. W needs no parameters."""
     needing = (Kind.F, Kind.B, Kind.I)
     at_work = [stage for stage, _ in groupby(action.stage for action in lowered if action.kind in needing)]
     result: list[Action] = []

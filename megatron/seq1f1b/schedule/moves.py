@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from heapq import heappop, heappush
 from itertools import accumulate
 
-from .action import MOVE_KINDS, Action, Kind
+from .action import COMPUTE_KINDS, Action, Kind
 from .schedule import Schedule
 
 # Stage, micro-batch and segment.
@@ -26,12 +26,8 @@ _BACKWARD = (Kind.B, Kind.I)
 
 def units_to_move(order: Sequence[Action], share: float) -> frozenset[Unit]:
     """The fewest units to move so that the peak of units on a rank falls by `share`, or by less if few backwards are
-    late.
-
-    `order` holds the compute actions of the rank. Whenever the rank would hold too many units, the unit with the
-    farthest backward moves (Belady, IBM Systems Journal 5(2), 1966). Raises ValueError for a share that is not between
-    0 and 1.
-    """
+    late. Whenever the rank would hold too many, the unit with the farthest backward moves (Belady, IBM Systems Journal
+    5(2), 1966). `order` holds compute actions only. Raises ValueError for a share that is not between 0 and 1."""
     if not 0 <= share <= 1:
         raise ValueError(f"--offload-activations {share:g} is not between 0 and 1")
     backwards = {action[1:]: index for index, action in enumerate(order) if action.kind in _BACKWARD}
@@ -54,15 +50,16 @@ def units_to_move(order: Sequence[Action], share: float) -> frozenset[Unit]:
     return frozenset(moved)
 
 
-def with_moves(order: Sequence[Action], units: Collection[Unit]) -> list[Action]:
-    """The compute actions of a rank with the moves of `units`, which come from `units_to_move`."""
+def with_moves(actions: Sequence[Action], units: Collection[Unit]) -> list[Action]:
+    """The actions of a rank, lowered or not, with the moves of `units`, which come from `units_to_move`."""
+    order = [action for action in actions if action.kind in COMPUTE_KINDS]
     before = defaultdict(list)
     for index, action in enumerate(order):
         if action[1:] in units and action.kind is Kind.F:
-            before[index + 1].append(action._replace(kind=Kind.OFFLOAD))
+            before[order[index + 1]].append(action._replace(kind=Kind.OFFLOAD))
         elif action[1:] in units and action.kind in _BACKWARD:
-            before[index - AHEAD].append(action._replace(kind=Kind.RELOAD))
-    return [each for index, action in enumerate(order) for each in (*before[index], action)]
+            before[order[index - AHEAD]].append(action._replace(kind=Kind.RELOAD))
+    return [each for action in actions for each in (*before.get(action, ()), action)]
 
 
 def moved(schedule: Schedule, share: float) -> Schedule:
@@ -71,16 +68,3 @@ def moved(schedule: Schedule, share: float) -> Schedule:
         return schedule
     ranks = (tuple(with_moves(order, units_to_move(order, share))) for order in schedule.ranks)
     return Schedule(schedule.shape, tuple(ranks))
-
-
-def merged(lowered: Sequence[Action], order: Sequence[Action]) -> list[Action]:
-    """The lowered actions of a rank with the moves in `order`. Each move comes right before the compute action that
-    follows it in `order`, so after the messages of the previous compute action."""
-    moves: dict[Action, list[Action]] = {}
-    waiting: list[Action] = []
-    for action in order:
-        if action.kind in MOVE_KINDS:
-            waiting.append(action)
-        else:
-            moves[action], waiting = waiting, []
-    return [each for action in lowered for each in (*moves.get(action, ()), action)]

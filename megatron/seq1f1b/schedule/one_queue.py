@@ -13,13 +13,12 @@ every channel
 - a receive comes one compute action ahead of the action that needs it, or where the receive of a later message does,
   but after the send of the message before.
 
-Why every operation starts: assume that some do not, and take the first of them in the common order. Everything before
-it has started, on all ranks, so its own queue is free, compute has ended, and each message whose send and receive come
-before it has arrived. A send or receive needs the message before; both ends of that message come before it. A compute
-action needs its own message. Follow the rules back from the send or receive of that message until one of them alone
-sets the point: the computation of this or an earlier message, or the place of the receive of this or an earlier
-message, at most one action ahead of its use. Both are before the compute action. So it starts, whatever the real
-durations are, and however many messages a channel buffers.
+Why every operation starts: take the first in the common order that does not. Everything before it has started, on all
+ranks, so its own queue is free, compute has ended, and each message with both ends before it has arrived. A send or
+receive needs the message before; both ends of that come before it. A compute action needs its own message. Follow the
+rules back from the send or receive of that message until one of them alone sets the point: the computation of this or
+an earlier message, or the place of its receive, at most one action ahead of its use. Both are before the compute
+action. So it starts, whatever the real durations are, and however many messages a channel buffers.
 
 In turn: where a GPU must not wait for a message while its rank starts a kernel, both ends of a message stand at one
 point of the common order, the later of their two, and each rank waits for the end of a message before it goes on. The
@@ -58,10 +57,8 @@ class Transfer(NamedTuple):
 
 @lru_cache(maxsize=1)  # a rank lowers a schedule once for its first step, and once for all later ones
 def nominal_times(schedule: Schedule) -> NominalTimes:
-    """When the compute actions of each rank start if all take equally long, and messages a tenth of that.
-
-    Without that tenth, ties would put some receives ahead of sends that are sooner in practice.
-    """
+    """When the compute actions of each rank start if all take equally long, and messages a tenth of that: ties would
+    put some receives ahead of sends that are sooner in practice."""
     spans = run(schedule, Costs.uniform(schedule.shape, message=0.1))
     return [[start for _, start, _ in of_rank] for of_rank in spans]
 
@@ -69,25 +66,17 @@ def nominal_times(schedule: Schedule) -> NominalTimes:
 def issue_order(
     channels: Sequence[Sequence[Transfer]], rank: int, times: NominalTimes, in_turn: bool = False
 ) -> Iterator[tuple[int, Action]]:
-    """Sends and receives of a rank in order, each with the number of compute actions before it.
-
-    `channels` holds the messages of each of its channels, in order.
-    """
+    """Sends and receives of a rank in order, each with the number of compute actions before it, from the messages of
+    each of its channels in order."""
     events: list[tuple[_Point, int, Transfer, Action]] = []  # at equal points both ends go by the messages
     for transfers in channels:
-        for n, (each, send, receive) in enumerate(_points(transfers, times)):
+        send = receive = (0.0, -1, -1, _BEFORE)  # of the previous message
+        for n, each in enumerate(transfers):
+            posted = (times[each.destination][each.posted], each.destination, each.posted, _BEFORE)
+            computed = (times[each.source][each.sent], each.source, each.sent, _AFTER)
+            send, receive = max(computed, receive), max(posted, send)
             here, action = (send, each.send) if each.source == rank else (receive, each.receive)
             events.append((max(send, receive) if in_turn else here, n, each, action))
     compute = [(time, rank, index, _ITSELF) for index, time in enumerate(times[rank])]
     for point, _, _, action in sorted(events):
         yield bisect_left(compute, point), action
-
-
-def _points(transfers: Sequence[Transfer], times: NominalTimes) -> Iterator[tuple[Transfer, _Point, _Point]]:
-    """The messages of a channel, each with the points of its send and of its receive."""
-    last_send = last_receive = (0.0, -1, -1, _BEFORE)
-    for each in transfers:
-        send = max((times[each.source][each.sent], each.source, each.sent, _AFTER), last_receive)
-        posted = (times[each.destination][each.posted], each.destination, each.posted, _BEFORE)
-        last_send, last_receive = send, max(posted, last_send)
-        yield each, send, last_receive

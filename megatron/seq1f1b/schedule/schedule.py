@@ -15,9 +15,8 @@ PLACEMENTS = ("looped", "v")
 class Placement:
     """Maps the P*C stages, in the order of depth, to P ranks with C model chunks each.
 
-    `looped` is Megatron's interleaved placement (arXiv 2104.04473, section 2.2): every chunk runs from rank 0 to rank
-    P-1. In a `v` every second chunk runs back from rank P-1 to rank 0, so that a turn needs no message (the V shape of
-    arXiv 2401.10241, section 6).
+    `looped` is Megatron's interleaved placement (arXiv 2104.04473, section 2.2): every chunk runs from rank 0 to P-1.
+    In a `v` (arXiv 2401.10241, section 6) every second chunk runs back, so that a turn needs no message.
     """
 
     num_ranks: int

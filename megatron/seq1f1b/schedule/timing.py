@@ -16,11 +16,9 @@ _ROW = {Kind.F: 0, Kind.B: 1, Kind.I: 1, Kind.W: 2}
 
 
 class Rule(NamedTuple):
-    """The duration and dependencies of a kind, stage and segment: `dependencies` for millions of actions.
-
-    `code` is the number of the action's outcome in micro-batch 0; every later micro-batch adds `num_segments`. `needs`
-    holds, for each dependency, its code relative to `code` and the delay from its end until the action may start.
-    """
+    """The duration and `dependencies` of a kind, stage and segment. `code` numbers its outcome in micro-batch 0; every
+    later micro-batch adds `num_segments`. `needs` holds, for each dependency, its code relative to `code` and the delay
+    from its end until the action may start."""
 
     code: int
     duration: float
@@ -58,10 +56,8 @@ def pending(shape: Shape) -> list[float]:
 
 
 def run(schedule: Schedule, costs: Costs) -> list[list[Span]]:
-    """Runs compute actions as early as their rank and their dependencies allow.
-
-    A rank that waits for an action that never runs stops there, so it has fewer spans than actions.
-    """
+    """Runs compute actions as early as their rank and their dependencies allow. A rank that waits for an action that
+    never runs has fewer spans than actions."""
     shape = schedule.shape
     costs.check(shape)
     rules = rules_of(shape, costs, {action.kind for actions in schedule.ranks for action in actions})
@@ -99,11 +95,8 @@ def run(schedule: Schedule, costs: Costs) -> list[list[Span]]:
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
-    """The timeline of a schedule of compute actions; costs are equal if not given.
-
-    Messages overlap with compute and with each other. Raises ValueError if the schedule cannot run to its end;
-    `validate` shows why.
-    """
+    """The timeline of a schedule of compute actions; costs are equal if not given. Messages overlap with compute and
+    with each other. Raises ValueError if the schedule cannot run to its end; `validate` shows why."""
     ranks = run(schedule, costs or Costs.uniform(schedule.shape))
     if any(len(spans) < len(actions) for spans, actions in zip(ranks, schedule.ranks, strict=True)):
         raise ValueError("the schedule cannot run to its end; validate it to see why")

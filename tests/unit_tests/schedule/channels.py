@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from megatron.seq1f1b.schedule.action import COMPUTE_KINDS, MOVE_KINDS, Action, Kind
 from megatron.seq1f1b.schedule.cost_tables import Costs
 from megatron.seq1f1b.schedule.dependencies import message_needed, outcome
-from megatron.seq1f1b.schedule.lowering import Channel, channel_of
+from megatron.seq1f1b.schedule.lowering import Channel, channels_of
 from megatron.seq1f1b.schedule.schedule import Schedule
 from megatron.seq1f1b.schedule.timeline import Span, Timeline
 
@@ -64,11 +64,8 @@ class _Machine:
         self.index = [0] * len(lowered.ranks)
         self.now = [0.0] * len(lowered.ranks)
         self.touched: list[tuple[int, Hashable]] = []  # queues whose front may have changed
-        self.channels = {
-            (kind, stage): channel_of(Action(kind, stage), self.shape.placement)
-            for kind, stage in {action[:2] for rank in lowered.ranks for action in rank}
-            if kind in _SENDS + _RECEIVES
-        }
+        of_ranks = (channels_of(self.shape.placement, rank) for rank in range(len(lowered.ranks)))
+        self.channels = {key: channel for channels in of_ranks for key, channel in channels.items()}
 
     def run(self) -> Timeline:
         runnable = list(range(len(self.lowered.ranks)))

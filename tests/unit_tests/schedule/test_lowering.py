@@ -13,7 +13,7 @@ from megatron.seq1f1b.schedule import (
     Schedule,
     Shape,
     build,
-    channel_of,
+    channels_of,
     lower,
     lower_rank,
     partition_state,
@@ -64,10 +64,10 @@ def test_a_rank_alone_is_lowered_as_with_all_others(family, shape):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_rank_of_a_large_step_makes_three_orders_only(family, monkeypatch):
     """To make and simulate the orders of 64 ranks can take seconds."""
-    made, timed = [], Clock.timed_order
-    monkeypatch.setattr(Clock, "timed_order", lambda clock, rank: made.append(rank) or timed(clock, rank))
+    made, order = [], Clock.order
+    monkeypatch.setattr(Clock, "order", lambda clock, rank: made.append(rank) or order(clock, rank))
     clock = FAMILIES[family](Shape(Placement(64, 2), 64, 16))
-    assert len(lower_rank(clock, 31, one_queue=True)) == len(timed(clock, 31)[0]) + 2 * 2 * 2 * 64 * 16 + 4
+    assert len(lower_rank(clock, 31, one_queue=True)) == len(order(clock, 31)) + 2 * 2 * 2 * 64 * 16 + 4
     assert sorted(made) == [30, 31, 32]
 
 
@@ -141,13 +141,11 @@ def test_all_ranks_reduce_and_gather_at_about_the_same_time():
 @fixed
 @given(shapes())
 def test_channels_that_share_a_communicator_never_meet_on_a_rank(shape):
-    lowered = lower(build("1f1b", shape))
-    channels = {channel_of(a, shape.placement) for actions in lowered.ranks for a in actions if a.kind in SENDS}
-    by_rank = defaultdict(set)
-    for channel in channels:
-        for rank in (channel.source, channel.destination):
-            by_rank[rank, channel.communicator].add(channel)
-    assert all(len(shared) == 1 for shared in by_rank.values())
+    for rank in range(shape.num_ranks):
+        shared = defaultdict(set)
+        for channel in channels_of(shape.placement, rank).values():
+            shared[channel.communicator].add(channel)
+        assert all(len(channels) == 1 for channels in shared.values())
 
 
 def test_an_order_whose_messages_nobody_sends_is_refused():
