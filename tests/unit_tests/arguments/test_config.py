@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import re
+import sys
 from contextlib import ExitStack
 from dataclasses import replace
 from unittest.mock import patch
@@ -14,7 +15,6 @@ import megatron.seq1f1b
 from megatron.seq1f1b import arguments, validate
 from megatron.seq1f1b.arguments import parse_options, run_of_arguments
 from megatron.seq1f1b.install import Overlay
-from megatron.seq1f1b.partition import cut
 from megatron.seq1f1b.planning.run_costs import RunCosts
 from megatron.seq1f1b.process.patches import Patch, patched
 from megatron.seq1f1b.schedule import (
@@ -376,7 +376,8 @@ def test_lengths_follow_documents_where_the_strategy_can():
 @pytest.mark.parametrize("flags", [(), ("--sequence-splits", "4")], ids=["number found", "number given"])
 def test_terapipes_programme_is_solved_once(flags):
     args = parsed("--sequence-split-strategy", "terapipe", "--device", "cuda", *flags, pipeline_model_parallel_size=8)
-    with patch.object(cut, "terapipe", wraps=cut.terapipe) as solve:
+    module = sys.modules["megatron.seq1f1b.partition.terapipe"]
+    with patch.object(module, "_least_latency", wraps=module._least_latency) as solve:
         config = validate(args)
         assert config.cut(16384) == config.lengths
     solve.assert_called_once()
