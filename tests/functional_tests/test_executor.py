@@ -5,7 +5,6 @@ The model is one linear layer a stage, without code of Megatron's: no process gr
 
 import time
 from dataclasses import replace
-from datetime import timedelta
 from unittest.mock import patch
 
 import pytest
@@ -20,12 +19,12 @@ from megatron.core.rerun_state_machine import (
     initialize_rerun_state_machine,
 )
 
-from megatron.seq1f1b.runtime import PipelineExecutor, Segmentation
 from megatron.seq1f1b.runtime import executor as executor_file
 from megatron.seq1f1b.runtime.communication import Communicator
 from megatron.seq1f1b.schedule import Kind, Placement, ScheduleChoice, Shape, build
 from support.linear_stages import SEQUENCE, Stage, batches, call, configuration, forward_step, sum_of_squares
 from support.on_ranks import on_ranks
+from support.one_rank import executor
 
 MICROBATCHES = 3
 
@@ -45,12 +44,6 @@ def run(function, model, step=forward_step, microbatches=MICROBATCHES, **given):
     for chunk in model if isinstance(model, list) else [model]:
         chunk.zero_grad()
     return call(function, model, microbatches, step, **given)
-
-
-def executor(schedule=ScheduleChoice("1f1b"), k=1, timeout=60.0) -> PipelineExecutor:  # noqa: B008
-    return PipelineExecutor(
-        schedule, Segmentation(k, lambda length: [length // k] * k), timeout=timedelta(seconds=timeout)
-    )
 
 
 def gradients(model: Stage) -> list[torch.Tensor]:
@@ -81,7 +74,7 @@ def test_one_rank_runs_without_the_others():
     alone = groups(alone=True)
     if dist.get_rank() == 1:
         for forward_only in (True, False):
-            run(executor(), stage(ranks=1), pg_collection=alone, forward_only=forward_only)
+            run(executor(k=1), stage(ranks=1), pg_collection=alone, forward_only=forward_only)
 
 
 @on_ranks(2)
@@ -90,7 +83,7 @@ def test_a_whole_schedule_brings_its_placement_and_size(family, placement):
     """It takes training steps of its size, and evaluates on any."""
     model, expected = in_a_row(placement)
     has_loss, collection = dist.get_rank() == placement.rank_of(placement.num_stages - 1), groups()
-    given = executor(ScheduleChoice.of(build(family, Shape(placement, MICROBATCHES))))
+    given = executor(ScheduleChoice.of(build(family, Shape(placement, MICROBATCHES))), k=1)
     assert len(run(given, model, pg_collection=collection)) == MICROBATCHES * has_loss
     assert_gradients(model, expected)
     with torch.no_grad():
@@ -114,16 +107,9 @@ class OnDevice(Communicator):
         super().finish()
 
 
-class Counted:
-    """Batches [b, n, h], the sequences first as in Megatron's data sets, and how many were read."""
-
-    def __init__(self) -> None:
-        self.read = 0
-        self._batches = (tokens.transpose(0, 1) for tokens in batches(100))
-
-    def __next__(self) -> torch.Tensor:
-        self.read += 1
-        return next(self._batches)
+def sequences_first():
+    """Batches [b, n, h], as in Megatron's data sets."""
+    return (tokens.transpose(0, 1) for tokens in batches(100))
 
 
 @on_ranks(2)
@@ -149,7 +135,7 @@ def test_messages_used_in_another_order_than_sent():
         with patch.object(executor_file, "Communicator", kind):
             given = executor(ScheduleChoice.of(order), k=2)
             for _ in range(2):
-                run(given, model, step, pg_collection=collection, data_iterator=[Counted(), Counted()])
+                run(given, model, step, pg_collection=collection, data_iterator=[sequences_first(), sequences_first()])
                 assert_gradients(model, expected)
     assert OnDevice.turns == 1, "the first step has messages in turn, the second has not"
 
@@ -170,8 +156,8 @@ def test_a_rerun_on_rewound_iterators():
 
     destroy_rerun_state_machine()  # Megatron makes one at the first call
     initialize_rerun_state_machine(mode=RerunMode.REPORT_DETERMINISM_STATS)
-    collection, model, schedule, counted = groups(), stage(), executor(k=2), Counted()
-    iterator, seen = RerunDataIterator(counted), []
+    collection, model, schedule, rest = groups(), stage(), executor(k=2), sequences_first()
+    iterator, seen = RerunDataIterator(rest), []
     for _ in range(2):
         while get_rerun_state_machine().should_run_forward_backward(iterator):
             given = {"data_iterator": [iterator], "decoder_seq_length": SEQUENCE}
@@ -182,13 +168,13 @@ def test_a_rerun_on_rewound_iterators():
     assert first[0] == again[0] and all(map(torch.equal, first[1], again[1]))
     assert len(first[0]) == MICROBATCHES * dist.get_rank()
     assert not torch.equal(first[1][0], second[1][0])
-    assert counted.read == 2 * MICROBATCHES
+    assert len([*rest]) == 100 - 2 * MICROBATCHES
 
 
 @on_ranks(2)
 def test_ranks_that_disagree_all_raise_before_a_message():
     collection, rank = groups(), dist.get_rank()
-    for differing in ({"schedule": ScheduleChoice(("1f1b", "gpipe")[rank])}, {"k": 1 + rank}):
+    for differing in ({"schedule": ("1f1b", "gpipe")[rank]}, {"k": 1 + rank}):
         with pytest.raises(ValueError, match="rank 1 has") as refusal:
             run(executor(**differing), stage(), pg_collection=collection)
         assert "rank 0 has" not in str(refusal.value)
@@ -212,7 +198,7 @@ def fails_at(rank: int, number: int, others_wait: bool = False):
 @on_ranks(2)
 def test_after_a_failure_no_rank_takes_a_step():
     """The other ranks fail within the timeout even if the process of the failed one lives on and catches the error."""
-    rank, failing, model, collection = dist.get_rank(), executor(timeout=5), stage(), groups()
+    rank, failing, model, collection = dist.get_rank(), executor(k=1, timeout=5), stage(), groups()
     kind, place = (KeyError, "rank 1 failed at 1F1.0, among") if rank else (RuntimeError, "rank 0 failed at 0B")
     with pytest.raises(kind, match=place):
         run(failing, model, fails_at(1, 2), pg_collection=collection)
@@ -223,7 +209,7 @@ def test_after_a_failure_no_rank_takes_a_step():
 def fail_while_stuck() -> None:
     """Rank 0 raises in its fourth call, when nobody has received what it sent, and nobody catches the error."""
     step = fails_at(0, 4, others_wait=True)
-    run(executor(ScheduleChoice("gpipe"), timeout=600), stage(), step, 6, pg_collection=groups())
+    run(executor("gpipe", k=1, timeout=600), stage(), step, 6, pg_collection=groups())
 
 
 def test_a_failing_rank_ends_a_job_that_is_stuck(launch):

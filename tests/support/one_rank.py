@@ -1,6 +1,7 @@
 """A step of our executor in one process: linear layers without code of Megatron's, in a pipeline of one rank."""
 
 from collections.abc import Iterator
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -33,8 +34,10 @@ def forward_step(data_iterator, model):
     return model(next(data_iterator)["tokens"]), sum_of_squares
 
 
-def executor(schedule: str = "1f1b", k: int = 2, tracer: Tracer | None = None) -> PipelineExecutor:
-    made = PipelineExecutor(ScheduleChoice(schedule), Segmentation(k, lambda length: [length // k] * k))
+def executor(schedule="1f1b", k: int = 2, tracer: Tracer | None = None, timeout: float = 60.0) -> PipelineExecutor:
+    """Runs a family, or a ScheduleChoice, on equal segments."""
+    choice, whole = ScheduleChoice(schedule) if isinstance(schedule, str) else schedule, timedelta(seconds=timeout)
+    made = PipelineExecutor(choice, Segmentation(k, lambda length: [length // k] * k), timeout=whole)
     made.tracer = tracer
     return made
 
