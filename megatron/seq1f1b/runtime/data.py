@@ -60,12 +60,12 @@ class SegmentIterator:
 
 
 def _require_sequences(batch: Any, segment: Segment) -> None:
-    """Raise ValueError for a batch with nothing to cut if it has integers [x, y] that look like tokens. Activations may
-    have another layout, in a program that cuts them itself."""
+    """Raise ValueError for a batch with nothing to cut but integers [x, y] that look like tokens. A program may cut
+    activations itself."""
     length = segment.sequence_length
     leaves = [(keystr(path), leaf) for path, leaf in tree_flatten_with_path(batch)[0] if isinstance(leaf, torch.Tensor)]
-    integers = [(name, leaf) for name, leaf in leaves if leaf.dim() == 2 and leaf.dtype in (torch.int32, torch.int64)]
-    tokens = [f"{name} {list(leaf.shape)}" for name, leaf in integers if leaf.numel() >= length]
+    long = [(name, leaf) for name, leaf in leaves if leaf.dim() == 2 and leaf.numel() >= length]
+    tokens = [f"{name} {list(leaf.shape)}" for name, leaf in long if leaf.dtype in (torch.int32, torch.int64)]
     if tokens and not any(length in leaf.shape[1:] for _, leaf in leaves):
         raise ValueError(
             f"no tensor of micro-batch {segment.microbatch} has sequences of {length} tokens to cut: "

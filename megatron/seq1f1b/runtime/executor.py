@@ -112,8 +112,7 @@ class PipelineExecutor:
         num_tokens = step.seq_length * (step.micro_batch_size or 0) // step.groups.cp.size()
         compute_loss_in_pieces(step.chunks, num_tokens, self._piece)
 
-        timers = step.config.timers
-        if timers is not None:
+        if timers := step.config.timers:
             timers("forward-backward", log_level=1).start(barrier=step.config.barrier_with_L1_time)
         try:
             segmentation.cut_step(step, partial(context.masks.require_causal, may_be_inverted=True))
@@ -128,7 +127,7 @@ class PipelineExecutor:
             raise
         finally:
             context.clear()
-        if timers is not None:
+        if timers:
             timers("forward-backward").stop()
         return reports
 

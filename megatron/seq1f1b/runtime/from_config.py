@@ -70,7 +70,7 @@ class ProgramExecutor:
 
 
 def traced(function: Callable, config: PipelineConfig, iteration_now: Callable[[], int]) -> Callable:
-    """A `forward_backward_func`, ours or Megatron's, that is traced if our flags ask for it."""
+    """A `forward_backward_func`, ours or Megatron's, traced with `--pipeline-trace`."""
     if config.flags.pipeline_trace is None:
         return function
     tracer = Tracer(config.flags.pipeline_trace, config.flags.pipeline_trace_iterations, iteration_now)

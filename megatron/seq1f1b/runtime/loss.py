@@ -34,8 +34,7 @@ class LossLedger:
         self._context_parallel = context_parallel
         self._num_shares = 1 if context_parallel is None else context_parallel.size()
         self._of_micro_batches: dict[int, Tensor] = {}
-        # Checks by micro-batch and message: the result of each segment, the function that rejects it, and the call of
-        # `validate_result`.
+        # By micro-batch and message: the results of segments, the function that rejects one, and `validate_result`.
         self._checks: dict[tuple[int, str], tuple[list[Tensor], Callable, Callable]] = {}
         self._num_tokens: dict[int, list[Tensor]] = defaultdict(list)
         # The lists to which Megatron's forward_step appends the reports of segments.

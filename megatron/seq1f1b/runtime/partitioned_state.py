@@ -1,9 +1,8 @@
 """Weights and gradients of a model chunk that are whole only while it runs; otherwise data-parallel ranks keep shares.
 
 As in layered gradient accumulation with modular pipeline parallelism (arXiv 2106.02679), the state moves once for all
-consecutive micro-batches of a chunk. Weights are gathered before them and freed after them (GATHER and RELEASE of the
-lowered schedule); gradients exist from the first backward until they are reduced (REDUCE). At most two chunks have
-their weights.
+consecutive micro-batches of a chunk: weights are there from GATHER to RELEASE of the lowered schedule, of two chunks at
+most, gradients from the first backward to REDUCE.
 
 Buffers, collectives and optimizer are Megatron's. The storages of its buffers are emptied and filled again, so that
 parameters, and the views that autograd and Megatron hold, stay the same objects.
@@ -188,7 +187,7 @@ class PartitionedChunk(GradientSync):
             share.lend_gradients()
 
     def take_back_gradients(self) -> None:
-        """Undo `lend_gradients`, also if no optimizer has stepped or none of its parameters is on this rank."""
+        """Undo `lend_gradients`, also if no optimizer has stepped, or one without parameters on this rank."""
         for share in self.shares:
             share.take_back_gradients()
 

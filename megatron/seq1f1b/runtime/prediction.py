@@ -56,8 +56,7 @@ def look_ahead(batches: SegmentIterator | None, segment: Segment, step: Step) ->
     """The LookAhead of a segment, called on all tensor-parallel ranks of a stage; the first has the `batches`, dicts
     with tokens, position_ids and labels, and broadcasts.
 
-    As in Megatron, predictions stay within documents in batches of its packed format, which have `cu_seqlens`; with an
-    attention mask alone they cross documents.
+    As in Megatron, predictions stay within documents only in batches of its packed format, which have `cu_seqlens`.
     """
     depth, tensor, runs = step.config.mtp_num_layers, step.groups.tp, _runs(segment, step.groups.cp)
     number = torch.zeros(step.micro_batch_size, segment.sequence_length, dtype=torch.long)  # of each token's document

@@ -27,11 +27,10 @@ _KEPT = 16  # programs: of training and evaluation, of first and later steps, of
 
 
 class Program:
-    """The lowered actions of one rank.
+    """The lowered actions of one rank; with `is_partitioned` they gather and release the parameters of chunks.
 
-    `moved` are the units, as (stage, micro-batch, segment), that go to the memory of the host and back; `ends`, for
-    each chunk, the last action that computes input gradients, as (I, action), and the last that computes weight ones,
-    as (W, action). With `is_partitioned` the parameters of chunks are gathered and released.
+    `moved` are the units, as (stage, micro-batch, segment), that go to the memory of the host and back; `ends` are the
+    last action of each chunk with input gradients, as (I, action), and the last with weight gradients, as (W, action).
     """
 
     def __init__(self, actions: Sequence[Action], is_partitioned: bool = False) -> None:
@@ -48,8 +47,7 @@ class Programs:
     """The programs of this rank by the shape of a step, planned for `costs(lengths)` of segments of these lengths.
 
     `one_queue`: streams may share a hardware queue, so messages are issued in an order that cannot hang then.
-    `offloaded`: the share of a rank's activations that moves to host memory, see `units_to_move`. `program` is
-    `_program` with a cache.
+    `offloaded`: the share of activations that moves to the host, see `units_to_move`. `program` caches `_program`.
     """
 
     def __init__(self, choice: ScheduleChoice, costs: CostsOfLengths | None = None, one_queue: bool = True) -> None:

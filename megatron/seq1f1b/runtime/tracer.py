@@ -139,9 +139,8 @@ class Tracer:
         iteration = self._iteration_now()
         if self._is_first_step and iteration > max(self._iterations, default=iteration) and group.rank() == 0:
             chosen = " ".join(map(str, sorted(self._iterations)))  # perhaps from before its checkpoint
-            _log.warning(
-                "this run starts with iteration %d: none of --pipeline-trace-iterations %s is traced", iteration, chosen
-            )
+            never = f"none of --pipeline-trace-iterations {chosen} is traced"
+            _log.warning("this run starts with iteration %d: %s", iteration, never)
         self._is_first_step = False
         if iteration not in self._iterations:
             with Recorder(device) as recorder:

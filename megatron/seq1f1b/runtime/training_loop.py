@@ -59,13 +59,12 @@ class TrainingLoop:
 
     def loaders(self, upstream: Callable, provider: Callable) -> tuple:
         """Turn evaluations off if no data set is left for them."""
-        args = self._args()
-        was_valid = getattr(args, "do_valid", False)
-        loaders = upstream(provider)
-        has_valid = [bool(loaders[1]) and loaders[1][0] is not None]
+        was_valid = getattr(self._args(), "do_valid", False)
+        train, valid, test = upstream(provider)
+        has_valid = [bool(valid) and valid[0] is not None]
         dist.broadcast_object_list(has_valid)
-        args.do_valid = was_valid or args.do_valid and has_valid[0]
-        return loaders
+        self._args().do_valid = was_valid or self._args().do_valid and has_valid[0]
+        return train, valid, test
 
     def training_log(self, upstream: Callable, *args: Any, is_first_iteration: bool = False, **more: Any) -> Any:
         """Megatron prints the first iteration but keeps its loss for the next line, even if an interval ends there."""

@@ -1,7 +1,7 @@
 """Model chunks of `--pipeline-placement v`, built by Megatron's code for looped chunks.
 
-Megatron derives the contents of a chunk (its layers, the embedding, the loss) from its rank and its number on that
-rank. A chunk that runs back is built as if on the rank that holds its depth in the looped placement.
+Megatron derives what a chunk contains from its rank and its number there. A chunk that runs back is built as if on the
+rank that holds its depth in the looped placement.
 """
 
 from collections.abc import Callable
@@ -65,9 +65,7 @@ def patches() -> PatchTable:
         wrapping("megatron.training.models.dist_utils.build_virtual_pipeline_stages", _v_shaped, built),
         wrapping("megatron.training.training.get_model", _v_shaped, built),
         wrapping(f"{state}.is_pipeline_last_stage", _is_last_stage, "seeks the loss on the last rank"),
-        wrapping(
-            f"{state}.initialize_model_parallel", _with_embedding_ranks, "seeks the output layer on the last rank"
-        ),
+        wrapping(f"{state}.initialize_model_parallel", _with_embedding_ranks, "seeks the output on the last rank"),
         wrapping(f"{layout}.get_layer_offset", _layer_offset, "counts the layers before a looped chunk"),
     )
 
@@ -79,10 +77,8 @@ def _placement(num_ranks: int | None = None) -> Placement:
 
 def _v_shaped(build_chunks: Callable, build_one: Callable, *args: Any, **options: Any) -> list[torch.nn.Module]:
     chunks = build_chunks(partial(_build, build_one), *args, **options)
-    weights = tied_embeddings(chunks)
-    if weights:  # start with equal values; Megatron does that for two ranks, by an all-reduce
-        embedding, copy_of_it = weights
-        copy_of_it.data.copy_(embedding.data)
+    if weights := tied_embeddings(chunks):  # they start with equal values, which Megatron reduces over two ranks
+        weights[1].data.copy_(weights[0].data)
     return chunks
 
 
