@@ -75,8 +75,8 @@ class RunOnce:
 
     The first forward, without autograd, leaves output and statistics in the `context`; the repeated one takes them, so
     that the graph does not keep itself alive. In between a layer keeps b·n·h·(e·w + 4) bytes, for n tokens of b
-    sequences, h query heads, values of size e and w bytes an element. The random `generator` of the kernel, None if it
-    draws nothing, gets its state after the first forward back for the rest of the layer.
+    sequences, h query heads, values of size e and w bytes an element. The state of the random `generator` after the
+    first forward is restored for the rest of the layer; it is None if the kernel draws nothing.
     """
 
     kernel: Kernel
