@@ -45,11 +45,9 @@ class Predictions(Protocol):
 
 @dataclass(frozen=True)
 class SequencePartition:
-    """Cuts by `strategy`, which follows `costs`, unless `file` gives the lengths.
-
-    `num_segments` is None if a file or TeraPipe's dynamic programme determines it. For few micro-batches of a `planned`
-    schedule, `balanced` compares the predicted steps of several cuts.
-    """
+    """Cuts by `strategy`, which follows `costs`, unless `file` gives the lengths. `num_segments` is None if a file or
+    TeraPipe's dynamic programme determines it. For few micro-batches of a `planned` schedule, `balanced` compares the
+    predicted steps of several cuts."""
 
     run: MegatronRun
     costs: Predictions

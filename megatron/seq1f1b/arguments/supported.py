@@ -32,11 +32,9 @@ class Use(Enum):
 
 
 class Unsupported(NamedTuple):
-    """A row of the table; `feature`, `because` and `way_out` make up the sentence that the user reads.
-
-    The feature is parsed as the condition: clauses such as `--flag`, `--flag value, value`, `--flag other than value`,
-    `--flag above 1` and the names in `_FACTS`, joined by "with", "and", "on" or "without".
-    """
+    """A row of the table, the sentence that the user reads. The feature is parsed as the condition: clauses such as
+    `--flag`, `--flag value, value`, `--flag other than value`, `--flag above 1` and the names in `_FACTS`, joined by
+    "with", "and", "on" or "without"."""
 
     feature: str
     because: str

@@ -1,8 +1,7 @@
 """Patches, the form of every change to Megatron: a target, its replacement, a reason, and a way to undo it.
 
-A table is applied on modules and classes (`with patched(TABLE)`), or on objects: with `patched_on(model.modules(),
-TABLE)` a patch of `TopKRouter.routing` binds `routing` on each router among them and leaves the class alone. Both
-return an ExitStack, for a `with` or a later `close()`.
+A table is applied on modules and classes, or on objects: `patched_on(model.modules(), TABLE)` binds a patch of
+`TopKRouter.routing` on each router among them and leaves the class alone. Both return an ExitStack that undoes it.
 """
 
 import importlib

@@ -116,10 +116,7 @@ def _rehearse(pretrain: Callable, *args: Any, **kwargs: Any) -> None:
 
 def run_stages(run_stage: Callable[[], Any], args: Namespace, ranks: Sequence[int]) -> list[Any]:
     """The reports of the stages, in the order of `ranks`, their global ranks; ends the program as soon as one fails.
-
-    `run_stage` runs the stage of `args.rank`, in a fork of this process, which has imported and parsed everything
-    already. As many stages run at once as there are cores.
-    """
+    `run_stage` runs the stage of `args.rank` in a fork of this process. As many run at once as there are cores."""
     from torch.multiprocessing import ProcessExitedException, start_processes
 
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # the end of a stage is reported below

@@ -19,10 +19,7 @@ from .launch import document_lengths, has_transformer_engine
 
 
 def fake_batches(args: Namespace) -> Iterator[dict[str, Tensor]]:
-    """Endless batches, each of `micro_batch_size` sequences of `seq_length` tokens.
-
-    The length is read now: while a segment runs, `args.seq_length` is that of the segment.
-    """
+    """Endless batches of whole sequences: the length is read now, since `args.seq_length` later is a segment's."""
     shape, masked = (args.micro_batch_size, args.seq_length), args.create_attention_mask_in_dataloader
     kinds = {"tokens": torch.long, "labels": torch.long, "loss_mask": torch.float, "position_ids": torch.long}
 
@@ -34,10 +31,8 @@ def fake_batches(args: Namespace) -> Iterator[dict[str, Tensor]]:
 
 
 def patches(args: Namespace, as_one_kernel: Callable) -> PatchTable:
-    """The patches while a stage runs on fake tensors; they include the kernels of a GPU if the launch is for GPUs.
-
-    `as_one_kernel(function, ...)` calls a function that a GPU runs as one kernel.
-    """
+    """The patches while a stage runs on fake tensors, with the kernels of a GPU if the launch is for GPUs;
+    `as_one_kernel(function, ...)` calls a function that a GPU runs as one kernel."""
     if args.device == "cpu":
         return _FOR_FAKES
     fused, reason = "megatron.core.fusions.fused_bias_", "is not compiled here and makes temporaries"
@@ -112,8 +107,7 @@ class _Kernel(torch.autograd.Function):
 
 
 def _fused_norm(rows: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    """Keeps its input and a number for each row, as in Transformer Engine; PyTorch's RMS norm on a CPU keeps the input
-    twice in fp32."""
+    """Keeps its input and a number for each row, as in Transformer Engine; PyTorch's on a CPU keeps more."""
     statistics = rows.new_empty(rows.shape[:-1], dtype=torch.float32)
     return _Kernel.apply(rows, weight, rows.detach().contiguous(), statistics)
 

@@ -73,9 +73,8 @@ class _Allocation:
 class Ledger(TorchDispatchMode):
     """Counts the bytes of storages while they live, and records messages when they are sent or their receive is posted.
 
-    Bytes are those of tensors, not of an allocator's blocks, and for flash attention also those that its kernel
-    allocates during the call. `run(function, args, kwargs)` runs an operator. The ledger replaces the tracer and the
-    recorder of a real step, so the interpreter reports all actions to it.
+    Bytes are those of tensors, not of an allocator's blocks, and those that flash attention allocates during a call.
+    `run(function, args, kwargs)` runs an operator. The ledger replaces the tracer and the recorder of a real step.
     """
 
     def __init__(
@@ -233,8 +232,8 @@ def workspace_bytes(args: Sequence[Any]) -> int:
     """Bytes that the backward of flash attention 2 allocates while it runs, beyond its results.
 
     It sums the gradient of the queries in fp32, at a head size that is a multiple of 32 (64 above 128), keeps one fp32
-    number a query and head (`dq_accum` and `softmax_d` in mha_bwd of pytorch/aten/src/ATen/native/transformers/cuda/
-    flash_attn/flash_api.cpp), and for grouped KV heads makes gradients of keys and values for every query head.
+    number a query and head (`dq_accum` and `softmax_d` in mha_bwd of PyTorch's flash_api.cpp), and for grouped KV heads
+    makes gradients of keys and values for every query head.
     """
     query, key = args[1], args[2]
     *sequences, length, heads, size = query.shape

@@ -22,15 +22,12 @@ class WithoutValues:
 
     A floating-point number that is read from a tensor without values is NaN, a truth value is False: so an optimizer
     finds no overflow and clips nothing. Reading a whole number raises ValueError, since sizes could follow from it.
-
-    With experts, each token chooses `topk` of them, each equally often. Megatron counts tokens by sums of a map of
-    booleans [tokens, experts]; these sums have values.
+    Tokens choose `topk` experts, each equally often: the sums of Megatron's boolean map [tokens, experts] have values.
     """
 
     def __init__(self, topk: int = 0, num_experts: int | None = None) -> None:
         self._topk, self._num_experts = topk, num_experts
-        # The forms of results, by operator and the forms of its arguments: PyTorch takes ten times as long to work them
-        # out as to make the tensors.
+        # Forms of results by operator and forms of its arguments: PyTorch takes ten times as long to work them out.
         self._results: dict[tuple, list] = {}
         self._runs_always: set[Any] = set()  # operators that return views, or one of their arguments
 

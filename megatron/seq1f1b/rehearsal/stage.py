@@ -3,7 +3,7 @@
 import gc
 import inspect
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -71,12 +71,6 @@ class Stage:
         if has_transformer_engine(self._args) and self._args.attention_backend.name != "local":
             use_segment_attention(chunks)  # a GPU has fused attention for whole sequences, too
         gc.collect()
-        self._label(chunks, optimizer)
-        self._num_parameters = sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters())
-        return chunks, optimizer, scheduler
-
-    def _label(self, chunks: Iterable[torch.nn.Module], optimizer: Any) -> None:
-        """Label the storages of the model and its optimizer."""
         label = self.ledger.label
         label([group["params"] for group in optimizer.param_groups], Category.OPTIMIZER)
         for chunk in chunks:
@@ -89,6 +83,8 @@ class Stage:
                 shares = chunk.partitioned_state.shares
                 label([share.weights for share in shares], Category.WEIGHTS)
                 label([share.gradients for share in shares], Category.GRADIENTS)
+            self._num_parameters += sum(parameter.numel() for parameter in chunk.parameters())
+        return chunks, optimizer, scheduler
 
     def _step(self, train_step: Callable, *args: Any, **kwargs: Any) -> None:
         step = inspect.signature(train_step).bind(*args, **kwargs).arguments
