@@ -49,12 +49,12 @@ class RunCosts:
         return self.flags.sequence_split_profile is not None
 
     @property
-    def full_speed_rows(self) -> int:
-        return self._device.full_speed_rows
-
-    @property
     def _device(self) -> Device:
         return CPU_CORE if is_on_cpu(self.flags) else A100
+
+    @property
+    def full_speed_rows(self) -> int:
+        return self._device.full_speed_rows
 
     @property
     def machine(self) -> Machine:
@@ -129,9 +129,8 @@ class RunCosts:
         return min(bisect_left(range(17), True, key=fits), 16) / 16
 
     def forecast(self, schedule: ScheduleChoice, lengths: Sequence[int], share: float | None = None) -> Forecast:
-        """Predict a step with segments of `lengths` tokens on `machine`, or by the trace; `auto` counts as 1f1b, and is
-        never slower. A `share` of the activations moves to the host in no time; None: that of the flags. Raises
-        ValueError if the times of segments are unknown."""
+        """A step on `machine`, or by the trace; `auto` counts as 1f1b, and is never slower. A `share` of activations
+        moves to the host in no time; None: that of the flags. Raises ValueError if times of segments are unknown."""
         if share is None:
             share = 0.0 if self.flags.offload_activations == AUTO else self.flags.offload_activations
         setup = self._training_setup(schedule, lengths)

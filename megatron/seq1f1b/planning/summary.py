@@ -31,8 +31,8 @@ def summary(config: PipelineConfig, costs: RunCosts, attention: str) -> str:
         rows.append(("host memory", f"{100 * config.offloads:.0f} % of the activations that a rank would hold"))
     if costs.has_loss_in_pieces:
         rows.append(("logits", "in pieces, again in the backward; a program that reads them gets them whole"))
-    if _is_predicted(config):
-        with suppress(ValueError):  # of layers without costs
+    if config.flags.unit_tokens is None:
+        with suppress(ValueError):  # of unknown sizes, or layers without costs
             rows += _predictions(costs, schedule, config.lengths)
     if run.settings.get("fp8"):
         rows.append(("not predicted", "the gains of --fp8-format: predictions are for 16 bits"))
@@ -42,8 +42,8 @@ def summary(config: PipelineConfig, costs: RunCosts, attention: str) -> str:
 def copies_summary(config: PipelineConfig, costs: RunCosts, rate: float) -> str:
     """The block of a launch that moves activations at `rate` bytes/s each way, as measured."""
     rows = [("link", f"{rate / 1e9:.3g} GB/s each way, measured on the slowest rank while all copy both ways")]
-    if config.schedule is not None and _is_predicted(config):
-        with suppress(ValueError):  # of layers without costs
+    if config.schedule is not None and config.flags.unit_tokens is None:
+        with suppress(ValueError):  # of unknown sizes, or layers without costs
             need = costs.host_rate(config.schedule, config.lengths, config.offloads)
             rows.append(("needed", f"{need / 1e9:.3g} GB/s, for every unit to leave while its forward runs"))
     return _block("activations to the memory of the host, and back", rows)
@@ -66,10 +66,6 @@ def _segments(config: PipelineConfig) -> str:
     by_documents = config.follows_documents and config.partition.follows_documents
     documents = "; each micro-batch by its own documents" if by_documents else ""
     return f"{config.num_segments}, {how}: {' '.join(lengths)} tokens{documents}"
-
-
-def _is_predicted(config: PipelineConfig) -> bool:
-    return config.run.has_sizes and config.flags.unit_tokens is None
 
 
 def _predictions(costs: RunCosts, schedule: ScheduleChoice, lengths: Sequence[int]) -> list[tuple[str, str]]:

@@ -227,8 +227,7 @@ def parameters_of_model(model: ModelShape) -> float:
 
 
 def layer_flops(model: ModelShape, layer: int) -> tuple[float, float]:
-    """FLOPs of the forward of a layer: of a token in products and recurrences, and of a query and a key that it sees in
-    attention. Raises ValueError for an unknown layer."""
+    """FLOPs of a forward, of a token and of a query with a key that it sees. Raises ValueError for an unknown layer."""
     per_token = per_pair = 0.0
     for block in blocks_of(model, layer):
         routed = block.active * sum(product.size for product in block.expert)
@@ -240,8 +239,7 @@ def layer_flops(model: ModelShape, layer: int) -> tuple[float, float]:
 
 
 def head_flops(model: ModelShape) -> int:
-    """FLOPs of a token in the projections to the vocabulary, and in those by which prediction heads join hidden states
-    and embeddings (arXiv 2412.19437, section 2.2)."""
+    """FLOPs of a token to the vocabulary, and in the joining of prediction heads (arXiv 2412.19437, section 2.2)."""
     depth = model.prediction_depth
     return 2 * (1 + depth) * model.hidden_size * model.vocab_size + 4 * depth * model.hidden_size**2
 

@@ -62,11 +62,9 @@ def layer_kept_for_weights(setup: TrainingSetup, layer: int, start: int, end: in
 
 @singledispatch
 def layer_keys_values(setup: TrainingSetup, layer: int, start: int, end: int) -> float:
-    """Keys and values that the segment [start, end) leaves for its backward.
-
-    The buffer of a whole micro-batch counts with its first segment, which goes backward last. With a window every
-    segment has keys and values of its own; only a window of them stays where layers are computed again.
-    """
+    """Keys and values that the segment [start, end) leaves for its backward. The buffer of a whole micro-batch counts
+    with its first segment, which goes backward last. With a window every segment has its own; only a window of them
+    stays where layers are computed again."""
     if len(setup.segments) == 1:
         tokens = (end - start) * (1 - setup.recomputed_share if setup.recomputes_layers else 1)
     elif (window := setup.model.window_of(layer)) is not None:
@@ -78,16 +76,14 @@ def layer_keys_values(setup: TrainingSetup, layer: int, start: int, end: int) ->
 
 @singledispatch
 def layer_keys_values_gradients(setup: TrainingSetup, layer: int) -> float:
-    """The gradients of the keys and values of earlier segments, in a buffer from the first backward of a micro-batch
-    to its last."""
+    """Those of earlier segments, in a buffer from the first backward of a micro-batch to its last."""
     earlier, window = setup.sequence_length - setup.segments[-1], setup.model.window_of(layer)
     return 4 * keys_values_of(setup, layer, earlier if window is None else min(earlier, window))
 
 
 def layer_moved(setup: TrainingSetup, layer: int, start: int, end: int) -> tuple[float, float]:
-    """Activations, and keys and values, of one layer that Megatron's modules move to the host (--offload-modules): all
-    of attention and experts, but only the input of other blocks and of experts that are computed again; no activations
-    of layers that are."""
+    """Activations, and keys and values, that --offload-modules moves to the host: all of attention and experts, only
+    the input of other blocks and of experts that are computed again; no activations of layers that are."""
     if not setup.offloads_modules:
         return 0.0, 0.0
     activations = 0.0
@@ -160,8 +156,7 @@ def loss_bytes(setup: TrainingSetup, length: int, is_forward: bool = True) -> fl
 
 
 def routed_bytes(setup: TrainingSetup, blocks: Iterable[Block], length: int) -> float:
-    """The tokens on their way to the experts of one of these blocks, beside what the forward keeps: sorted, sent,
-    sorted again, and the results."""
+    """Tokens on the way to experts of one of these blocks, beside what is kept: sorted, sent, sorted, returned."""
     active = max((block.active for block in blocks), default=0)
     return 4 * setup.whole_input(length) / setup.tensor_parallel * active
 
@@ -232,8 +227,7 @@ _AFTER = {Kind.F: Kind.F, Kind.I: Kind.I, Kind.OFFLOAD: Kind.OFFLOAD, Kind.RELOA
 
 @lru_cache(maxsize=4096)
 def kept(setup: TrainingSetup, stage: Stage, after: Kind = Kind.F) -> Sizes:
-    """What a unit of each segment keeps on a stage after F, I or OFFLOAD: activations, keys and values, states, and
-    logits. [segments, 4]."""
+    """What units keep after F, I or OFFLOAD: activations, keys and values, states, logits. [segments, 4]."""
     if setup.parts:
         return np.concatenate([kept(part, stage, after) for part in setup.parts])
     if after is Kind.OFFLOAD:
@@ -264,8 +258,7 @@ def _layer_kept(setup: TrainingSetup, layer: int, start: int, end: int, after: K
 
 @lru_cache(maxsize=1024)
 def moved_bytes(setup: TrainingSetup) -> Table:
-    """What a unit has in the memory of the host while it is there, or what Megatron's modules move of it, by stage and
-    segment."""
+    """What a unit has in the memory of the host, or what Megatron's modules move of it, by stage and segment."""
 
     rows: dict[Stage, tuple[float, ...]] = {}
     for stage in set(setup.stages):

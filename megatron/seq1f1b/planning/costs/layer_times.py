@@ -59,8 +59,7 @@ class LayerTime(NamedTuple):
 
 @singledispatch
 def layer_time(setup: TrainingSetup, machine: Machine, start: int, end: int, layer: int = 0) -> LayerTime:
-    """The time of the tokens [start, end) of a micro-batch in layer number `layer`, without recomputation. Raises
-    ValueError for an unknown layer."""
+    """The tokens [start, end) of a micro-batch, without recomputation. Raises ValueError for an unknown layer."""
     blocks = setup.blocks(layer)
     forward, back, weight = _dense_time(setup, machine, blocks, start, end, layer)
     # Products that add to gradients also read and write these.
@@ -268,8 +267,7 @@ def embedding_time(setup: TrainingSetup, machine: Machine, start: int, end: int)
 
 
 def head_time(setup: TrainingSetup, machine: Machine, start: int, end: int) -> tuple[float, float, float]:
-    """Forward, input gradients and weight gradients of the projection to the vocabulary and the loss, once more for
-    each prediction head, which joins its inputs."""
+    """As `embedding_time`, of the projection to the vocabulary and the loss, again for each prediction head."""
     device, model, rows = machine.device, setup.model, setup.rows(end - start)
     hidden, columns = model.hidden_size, model.vocab_size / setup.tensor_parallel
     logits = rows * columns

@@ -165,10 +165,8 @@ def machine_names() -> list[str]:
 
 
 def read_machine(machine: str | Path) -> Machine:
-    """A machine of this package by its name, or any other by the path of its file.
-
-    Raises ValueError if there is none, or if a constant is missing, unknown or no positive number.
-    """
+    """A machine of this package by its name, or any other by the path of its file. Raises ValueError if there is none,
+    or if a constant is missing, unknown or no positive number."""
     path = _FOLDER / f"{machine}.toml"
     if not path.is_file():
         path = Path(machine)

@@ -135,8 +135,7 @@ class StepEnd:
 
 
 def step_end(setup: TrainingSetup, machine: Machine, rank: int) -> StepEnd:
-    """With `overlaps_data_parallel` sums and gathers are part of the schedule, except sums of an embedding on two
-    stages."""
+    """With `overlaps_data_parallel` the schedule has sums and gathers, except sums of an embedding on two stages."""
     stages = setup.placement.stages_of(rank)
     parameters, experts = map(sum, zip(*(setup.parameters[stage] for stage in stages), strict=True))
     reduce = gather = 0.0

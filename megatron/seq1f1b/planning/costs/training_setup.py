@@ -68,11 +68,8 @@ def stages_of(model: ModelShape, layers_per_stage: tuple[int, ...]) -> tuple[Sta
 class TrainingSetup:
     """What runs, and on which ranks. `segments` are lengths in tokens, first to last; `layers_per_stage` has one entry
     per stage in the order of depth. Ranks are numbered as in Megatron: tensor parallel fastest, then context, data,
-    pipeline. Raises ValueError for sizes that do not fit.
-
-    A subclass may stand for another program, as in tools/paper: functions with `singledispatch` can have another form
-    for it.
-    """
+    pipeline. Raises ValueError for sizes that do not fit. Functions with `singledispatch` can have another form for a
+    subclass, which stands for another program, as in tools/paper."""
 
     model: ModelShape
     sequence_length: int
@@ -239,11 +236,9 @@ class TrainingSetup:
 
     @cached_property
     def parameters(self) -> list[tuple[float, float]]:
-        """Parameters of each stage on one rank, without those of routed experts, and those of routed experts.
-
-        The first stage holds the embedding, the last the projection to the vocabulary, and for prediction heads
-        projections that join their inputs and another embedding.
-        """
+        """Parameters of each stage on one rank, without those of routed experts, and those of routed experts. The first
+        stage holds the embedding, the last the projection to the vocabulary, and for prediction heads projections that
+        join their inputs and another embedding."""
         sizes = {stage: self._stage_parameters(stage) for stage in set(self.stages)}
         return [sizes[stage] for stage in self.stages]
 

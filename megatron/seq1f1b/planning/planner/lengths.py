@@ -55,11 +55,9 @@ class Average(Question):
 
 @dataclass(frozen=True)
 class UnitPlan(Plan):
-    """A configuration and its predicted steps; `prediction` is that of a step with the longest sequence.
-
-    The set-up of `candidate` is that of its flags. A step has `tokens` on average and, beside them, a share of
-    `padding`. A candidate of Megatron's own schedules has packs in place of units.
-    """
+    """A configuration and its predicted steps; `prediction` is that of a step with the longest sequence. The set-up of
+    `candidate` is that of its flags, with packs in place of units under Megatron's own schedules. A step has `tokens`
+    on average and, beside them, a share of `padding`."""
 
     steps: tuple[Prediction, ...]
     tokens: float
@@ -202,8 +200,8 @@ class UnitSearch:
         slowest = (sorted(set(step), key=likely, reverse=True)[:replicas] for step in packed.steps)
         steps = tuple(max(map(predicted, some), key=lambda each: each.seconds) for some in slowest)
         length, size = self.question.sequence_length, self.question.global_batch_size
-        whole = replace(candidate.setup, sequence_length=length, segments=(length,), seen=())
-        whole = replace(whole, num_microbatches=size // setup.data_parallel)
+        share = size // setup.data_parallel
+        whole = replace(candidate.setup, sequence_length=length, segments=(length,), seen=(), num_microbatches=share)
         return UnitPlan(replace(candidate, setup=whole), predicted(packed.fullest), steps, self.tokens, packed.padding)
 
     def _packed(self, candidate: Candidate) -> "_Packed":
@@ -230,12 +228,10 @@ def _share_of_busiest(steps: Steps, most: int, replicas: int, flops: tuple[int, 
 
 class _Packed:
     """Steps in units; the last of them is the fullest one. The kind of a micro-batch is the tokens of its units,
-    rounded up. Micro-batches of a kind have their mean attention, since time is linear in it.
-
-    `kinds` has the tokens and the pairs that are seen of every unit of a kind; `steps` has, for each replica, the kinds
-    of its micro-batches; `fullest` those of a replica with the longest sequence. `firsts` is the first column of each
-    kind in the tables of costs, then the number of columns.
-    """
+    rounded up. Micro-batches of a kind have their mean attention, since time is linear in it. `kinds` has the tokens
+    and the pairs that are seen of every unit of a kind; `steps` has, for each replica, the kinds of its micro-batches;
+    `fullest` those of a replica with the longest sequence. `firsts` is the first column of each kind in the tables of
+    costs, then the number of columns."""
 
     def __init__(
         self, steps: Steps, most: int, multiple: int, replicas: int, flops: Sequence[int], alike: bool
@@ -287,8 +283,7 @@ class _Packed:
         return Schedule(Shape(setup.placement, len(order), self.firsts[-1]), tuple(ranks))
 
     def seconds(self, setup: TrainingSetup, rows: Sequence[tuple[Row, Row, Row]]) -> Callable[[Sequence[int]], float]:
-        """The approximate time of a replica for micro-batches of some kinds, up to a factor: its compute, and a bubble
-        of P - 1 units."""
+        """About the time of a replica for some kinds, up to a factor: its compute, and a bubble of P - 1 units."""
         of_column: list[float] = [sum(times) for times in zip(*chain(*rows), strict=True)]
         of_kind: list[float] = [sum(of_column[first:end]) for first, end in pairwise(self.firsts)]
         bubble = (setup.pipeline_parallel - 1) / setup.placement.num_chunks  # in units

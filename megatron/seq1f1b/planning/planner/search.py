@@ -99,9 +99,9 @@ def _evenly_cut(setup: TrainingSetup, segments: int) -> TrainingSetup | None:
     return None if lengths is None else replace(setup, segments=lengths, cp_comm_type=way)
 
 
-def least_bytes(setup: TrainingSetup, segments: int | None = None) -> float:
+def least_bytes(setup: TrainingSetup, segments: float = inf) -> float:
     """A lower bound on the fullest rank, on its device and host together: its state, and on the first rank activations
-    of as many micro-batches as every schedule holds at once, or of one if the number of segments is open."""
+    of as many micro-batches as every schedule holds at once, whatever the number of segments if that is inf."""
     first, most, held = _least_parts(setup)
     return max(first + held * _at_once(setup, segments), most)
 
@@ -115,10 +115,8 @@ def _least_parts(setup: TrainingSetup) -> tuple[float, float, float]:
     return static[0], max(static), held
 
 
-def _at_once(setup: TrainingSetup, segments: int | None) -> float:
+def _at_once(setup: TrainingSetup, segments: float) -> float:
     """The least number of micro-batches that the first rank holds at some moment."""
-    if segments is None:
-        return 1.0
     return min(setup.num_microbatches, 1 + (setup.pipeline_parallel - 1) / (segments * setup.placement.num_chunks))
 
 
@@ -189,12 +187,9 @@ def _order(family: str, shape: Shape, rank: int, offloads: float) -> list[Action
 
 class Search:
     """The configurations that answer a question, fastest first; `plans` has all that were predicted, and
-    `too_long_for_auto` the winners with too many actions for `auto`.
-
-    Items wait in the order of a lower bound of their step: sizes and numbers of segments, from these chunks and
-    schedules, from these the best cut that fits, from this its prediction, each with a closer bound. The first item
-    with its exact time is the fastest that is left.
-    """
+    `too_long_for_auto` the winners with too many actions for `auto`. Items wait in the order of a lower bound of their
+    step: sizes and numbers of segments, from these chunks and schedules, from these the best cut that fits, from this
+    its prediction, each with a closer bound. The first item with its exact time is the fastest that is left."""
 
     def __init__(self, question: Question) -> None:
         self.question = question

@@ -28,8 +28,7 @@ _SHARES = (0.25, 0.5, 0.75, 1.0)
 
 
 class Room(NamedTuple):
-    """Bytes of a device, of its host for activations, and bytes/s each way between them. Activations of Megatron's
-    modules move, or whole units."""
+    """Bytes of a device, of its host, and bytes/s between them. Activations of Megatron's modules move, or units."""
 
     device: float
     host: float
@@ -39,14 +38,12 @@ class Room(NamedTuple):
 
 @dataclass(frozen=True)
 class Question:
-    """A model, a number of devices of a machine, a length in tokens and a batch in sequences.
-
-    The allocator may take `memory_gib`; None: all that a device has, less what lies outside the allocator. Activations
-    of a device may take `host_gib` of the memory of its host. The tuples are the choices of the search.
-    With `by_megatron` Megatron's own schedules run, not those of this package.
-    With `partitions_state` replicas keep shares of weights and gradients; None: under `breadth-first`, where a
-    configuration does not fit otherwise. `accepts` tells whether a configuration is allowed, whatever its lengths.
-    """
+    """A model, a number of devices of a machine, a length in tokens and a batch in sequences. The allocator may take
+    `memory_gib`; None: all that a device has, less what lies outside the allocator. Activations of a device may take
+    `host_gib` of the memory of its host. The tuples are the choices of the search. With `by_megatron` Megatron's own
+    schedules run, not those of this package. With `partitions_state` replicas keep shares of weights and gradients;
+    None: under `breadth-first`, where a configuration does not fit otherwise. `accepts` tells whether a configuration
+    is allowed, whatever its lengths."""
 
     model: ModelShape
     machine: Machine
@@ -125,7 +122,7 @@ def all_sizes(question: Question) -> Iterator[TrainingSetup]:
             is_full = micro_batch > 1 and micro_batch * question.sequence_length > _FULL * tensor * context
             if is_full or question.global_batch_size % (data * micro_batch):
                 continue
-            choices = {"sequence_parallel": tensor > 1, "hides_tensor_exchange": tensor > 1}
+            choices = dict.fromkeys(("sequence_parallel", "hides_tensor_exchange"), tensor > 1)
             choices |= {"distributed_optimizer": True, "overlaps_data_parallel": data * context > 1}
             setup = question.setup(sizes, 1, micro_batch, keeps_logits=question.by_megatron, **choices)
             setup = replace(setup, cp_comm_type=fastest_cp_comm_type(setup.alone, question.machine))
