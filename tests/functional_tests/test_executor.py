@@ -5,6 +5,7 @@ The model is one linear layer a stage, without code of Megatron's: no process gr
 
 import time
 from dataclasses import replace
+from itertools import count
 from unittest.mock import patch
 
 import pytest
@@ -182,13 +183,12 @@ def test_ranks_that_disagree_all_raise_before_a_message():
 
 def fails_at(rank: int, number: int, others_wait: bool = False):
     """A forward step that raises in its `number`-th call on a rank; the other one may be stuck."""
-    calls = []
+    calls = count(1)
 
     def step(data_iterator, model):
-        calls.append(None)
         if others_wait and dist.get_rank() != rank:
             time.sleep(90)
-        if (dist.get_rank(), len(calls)) == (rank, number):
+        if (dist.get_rank(), next(calls)) == (rank, number):
             raise KeyError("no more data")
         return forward_step(data_iterator, model)
 

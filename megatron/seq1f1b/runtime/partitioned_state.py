@@ -144,7 +144,8 @@ class PartitionedChunk(GradientSync):
         if any(map(_is_empty, self._gradients)):
             have_gradients = [not any(map(_is_empty, each._gradients)) for each in self._states]
             if sum(have_gradients) > 1:  # one may still be waiting for its REDUCE
-                self._finish_reductions()
+                for state in self._states:
+                    state.finish_reduction()
             _fill(self._gradients)
             for gradients in self._gradients:
                 gradients.zero_()
@@ -154,7 +155,8 @@ class PartitionedChunk(GradientSync):
 
     def reduce(self) -> None:
         """Start to reduce the gradients; with --overlap-grad-reduce that runs beside compute."""
-        self._finish_reductions()
+        for state in self._states:
+            state.finish_reduction()
         self._is_reducing = True
         if not self._overlaps_reduction:
             self.finish_reduction()
@@ -173,10 +175,6 @@ class PartitionedChunk(GradientSync):
             share.gradients += share.gradients_in_bucket
         _empty(self._gradients)
         self._is_reducing = False
-
-    def _finish_reductions(self) -> None:
-        for state in self._states:
-            state.finish_reduction()
 
     def lend_gradients(self) -> None:
         """End the reductions of a step of the optimizer, and lend whole gradients until it takes them."""

@@ -20,13 +20,16 @@ def segment(microbatch, index):
     return Segment(microbatch, index, *[(0, 5), (5, 8)][index], 8)
 
 
-def test_segments_of_a_batch_make_up_the_batch():
-    batches = SegmentIterator(iter([batch(0)]))
-    parts = [next(batches.at(segment(0, index))) for index in range(2)]
-    assert torch.equal(torch.cat([part["tokens"] for part in parts], dim=1), batch(0)["tokens"])
-    assert all(part["tokens"].is_contiguous() for part in parts)
-    assert parts[1]["attention_mask"].shape == (2, 1, 3, 3)
-    assert parts[0]["name"] == "batch 0" and torch.equal(parts[1]["per sequence"], torch.tensor([1, 2]))
+def test_segments_make_up_batches_that_are_read_once_in_order():
+    batches = SegmentIterator(map(batch, range(3)))
+    order = [(1, 0), (0, 0), (1, 1), (0, 1), (2, 0), (2, 1)]
+    parts = {unit: next(batches.at(segment(*unit))) for unit in order}
+    for number in range(3):
+        tokens = [parts[number, index]["tokens"] for index in range(2)]
+        assert torch.equal(torch.cat(tokens, dim=1), batch(number)["tokens"])
+        assert all(part.is_contiguous() for part in tokens)
+    assert parts[2, 1]["attention_mask"].shape == (2, 1, 3, 3) and parts[2, 1]["name"] == "batch 2"
+    assert torch.equal(parts[2, 1]["per sequence"], torch.tensor([1, 2])) and not batches._kept
 
 
 @pytest.mark.parametrize("shape", [(2, 9), (8, 2)], ids=["tokens and labels in one", "sequences in columns"])
@@ -38,13 +41,6 @@ def test_a_batch_that_cannot_be_cut_names_its_tensors(shape):
     assert "per sequence" not in str(refusal.value) and "noise" not in str(refusal.value)
     activations = torch.zeros(8, 2, 4)  # may be laid out otherwise
     assert next(SegmentIterator(iter([activations])).at(segment(0, 0))).shape == (8, 2, 4)
-
-
-def test_batches_are_read_once_and_in_order():
-    batches = SegmentIterator(map(batch, range(3)))
-    for microbatch, index in [(1, 0), (0, 0), (1, 1), (0, 1), (2, 0), (2, 1)]:
-        assert next(batches.at(segment(microbatch, index)))["name"] == f"batch {microbatch}"
-    assert not batches._kept
 
 
 def test_a_segment_of_a_packed_batch_is_a_packed_batch():

@@ -59,7 +59,7 @@ def test_hooks_reduce_in_the_last_backward_or_one_call_does(num_chunks, is_align
     assert [chunk.called for chunk in chunks] == [[] if by_hooks else [[chunk.weight]] for chunk in chunks]
 
 
-def test_parameters_are_gathered_where_megatron_asks_for_it():
+def test_parameters_are_gathered_if_megatron_aligns_that():
     chunks = [Chunk(), Chunk()]
     syncs_of(chunks, param_sync_func=[chunk.hook for chunk in chunks])[1].gather()
     syncs_of(chunks)[0].gather()
