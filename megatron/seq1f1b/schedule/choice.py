@@ -32,10 +32,8 @@ def build(
 
 @dataclass(frozen=True)
 class ScheduleChoice:
-    """The source of a step's schedule: one of `FAMILY_NAMES`, or a `given` schedule.
-
-    `placement` is the style of a Placement. Without `split`, `auto` leaves every backward whole.
-    """
+    """The source of a step's schedule: one of `FAMILY_NAMES`, or a `given` schedule. `placement` is the style of a
+    Placement. Without `split`, `auto` leaves every backward whole."""
 
     name: str
     placement: str = "looped"
@@ -66,10 +64,8 @@ class ScheduleChoice:
         return self.given is not None and self.given.has_moves
 
     def plan(self, shape: Shape, lengths: Sequence[int], costs: CostsOfLengths | None) -> Clock | Schedule:
-        """The plan of a step with segments of `lengths` tokens, the same on every rank.
-
-        `auto` plans for equal costs if `costs` is None. Raises ValueError if a given schedule has another shape.
-        """
+        """The plan of a step with segments of `lengths` tokens, the same on every rank; `auto` plans for equal costs if
+        `costs` is None. Raises ValueError if a given schedule has another shape."""
         if self.given is not None:
             if self.given.shape != shape:
                 raise ValueError(f"the given schedule is for {self.given.shape}, not for {shape}")

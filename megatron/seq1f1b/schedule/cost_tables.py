@@ -112,11 +112,8 @@ def peak_memory(schedule: Schedule, costs: Costs) -> list[float]:
 
 
 def sequences_held(actions: Iterable[Action], shape: Shape) -> float:
-    """The most activations that a rank holds at once, in whole micro-batches of all its layers.
-
-    A unit of a model chunk is held from its F to its B or W, except from OFFLOAD to RELOAD. It counts as one of k * C
-    equal parts, with the largest k.
-    """
+    """The most activations that a rank holds at once, in whole micro-batches of all its layers. A unit is one of k * C
+    equal parts, with the largest k, held from its F to its B or W, except from OFFLOAD to RELOAD."""
     changes = {Kind.F: 1, Kind.B: -1, Kind.W: -1, Kind.OFFLOAD: -1, Kind.RELOAD: 1}
     peak = max(accumulate((changes.get(action.kind, 0) for action in actions), initial=0))
     return peak / (shape.num_segments * shape.num_chunks)

@@ -19,9 +19,8 @@ def write_csv(schedule: Schedule, path: str | Path) -> None:
 def read_csv(path: str | Path) -> Schedule:
     """A valid schedule of compute actions and moves; its sizes follow from the file.
 
-    Empty cells and rows are skipped, and a missing segment is segment 0 (`2F3` is `2F3.0`). The placement is looped or
-    V-shaped, whichever puts the stages on the ranks that run them. Raises ScheduleError, with the name of the file, and
-    row and cell of a text that is not an action.
+    Empty cells and rows are skipped, and a missing segment is segment 0 (`2F3` is `2F3.0`). The placement follows from
+    the ranks of the stages. Raises ScheduleError, with the name of the file, and row and cell of what is no action.
     """
     reader, ranks, where = csv.reader(StringIO(read_text(path), newline="")), [], ""
     try:

@@ -162,13 +162,6 @@ class _Machine:
         return front == channel and action.kind in kinds
 
     def _where(self) -> str:
-        lines = []
-        for rank, actions in enumerate(self.lowered.ranks):
-            at = self.index[rank]
-            lines.append(f"rank {rank} waits at {actions[at] if at < len(actions) else 'its end'}")
-            lines += [
-                f"  {shared}: {' '.join(str(action) for _, action, _ in queue.posted)}"
-                for (owner, shared), queue in self.queues.items()
-                if owner == rank and queue.posted
-            ]
-        return "\n".join(lines)
+        at = [[*actions, "its end"][index] for actions, index in zip(self.lowered.ranks, self.index, strict=True)]
+        lines = [f"rank {rank} waits at {action}" for rank, action in enumerate(at)]
+        return "\n".join([*lines, *(f"{key}: {queue.posted}" for key, queue in self.queues.items() if queue.posted)])
