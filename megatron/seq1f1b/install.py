@@ -145,7 +145,7 @@ def use_segment_attention(model: Iterable[torch.nn.Module]) -> list[torch.nn.Mod
 
 def whole_weights(model: Iterable[torch.nn.Module]) -> AbstractContextManager[None]:
     """The weights of these model chunks whole, to read or write them between steps with `partition_state`; collective
-    over the ranks of a pipeline stage. Does nothing if they are always whole."""
+    over the ranks of a pipeline stage."""
     from .runtime.partitioned_state import whole
 
     return whole(model)

@@ -31,7 +31,6 @@ class PipelineConfig:
 
     @property
     def num_segments(self) -> int:
-        """The number of segments of every sequence."""
         return len(self.lengths)
 
     def cut(self, sequence_length: int, documents: Sequence[Sequence[int]] | None = None) -> tuple[int, ...]:
@@ -65,8 +64,8 @@ class PipelineConfig:
 
     @property
     def wants_segment_attention(self) -> bool:
-        """Whether a script should build the layers with our attention, also for Megatron's own schedules: Megatron's
-        unfused one is several times slower, and Transformer Engine's has no kernels for a CPU."""
+        """Whether a script should build layers with our attention, for Megatron's own schedules, too: Megatron's local
+        one is several times slower, and Transformer Engine's needs a GPU."""
         settings = self.run.settings
         is_transformer_engines = settings["transformer_impl"] != "local" and not is_on_cpu(self.flags)
         if is_transformer_engines or settings["attention_backend"].name == "local":

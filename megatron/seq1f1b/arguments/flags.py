@@ -49,8 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add our flags to Megatron's parser; an `extra_args_provider`."""
     group = parser.add_argument_group(
         "sequence-level pipeline parallelism",
-        "Cut each sequence into segments and schedule those, for smaller pipeline bubbles and less activation memory. "
-        "Without these flags Megatron's own schedules run untouched. docs/flags.md has more on each.",
+        "Segments of sequences, for smaller bubbles and less memory; docs/flags.md has more on each of these flags.",
     )
     add = group.add_argument
     count = value(int, lambda number: number >= 1, "neither a number of segments nor 'auto'", AUTO)

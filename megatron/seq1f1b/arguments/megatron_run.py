@@ -46,7 +46,6 @@ class MegatronRun:
 
     @property
     def has_sizes(self) -> bool:
-        """Whether the sizes of the model are known."""
         return bool(self.layers_per_stage)
 
     def shape(self, style: str, num_segments: int) -> Shape:

@@ -34,7 +34,6 @@ def activate() -> None:
 
 
 def is_active() -> bool:
-    """Whether `activate` was called in this process."""
     import torch
 
     from .stand_ins import current_device

@@ -36,7 +36,6 @@ class GatedRMSNorm(torch.nn.Module):
 
 
 def l2norm(x, dim=-1, eps=1e-6):
-    """x / √(Σ x² + eps)."""
     return x * (x.square().sum(dim, keepdim=True) + eps).rsqrt()
 
 

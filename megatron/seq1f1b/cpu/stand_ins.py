@@ -61,7 +61,6 @@ def current_device():
 
 
 def resident_bytes(device=None):
-    """Memory of this process that is in RAM now."""
     statm = Path("/proc/self/statm")
     if not statm.exists():  # macOS
         return peak_resident_bytes()
@@ -69,7 +68,6 @@ def resident_bytes(device=None):
 
 
 def peak_resident_bytes(device=None):
-    """The most memory that this process has had in RAM."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     # Linux counts KiB, and updates the peak only now and then.
     return peak if sys.platform == "darwin" else max(peak * 1024, resident_bytes())
@@ -179,7 +177,6 @@ def parse_with_cpu_defaults(parse_args, *args, **kwargs):
 
 
 def not_compiled(function=None, **options):
-    """`torch.compile` that leaves the function as it is."""
     return function if function is not None else not_compiled
 
 

@@ -37,7 +37,6 @@ def wrapping(target: str, function: Callable[..., Any], reason: str) -> Patch:
     return Patch(target, wrap, reason, wraps=True)
 
 
-# Patches that are applied, and undone, together.
 PatchTable = tuple[Patch, ...]
 
 

@@ -26,7 +26,6 @@ def rank() -> int:
 
 
 def is_rank_0() -> bool:
-    """Whether this is the first process of its job."""
     return rank() == 0
 
 

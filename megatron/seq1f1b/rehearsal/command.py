@@ -38,7 +38,8 @@ def prepare(environment: Mapping[str, str]) -> None:
     # The cluster of the launch has the packages that this machine lacks.
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.(core|training)")
     is_one_of_many = "TORCHELASTIC_RUN_ID" in environment or environment.get("RANK", "0") != "0"
-    if is_one_of_many or not environment.get("WORLD_SIZE", "0").isdigit() or int(environment.get("WORLD_SIZE", 0)) == 0:
+    size = environment.get("WORLD_SIZE", "0")
+    if is_one_of_many or not size.isdigit() or int(size) == 0:
         raise SystemExit(
             "error: --dry-run plays all ranks in one program; start it without torchrun, with the number of GPUs of "
             "the real launch: WORLD_SIZE=64 python pretrain_gpt.py ... --dry-run"
@@ -83,7 +84,6 @@ def _build_empty_tokenizer(build_tokenizer: Callable, args: Namespace) -> Any:
 
 
 def _rehearse(pretrain: Callable, *args: Any, **kwargs: Any) -> None:
-    """Rehearse the launch, print the results and end the program."""
     from megatron.training import get_args
 
     from ..planning.costs.machine import GIB

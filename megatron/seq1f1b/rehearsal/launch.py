@@ -76,7 +76,7 @@ def stood_for(args: Namespace) -> list[str]:
         ),
         (
             is_on_gpu and fuses,
-            "fused weight gradients by a temporary of the size of the weight, which a GPU does not need",
+            "fused weight gradients by a temporary as large as the weight, which no GPU needs",
         ),
         (
             args.fp8 or args.fp4,

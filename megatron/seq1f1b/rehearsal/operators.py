@@ -118,6 +118,5 @@ def _fills_new_storage(item: Any, args: tuple) -> bool:
 
 
 def _tensors_in(args: tuple) -> list[Tensor]:
-    """The tensors among arguments, and in lists of them."""
     items = (item for argument in args for item in (argument if isinstance(argument, (list, tuple)) else (argument,)))
     return [item for item in items if isinstance(item, Tensor)]

@@ -24,8 +24,7 @@ CANNOT_PROVE = (
 
 @dataclass(frozen=True)
 class StageReport:
-    """The results of one pipeline rank, by its global `rank` and its `stages`. `outside` counts the bytes beside all
-    tensors, by formula, `host_bytes` the activations in the memory of the host."""
+    """The results of one pipeline rank; bytes `outside` all tensors are by formula, `host_bytes` hold activations."""
 
     rank: int
     stages: list[int]
@@ -143,8 +142,7 @@ def at(moment: str) -> str:
 
 
 def mismatches(sent: Iterable[Message], received: Iterable[Message]) -> list[str]:
-    """One sentence, without its full stop, for each channel on which both ends disagree; messages in the order of each
-    rank."""
+    """A sentence, without its full stop, for each channel on which both ends disagree."""
     ends: dict[tuple[int, int, str], tuple[list[Message], list[Message]]] = defaultdict(lambda: ([], []))
     for side, messages in enumerate((sent, received)):
         for message in messages:

@@ -106,7 +106,6 @@ class Stage:
         raise _Ended
 
     def _data(self, *_: Any, **__: Any) -> tuple[Any, Any, Any]:
-        """The data iterators of the launch; their batches, on the host, are not counted."""
         self._args.do_train, self._args.do_valid, self._args.do_test = True, False, False
         return RerunDataIterator(self.uncounted(fake_batches(self._args))), None, None
 
