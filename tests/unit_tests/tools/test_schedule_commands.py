@@ -25,12 +25,10 @@ def test_every_output_of_the_command(tmp_path):
     own = ["--pipeline-schedule-file", tmp_path / "a.csv", "--costs", "f=1,i=2,w=3,message=0.5"]
     assert seq1f1b("plot", *own, "--output", tmp_path / "a.json") == 0
     timeline = read_timeline(tmp_path / "a.json")
-    assert timeline.busy(0) == 3 * 2 * (1 + 2 + 3)
-    assert timeline.ranks[1][0].start == 1.5
+    assert timeline.busy(0) == 3 * 2 * (1 + 2 + 3) and timeline.ranks[1][0].start == 1.5
     assert seq1f1b("plot", *own, "--output", tmp_path / "a.trace.json") == 0
     assert json.loads((tmp_path / "a.trace.json").read_text())["traceEvents"]
-    timelines = ["--timeline", tmp_path / "a.json", tmp_path / "a.json"]
-    assert seq1f1b("plot", *timelines, "--output", tmp_path / "a.png") == 0
+    assert seq1f1b("plot", "--timeline", *[tmp_path / "a.json"] * 2, "--output", tmp_path / "a.png") == 0
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -54,8 +52,7 @@ def test_costs_from_a_file_for_auto(tmp_path):
     assert seq1f1b("plot", *words) == 0
     spans = [span for rank in read_timeline(tmp_path / "a.json").ranks for span in rank]
     durations = {(span.action.kind.value, span.action.segment): round(span.end - span.start, 6) for span in spans}
-    assert durations["F", 0] == 1 and durations["F", 1] == 2
-    assert durations["I", 0] == 1.5 and durations["W", 0] == 1
+    assert [durations[key] for key in (("F", 0), ("F", 1), ("I", 0), ("W", 0))] == [1, 2, 1.5, 1]
 
 
 @pytest.mark.parametrize("name", ["a.csv", "a.json", "a.trace.json", "a.png"])
@@ -109,14 +106,14 @@ def test_a_log_may_have_losses_that_are_no_numbers(tmp_path):
 
 def test_a_way_to_cut_that_fails_names_flags_of_its_command(capsys):
     model = ["--num-layers", 8, "--hidden-size", 64, "--num-attention-heads", 2, "--pipeline-model-parallel-size", 2]
-    assert seq1f1b("plan-split", *model, "--seq-length", 1280, "--sequence-splits", 700) == 0
+    assert seq1f1b("plan-split", *model, "--seq-length", 100, "--sequence-splits", 100) == 0
     printed = capsys.readouterr()
-    assert printed.err.startswith("terapipe: ") and printed.err.endswith("; use fewer segments or balanced.\n")
+    assert printed.err.startswith("uniform_comp: ") and printed.err.endswith("; use fewer segments or even.\n")
 
 
 SMALL = ["--num-layers", "8", "--hidden-size", "1024", "--num-attention-heads", "8", "--vocab-size", "1024"]
-SMALL += ["--seq-length", "16384"]
-PIPELINE = ["--sequence-splits", "4", "--pipeline-model-parallel-size", "4", "--num-microbatches", "4"]
+SMALL += ["--seq-length", "16384", "--sequence-splits", "4", "--pipeline-model-parallel-size", "4"]
+SMALL += ["--num-microbatches", "4"]
 
 
 def rows(text):
@@ -127,7 +124,7 @@ def rows(text):
 
 def test_balance_shows_in_the_predicted_step_and_a_picture(capsys, tmp_path):
     pytest.importorskip("matplotlib")
-    assert seq1f1b("plan-split", *SMALL, *PIPELINE, "--output", tmp_path / "splits.png") == 0
+    assert seq1f1b("plan-split", *SMALL, "--output", tmp_path / "splits.png") == 0
     assert (tmp_path / "splits.png").stat().st_size > 10_000
     found = rows(capsys.readouterr().out)
     assert list(found) == ["even", "uniform_comp", "balanced", "terapipe", "terapipe, free"]
@@ -142,8 +139,7 @@ def test_a_file_and_a_trace_take_part(capsys, tmp_path):
     shape = Shape(Placement(4), 2, 4)
     step = simulate(build("1f1b", shape), Costs.uniform(shape))
     write_timeline(Timeline(shape, step.ranks, "s", {"segment_lengths": [4096] * 4}), trace)
-    flags = ["--sequence-split-file", str(lengths), "--sequence-split-profile", str(trace)]
-    assert run("plan-split", [*SMALL, *PIPELINE, *flags]) == 0
+    assert seq1f1b("plan-split", *SMALL, "--sequence-split-file", lengths, "--sequence-split-profile", trace) == 0
     output = capsys.readouterr().out
     assert "Measured in a run; the fit is off by 0.0 %" in output
     found = rows(output.split("\n\n", 1)[1])
