@@ -1,6 +1,7 @@
 """Bad input of the tools: for each fault one sentence on standard error and exit code 2."""
 
 import json
+import struct
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ def timeline(**spoilt):
     return json.dumps({"meta": sizes, "ranks": spoilt.get("ranks", [[span]])})
 
 
+HEADER = struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, 4, 3, 4)  # of the index of a corpus
 LOG = "  seq_length ..... 64\n iteration        1/ 2 | elapsed time per iteration (ms): 1.0 "
 LOG += "| global batch size:     8 | lm loss: 1.0E+00 |\n"
 
@@ -65,6 +67,11 @@ FILES = {
     "words": "4096 many",
     "three": "1 2 3",
     "repeated.csv": "0F0,0B0,0F0\n",
+    "header.idx": HEADER,
+    "cut.idx": HEADER + bytes(range(1, 7)),
+    "negative.idx": HEADER + struct.pack("<3i", 5, -9, 5),
+    "negative.csv": "tokens,sequences\n5,-1",
+    "long.csv": "7,2\n99999999999,1",
 }
 
 TEXT = "--input {}/words --output-prefix {}/out --tokenizer-model {}/tokenizer --workers 1"

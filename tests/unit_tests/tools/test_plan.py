@@ -29,9 +29,8 @@ def test_a_launch_is_planned_predicted_as_it_is_and_explained(tmp_path, capsys):
     assert "Use Megatron's own schedules: they take " in printed and "(within error)." in printed
     flags, ours = printed[printed.index("Flags of Megatron's own schedules:") :].split("Runner-up: this package, in ")
     assert "--lr 1e-4" in flags and "--num-layers 8" in flags and flags.count("--global-batch-size") == 1
-    assert "--pipeline-schedule" in ours and not any(
-        f"--{name}" in flags for name in ("pipeline-schedule", "sequence-split", "keep-logits", "partition-state")
-    )
+    of_ours = ("--pipeline-schedule", "--sequence-split", "--keep-logits", "--partition-state")
+    assert of_ours[0] in ours and not any(flag in flags for flag in of_ours)
 
 
 @pytest.mark.parametrize("more, is_partitioned", [("", True), ("--log-params-norm", False)])
@@ -94,30 +93,13 @@ def test_a_histogram_of_lengths_has_a_plan_in_units(tmp_path, capsys):
     assert flags[flags.index("--seq-length") + 1] == "8192" and "--sequence-splits" not in flags
 
 
-HEADER = struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, 4, 3, 4)
-INDEX = HEADER + struct.pack("<3i3q4q", 5, 9, 5, 0, 10, 28, 0, 1, 2, 3)
+INDEX = struct.pack("<9sQBQQ3i3q4q", b"MMIDIDX\x00\x00", 1, 4, 3, 4, 5, 9, 5, 0, 10, 28, 0, 1, 2, 3)
 
 
 @pytest.mark.parametrize("content, found", [(INDEX, {5: 2, 9: 1}), ("\ufeff7\n7 2\n".encode(), {7: 3})])
 def test_lengths_of_a_corpus_and_of_a_spreadsheet(tmp_path, content, found):
     (tmp_path / "lengths").write_bytes(content)
     assert read_histogram(tmp_path / "lengths") == found
-
-
-@pytest.mark.parametrize(
-    "content, sentence",
-    [
-        (HEADER, "is cut off, damaged or without tokens; make the corpus again"),
-        (INDEX[: len(HEADER) + 6], "is cut off, damaged"),
-        (HEADER + struct.pack("<3i", 5, -9, 5), "is cut off, damaged"),
-        (b"tokens,sequences\n5,-1", "line 2: '5,-1' is not"),
-        (b"7,2\n99999999999,1", "line 2: '99999999999,1' is not"),
-    ],
-)
-def test_a_mistake_in_lengths_is_a_sentence(tmp_path, content, sentence):
-    (tmp_path / "lengths").write_bytes(content)
-    with pytest.raises(ValueError, match=sentence):
-        read_histogram(tmp_path / "lengths")
 
 
 def test_the_soonest_training_is_shown_with_its_law_and_flags(capsys):
@@ -128,22 +110,17 @@ def test_the_soonest_training_is_shown_with_its_law_and_flags(capsys):
     assert "GPU hours" in printed and "--micro-batch-size" in printed
 
 
+@pytest.mark.parametrize("ours, words", [(1.5, "+50.0 %"), (1.05, "+5.0 % (within error)"), (0.8, "-20.0 %")])
+def test_a_gain_below_the_error_is_printed_as_such(ours, words):
+    assert str(Gain(ours, 1.0, 0.08)) == words
+
+
+def test_a_gain_over_nothing_names_what_fits():
+    found = [str(Gain(ours, megatron, 0.08)) for ours, megatron in ((1.0, None), (None, 1.0), (None, None))]
+    assert found == ["only segments fit", "only Megatron's own fit", "nothing fits"]
+
+
 MAP = "--model llama3-8b --seq-length 8192 --machine a100-80gb --gpus 2 4 --tokens 16384 32768 --bandwidths 10 100"
-
-
-@pytest.mark.parametrize(
-    "ours, megatron, words",
-    [
-        (1.5, 1.0, "+50.0 %"),
-        (1.05, 1.0, "+5.0 % (within error)"),
-        (0.8, 1.0, "-20.0 %"),
-        (1.0, None, "only segments fit"),
-        (None, 1.0, "only Megatron's own fit"),
-        (None, None, "nothing fits"),
-    ],
-)
-def test_a_gain_below_the_error_is_printed_as_such(ours, megatron, words):
-    assert str(Gain(ours, megatron, 0.08)) == words
 
 
 def test_a_map_is_continued_where_it_was_left(tmp_path, monkeypatch, capsys):

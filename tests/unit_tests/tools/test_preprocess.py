@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 from megatron.seq1f1b.commands import preprocess, run
-from support.files import write_files
+from support.files import write_corpus, write_files
 from support.patience import patient
 
 # Three batches, so that two workers have to keep their order.
@@ -26,8 +27,7 @@ def corpus(tmp_path_factory) -> Path:
     """A folder with a.jsonl, and a tokenizer and the pair `one` made from it."""
     folder = tmp_path_factory.mktemp("corpus")
     (folder / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in TEXTS))
-    train = ["--train-tokenizer", "400", "--append-eod", "--workers", "2"]
-    assert run("preprocess", command(folder, folder / "a.jsonl", "one", *train)) == 0
+    assert made(folder, folder / "a.jsonl", "one", "--train-tokenizer", "400", "--append-eod", "--workers", "2") == 0
     return folder
 
 
@@ -55,16 +55,10 @@ def encoded(folder: Path, texts: list[str], *flags: str) -> tuple:
 
 
 def test_the_pair_is_upstreams_byte_for_byte(corpus, tmp_path):
-    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-
     tokenizer, _ = encoded(corpus, ["x"])
     assert (tokenizer.vocab_size, tokenizer.eod) == (400, 0) and tokenizer.pad not in (0, None, -1)
-    builder = IndexedDatasetBuilder(str(tmp_path / "upstream.bin"), dtype=np.uint16)
-    for text in TEXTS:
-        ids = [*tokenizer.tokenize(text), tokenizer.eod]
-        builder.add_document(ids, [len(ids)])
-    builder.finalize(str(tmp_path / "upstream.idx"))
-    assert pair(corpus / "one") == pair(tmp_path / "upstream")
+    upstream = write_corpus(tmp_path / "upstream", ([*tokenizer.tokenize(text), tokenizer.eod] for text in TEXTS))
+    assert pair(corpus / "one") == pair(upstream)
     (tmp_path / "keys.jsonl").write_text("".join(json.dumps({"code": text, "text": ""}) + "\n" for text in TEXTS))
     assert made(corpus, tmp_path / "keys.jsonl", "again", "--append-eod", "--json-key", "code") == 0
     assert pair(corpus / "again") == pair(corpus / "one")
@@ -76,14 +70,12 @@ def test_many_texts_at_once_have_the_ids_of_each_alone(corpus, tmp_path, special
     from tokenizers import Tokenizer as Rust
     from tokenizers.processors import TemplateProcessing
 
-    folder = tmp_path / "tokenizer"
-    folder.mkdir()
+    shutil.copytree(corpus / "tokenizer", tmp_path / "tokenizer")
     rust = Rust.from_file(str(corpus / "tokenizer" / "tokenizer.json"))
     rust.enable_truncation(5)
     rust.enable_padding(length=8)
     rust.post_processor = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
-    rust.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text((corpus / "tokenizer" / "tokenizer_config.json").read_text())
+    rust.save(str(tmp_path / "tokenizer" / "tokenizer.json"))
     texts = [*TEXTS[:50], "a<|endoftext|>b", " leading", "\u0301 é "]
     tokenizer, batch = encoded(tmp_path, texts, *([] if special else ["--tokenizer-hf-no-include-special-tokens"]))
     assert [ids.tolist() for ids in batch] == [tokenizer.tokenize(text) for text in texts]
@@ -108,11 +100,9 @@ def test_folders_are_searched_in_order_and_pipes_left_alone(corpus, tmp_path, ca
 
 
 def test_bad_documents_stop_the_run_or_are_skipped(corpus, tmp_path, capsys):
-    source = tmp_path / "bad.jsonl"
+    source, before = tmp_path / "bad.jsonl", names(corpus)
     lines = b'{"text": "good"}\n{"t": 1}\n\n\xff\n[1]\n{"text": 2}\n{"text": " "}\n{\n'
-    lines += b'{"text": "\\ud800"}\n{"text": "too"}\n'
-    source.write_bytes(lines)
-    before = names(corpus)
+    source.write_bytes(lines + b'{"text": "\\ud800"}\n{"text": "too"}\n')
     assert made(corpus, source, "bad") == 2
     error = capsys.readouterr().err
     assert f"error: {source}:2: it has no 'text'" in error and "--on-error skip" in error
@@ -153,8 +143,7 @@ def test_a_worker_that_dies_ends_the_run(corpus):
 def test_a_signal_ends_the_run_and_its_workers(corpus, tmp_path, number):
     """The run waits in the middle of a stream; what it wrote so far goes, unless it is killed."""
     os.mkfifo(tmp_path / "pipe.jsonl")
-    flags = ["--output-prefix", str(tmp_path / "out")]
-    words = command(corpus, tmp_path / "pipe.jsonl", "out", *flags)
+    words = command(corpus, tmp_path / "pipe.jsonl", "out", "--output-prefix", tmp_path / "out")
     process = multiprocessing.get_context("fork").Process(target=in_own_session, args=(words,))
     process.start()
     try:

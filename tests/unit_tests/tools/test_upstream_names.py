@@ -8,6 +8,7 @@ import sys
 import pytest
 
 import upstream_names
+from support.files import write_files
 
 # Beside the pinned version: the others that are supported, and the newest of all, candidates for a release included.
 VERSIONS = ["==0.19.0", "==0.19.1", ""]
@@ -24,14 +25,11 @@ def test_the_installed_version_has_every_name_as_recorded():
 
 def test_what_changed_is_named_with_the_files_that_use_it(tmp_path):
     """A version that lost a function, renamed a parameter of another, and moved a third."""
-    folder = tmp_path / "megatron" / "core"
-    (folder / "pipeline_parallel").mkdir(parents=True)
-    (folder / "pipeline_parallel" / "schedules.py").write_text(
-        "from .elsewhere import get_forward_backward_func\ndef forward_step(renamed):\n    pass\n"
-    )
-    (folder / "pipeline_parallel" / "elsewhere.py").write_text(
-        "def get_forward_backward_func(pp_size=None, vp_size=None, schedule_pg_collection=None):\n    pass\n"
-    )
+    files = {
+        "schedules.py": "from .elsewhere import get_forward_backward_func\ndef forward_step(renamed): ...\n",
+        "elsewhere.py": "def get_forward_backward_func(pp_size=None, vp_size=None, schedule_pg_collection=None): ...\n",
+    }
+    write_files(tmp_path / "megatron" / "core" / "pipeline_parallel", files)
     lines = {line.split()[0]: line for line in upstream_names.changes(tmp_path)}
     module = "megatron.core.pipeline_parallel.schedules"
     assert f"{module}.get_forward_backward_func" not in lines
