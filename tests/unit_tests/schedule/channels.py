@@ -1,32 +1,23 @@
 """Runs a lowered schedule on channels as strict as those of NCCL, in simulated time.
 
-A channel is a FIFO without tags. A transfer starts when both its send and its receive are posted
-and at the front of their communicators: on a rank, the operations of one communicator run one after
-the other, in the order in which they were posted. A channel buffers `buffered` messages, none if
-not given. Compute goes on meanwhile.
+A channel is a FIFO without tags. A message starts when both its send and its receive are posted and those of the
+message before have ended; a channel buffers `buffered` messages, none if not given. Compute goes on meanwhile.
 
 With `one_queue` all operations of a rank pass through one hardware queue, as on a GPU with
-CUDA_DEVICE_MAX_CONNECTIONS=1: an operation leaves the queue when it starts, so one that has to wait
-for the operation before it on its communicator, or for a message, holds up all behind it.
-
-With `loads_kernels` the first compute of a kind, stage and segment on a rank waits until no operation
-of the rank is under way, as loading a kernel does. With `in_turn` the host waits for the end of each
+CUDA_DEVICE_MAX_CONNECTIONS=1: an operation leaves the queue when it starts, so one that has to wait for the operation
+before it on its channel, or for a message, holds up all behind it. With `in_turn` the host waits for the end of each
 operation.
 """
 
-from collections import deque
-from collections.abc import Hashable
+from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
-from megatron.seq1f1b.schedule.action import COMPUTE_KINDS, MOVE_KINDS, Action, Kind
+from megatron.seq1f1b.schedule.action import COMPUTE_KINDS, Action, Kind
 from megatron.seq1f1b.schedule.cost_tables import Costs
-from megatron.seq1f1b.schedule.dependencies import message_needed, outcome
+from megatron.seq1f1b.schedule.dependencies import message_needed
 from megatron.seq1f1b.schedule.lowering import Channel, channels_of
 from megatron.seq1f1b.schedule.schedule import Schedule
 from megatron.seq1f1b.schedule.timeline import Span, Timeline
-
-_RECEIVES = (Kind.RECV_F, Kind.RECV_B)
-_SENDS = (Kind.SEND_F, Kind.SEND_B)
 
 
 class HangError(RuntimeError):
@@ -34,134 +25,74 @@ class HangError(RuntimeError):
 
 
 @dataclass
-class _Queue:
-    """The operations that one rank has posted on one communicator and that have not run."""
+class _End:
+    """One end of a channel: the operations that its rank has posted and that have not run."""
 
-    posted: deque[tuple[Channel, Action, float]] = field(default_factory=deque)
+    posted: deque[tuple[Action, float]] = field(default_factory=deque)
     free: float = 0.0  # when the last operation that ran has ended
 
 
-def execute(lowered: Schedule, costs: Costs | None = None, **conditions: float) -> Timeline:
-    """The timeline of the compute actions of a lowered schedule, under the conditions of `_Machine`.
+def execute(lowered: Schedule, costs: Costs | None = None, *, one_queue=False, in_turn=False, buffered=0) -> Timeline:
+    """The timeline of the compute actions. Raises HangError, with what every rank and channel waits for."""
+    shape, ranks = lowered.shape, lowered.ranks
+    costs = costs or Costs.uniform(shape)
+    channels = [channels_of(shape.placement, rank) for rank in range(len(ranks))]
+    ends = defaultdict(_End)  # by channel and whether it is the end that sends
+    buffers = defaultdict(deque)
+    arrived = {None: 0.0}
+    spans = [[] for _ in ranks]
+    now, index = [0.0] * len(ranks), [0] * len(ranks)
 
-    Raises HangError, with what every rank and queue waits for.
-    """
-    return _Machine(lowered, costs or Costs.uniform(lowered.shape), **conditions).run()
-
-
-class _Machine:
-    """Ranks wait `copy` for each move to the host; for the others see above."""
-
-    def __init__(self, lowered, costs, *, one_queue=False, buffered=0, loads_kernels=False, in_turn=False, copy=0.0):
-        costs.check(lowered.shape)
-        self.lowered, self.shape, self.costs, self.copy = lowered, lowered.shape, costs, copy
-        self.one_queue, self.room, self.loads_kernels, self.in_turn = one_queue, buffered, loads_kernels, in_turn
-        self.loaded: list[set] = [set() for _ in lowered.ranks]
-        self.buffers: dict[Channel, deque[tuple[Action, float]]] = {}
-        self.queues: dict[tuple[int, Hashable], _Queue] = {}
-        self.arrived: list[dict[Action, float]] = [{} for _ in lowered.ranks]
-        self.spans: list[list[Span]] = [[] for _ in lowered.ranks]
-        self.index = [0] * len(lowered.ranks)
-        self.now = [0.0] * len(lowered.ranks)
-        self.touched: list[tuple[int, Hashable]] = []  # queues whose front may have changed
-        of_ranks = (channels_of(self.shape.placement, rank) for rank in range(len(lowered.ranks)))
-        self.channels = {key: channel for channels in of_ranks for key, channel in channels.items()}
-
-    def run(self) -> Timeline:
-        runnable = list(range(len(self.lowered.ranks)))
-        while runnable:
-            for rank in runnable:
-                self._advance(rank)
-            runnable = self._transfer()
-        if any(at < len(rank) for at, rank in zip(self.index, self.lowered.ranks, strict=True)):
-            raise HangError(self._where())
-        if any(queue.posted for queue in self.queues.values()):
-            raise HangError("messages are left over\n" + self._where())
-        return Timeline(self.shape, tuple(map(tuple, self.spans)))
-
-    def _advance(self, rank: int) -> None:
-        """Runs the rank up to the first action that has to wait."""
-        actions = self.lowered.ranks[rank]
-        while self.index[rank] < len(actions):
-            action = actions[self.index[rank]]
-            if self.in_turn and self._is_waited_for(rank):
+    def transfer(channel: Channel) -> None:
+        """Runs all transfers of the channel that can run."""
+        send, receive, buffer = ends[channel, True], ends[channel, False], buffers[channel]
+        table = costs.message_f if channel.payload is Kind.F else costs.message_b
+        while True:
+            if send.posted and (len(buffer) < buffered or receive.posted and not buffer):
+                sent, start = send.posted.popleft()
+                start = max(start, send.free)
+                if not buffered:
+                    start = max(start, receive.posted[0][1], receive.free)
+                send.free = start + table[sent.stage][sent.segment]
+                buffer.append((sent, send.free))
+            elif buffer and receive.posted:
+                (sent, end), (received, start) = buffer.popleft(), receive.posted.popleft()
+                value = sent._replace(kind=channel.payload)
+                if message_needed(received._replace(kind=channel.payload), shape) != value:
+                    raise HangError(f"{received} meets {sent} on {channel}")
+                receive.free = arrived[value] = max(end, start, receive.free)
+            else:
                 return
-            if action.kind in COMPUTE_KINDS:
-                kernels = action.kind, action.stage, action.segment
-                if self.loads_kernels and kernels not in self.loaded[rank]:
-                    if self._is_waited_for(rank):
-                        return
-                    self.loaded[rank].add(kernels)
-                needed = message_needed(action, self.shape)
-                if needed is not None:
-                    if needed not in self.arrived[rank]:
-                        return
-                    self.now[rank] = max(self.now[rank], self.arrived[rank].pop(needed))
-                start = self.now[rank]
-                self.now[rank] += self.costs.duration(action.kind, action.stage, action.segment)
-                self.spans[rank].append(Span(action, start, self.now[rank]))
-            elif action.kind in _SENDS or action.kind in _RECEIVES:
-                channel = self.channels[action[:2]]
-                key = rank, channel.communicator
-                queue = self.queues.setdefault(key, _Queue())
-                if self.one_queue:
-                    if queue.posted:
-                        return
-                    self.now[rank] = max(self.now[rank], queue.free)
-                queue.posted.append((channel, action, self.now[rank]))
-                self.touched.append(key)
-            elif action.kind in MOVE_KINDS:
-                self.now[rank] += self.copy
-            self.index[rank] += 1
 
-    def _is_waited_for(self, rank: int) -> bool:
-        """Whether an operation of the rank is under way."""
-        return any(queue.posted for (owner, _), queue in self.queues.items() if owner == rank)
-
-    def _transfer(self) -> list[int]:
-        """Runs all transfers that can run; returns the ranks for which something has changed."""
-        changed = set()
-        while self.touched:
-            key = self.touched.pop()
-            if not self.queues[key].posted:
-                continue
-            channel = self.queues[key].posted[0][0]
-            shared = channel.communicator
-            source = self.queues.get((channel.source, shared))
-            destination = self.queues.get((channel.destination, shared))
-            buffer = self.buffers.setdefault(channel, deque())
-            receiving = self._in_front(destination, channel, _RECEIVES)
-            if self._in_front(source, channel, _SENDS) and (len(buffer) < self.room or (receiving and not buffer)):
-                _, send, start = source.posted.popleft()
-                start = max(start, source.free)
-                if len(buffer) == self.room:
-                    start = max(start, destination.posted[0][2], destination.free)
-                table = self.costs.message_f if channel.payload is Kind.F else self.costs.message_b
-                source.free = start + table[send.stage][send.segment]
-                buffer.append((send, source.free))
-                changed.add(channel.source)
-            if not (buffer and receiving):
-                continue
-            send, sent = buffer.popleft()
-            _, receive, posted = destination.posted.popleft()
-            value = Action(channel.payload, send.stage, send.microbatch, send.segment)
-            consumer = Action(channel.payload, receive.stage, receive.microbatch, receive.segment)
-            if message_needed(consumer, self.shape) != value:
-                raise HangError(f"{receive} meets {send} on {channel}\n{self._where()}")
-            destination.free = max(sent, posted, destination.free)
-            self.arrived[channel.destination][outcome(value)] = destination.free
-            changed.add(channel.destination)
-            self.touched += [(channel.source, shared), (channel.destination, shared)]
-        return sorted(changed)
-
-    @staticmethod
-    def _in_front(queue: _Queue | None, channel: Channel, kinds: tuple[Kind, ...]) -> bool:
-        if queue is None or not queue.posted:
+    def runs(rank: int, action: Action) -> bool:
+        """Runs the next action of a rank, unless that has to wait."""
+        if in_turn and any(ends[each, rank == each.source].posted for each in channels[rank].values()):
             return False
-        front, action, _ = queue.posted[0]
-        return front == channel and action.kind in kinds
+        if action.kind in COMPUTE_KINDS:
+            needed = message_needed(action, shape)
+            if needed not in arrived:
+                return False
+            start = max(now[rank], arrived[needed])
+            now[rank] = start + costs.duration(action.kind, action.stage, action.segment)
+            spans[rank].append(Span(action, start, now[rank]))
+        elif channel := channels[rank].get(action[:2]):
+            end = ends[channel, rank == channel.source]
+            if one_queue and end.posted:
+                return False
+            if one_queue:
+                now[rank] = max(now[rank], end.free)
+            end.posted.append((action, now[rank]))
+            transfer(channel)
+        return True
 
-    def _where(self) -> str:
-        at = [[*actions, "its end"][index] for actions, index in zip(self.lowered.ranks, self.index, strict=True)]
-        lines = [f"rank {rank} waits at {action}" for rank, action in enumerate(at)]
-        return "\n".join([*lines, *(f"{key}: {queue.posted}" for key, queue in self.queues.items() if queue.posted)])
+    before = None
+    while index != before:
+        before = list(index)
+        for rank, actions in enumerate(ranks):
+            while index[rank] < len(actions) and runs(rank, actions[index[rank]]):
+                index[rank] += 1
+    waits = [f"rank {rank} waits at {ranks[rank][at]}" for rank, at in enumerate(index) if at < len(ranks[rank])]
+    waits += [f"{channel}: {end.posted}" for (channel, _), end in ends.items() if end.posted]
+    if waits:
+        raise HangError("\n".join(waits))
+    return Timeline(shape, tuple(map(tuple, spans)))

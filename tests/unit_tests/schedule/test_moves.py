@@ -9,8 +9,6 @@ from megatron.seq1f1b.schedule import (
     FAMILIES,
     Kind,
     Placement,
-    Schedule,
-    ScheduleError,
     Shape,
     build,
     lower,
@@ -19,35 +17,27 @@ from megatron.seq1f1b.schedule import (
     validate,
     with_moves,
 )
+from megatron.seq1f1b.schedule.action import COMPUTE_KINDS, MOVE_KINDS
 from megatron.seq1f1b.schedule.dependencies import outcome
 from megatron.seq1f1b.schedule.moves import SHORTEST
 
-from .channels import execute
 from .strategies import any_order, of
-
-MOVES = (Kind.OFFLOAD, Kind.RELOAD)
-
-
-def random_schedule(random: Random) -> Schedule:
-    placement = Placement(random.randint(1, 3), random.randint(1, 2), random.choice(["looped", "v"]))
-    return any_order(random, Shape(placement, random.randint(1, 3), random.randint(1, 3)))
 
 
 def test_random_schedules_with_moves_run():
-    """Also where a rank waits for the end of every copy, streams share one queue, and a send waits for its receive."""
+    """With the messages of the schedule without moves, none of which can hang."""
     random, moves = Random(0), 0
-    for _ in range(300):
-        schedule = moved(random_schedule(random), random.random())
+    for _ in range(100):
+        placement = Placement(random.randint(1, 3), random.randint(1, 2), random.choice(["looped", "v"]))
+        plain = any_order(random, Shape(placement, random.randint(1, 3), random.randint(1, 3)))
+        schedule = moved(plain, random.random())
         validate(schedule)
-        moves += sum(action.kind in MOVES for order in schedule.ranks for action in order)
-        lowered = lower(schedule, one_queue=True)
-        blocked = execute(lowered, one_queue=True, copy=random.random())
-        assert blocked.makespan >= execute(lowered, one_queue=True).makespan
-    assert moves > 600
-
-
-def most_held(order) -> int:
-    return max(accumulate((a.kind is Kind.F) - (a.kind in (Kind.B, Kind.I)) for a in order))
+        alone, together = lower(plain, one_queue=True), lower(schedule, one_queue=True)
+        for order, without, lowered in zip(schedule.ranks, alone.ranks, together.ranks, strict=True):
+            moves += sum(action.kind in MOVE_KINDS for action in order)
+            assert without == tuple(action for action in lowered if action.kind not in MOVE_KINDS)
+            assert order == tuple(action for action in lowered if action.kind in COMPUTE_KINDS + MOVE_KINDS)
+    assert moves > 200
 
 
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 1.0])
@@ -57,7 +47,8 @@ def test_a_rank_holds_that_share_less(family, share):
     for order in build(family, Shape(Placement(4, 2), 4, 6)).ranks:
         units = units_to_move(order, share)
         index_of = {outcome(action): index for index, action in enumerate(order)}
-        room = round((1 - share) * most_held(order))
+        most = max(accumulate((a.kind is Kind.F) - (a.kind in (Kind.B, Kind.I)) for a in order))
+        room = round((1 - share) * most)
         here = set()
         for action in order:
             if action[1:] in units:
@@ -86,24 +77,3 @@ def test_a_unit_leaves_after_its_message():
     schedule = moved(build("gpipe", Shape(Placement(2), 8)), 1.0)
     words = " ".join(map(str, lower(schedule).ranks[0]))
     assert words.startswith("0GATHER 0F0.0 0SEND_F0.0 0OFFLOAD0.0 0F1.0 0SEND_F1.0 0OFFLOAD1.0 0F2.0")
-
-
-BEGIN = "0F0.0 0F1.0 "
-
-
-@pytest.mark.parametrize(
-    "order, problem",
-    [
-        ("0OFFLOAD0.0 0F0.0 0RELOAD0.0 0B0.0 0F1.0 0B1.0", "does not follow the forward of its unit"),
-        (BEGIN + "0OFFLOAD0.0 0OFFLOAD0.0 0RELOAD0.0 0B0.0 0B1.0", "does not follow the forward of its unit"),
-        (BEGIN + "0OFFLOAD0.0 0B0.0 0B1.0", r"\[0B0.0\]"),
-        (BEGIN + "0OFFLOAD0.0 0B0.0 0B1.0", "needs activations that are on the host; RELOAD them before"),
-        (BEGIN + "0OFFLOAD0.0 0I0.0 0RELOAD0.0 0W0.0 0B1.0", "needs activations that are on the host"),
-        (BEGIN + "0RELOAD0.0 0B0.0 0B1.0", "reloads activations that are not on the host"),
-        (BEGIN + "0OFFLOAD0.0 0RELOAD0.0 0RELOAD0.0 0B0.0 0B1.0", "reloads activations that are not on the host"),
-        (BEGIN + "0B0.0 0OFFLOAD0.0 0RELOAD0.0 0B1.0", "does not follow the forward of its unit"),
-    ],
-)
-def test_moves_that_cannot_be_are_rejected(order, problem):
-    with pytest.raises(ScheduleError, match=problem):
-        validate(of(order, Shape(Placement(1), 2)))
