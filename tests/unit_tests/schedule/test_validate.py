@@ -3,11 +3,8 @@ import re
 from contextlib import nullcontext
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from megatron.seq1f1b.schedule import (
-    FAMILIES,
     Action,
     Kind,
     Placement,
@@ -21,31 +18,11 @@ from megatron.seq1f1b.schedule import (
 )
 from megatron.seq1f1b.schedule.dependencies import outcome
 
-from .strategies import fixed, of, shapes
-
-
-def changed(schedule, rank, actions):
-    ranks = list(schedule.ranks)
-    ranks[rank] = tuple(actions)
-    return Schedule(schedule.shape, tuple(ranks))
-
-
-@fixed
-@given(st.sampled_from(list(FAMILIES)), shapes(), st.data())
-def test_dropped_and_doubled_actions_are_rejected(family, shape, data):
-    schedule = build(family, shape)
-    rank = data.draw(st.integers(0, shape.num_ranks - 1))
-    actions = schedule.ranks[rank]
-    index = data.draw(st.integers(0, len(actions) - 1))
-    elsewhere = data.draw(st.integers(0, len(actions)))
-    with pytest.raises(ScheduleError):
-        validate(changed(schedule, rank, actions[:index] + actions[index + 1 :]))
-    with pytest.raises(ScheduleError):
-        validate(changed(schedule, rank, actions[:elsewhere] + actions[index : index + 1] + actions[elsewhere:]))
+from .strategies import of
 
 
 def test_random_orders_are_judged_like_a_plain_replay():
-    """Against a second judge: shuffled orders, replayed step by step with sets."""
+    """Against a second judge: orders with actions exchanged, dropped and doubled, replayed step by step with sets."""
     randomness = random.Random(0)
     seen = set()
     for _ in range(300):
@@ -56,6 +33,10 @@ def test_random_orders_are_judged_like_a_plain_replay():
             for _ in range(randomness.randint(0, 2)):
                 index = randomness.randrange(len(actions) - 1)
                 actions[index : index + 2] = reversed(actions[index : index + 2])
+            if randomness.random() < 0.05:
+                actions.pop(randomness.randrange(len(actions)))
+            if randomness.random() < 0.05:
+                actions.insert(randomness.randint(0, len(actions)), randomness.choice(actions))
         todo, done, progress = [list(actions) for actions in ranks], set(), True
         while progress:
             progress = False
@@ -63,7 +44,9 @@ def test_random_orders_are_judged_like_a_plain_replay():
                 while actions and all(need in done for need in dependencies(actions[0], shape)):
                     done.add(outcome(actions.pop(0)))
                     progress = True
-        can_run = not any(todo)
+        can_run = not any(todo) and all(
+            sorted(changed) == sorted(built) for changed, built in zip(ranks, schedule.ranks, strict=True)
+        )
         seen.add(can_run)
         with nullcontext() if can_run else pytest.raises(ScheduleError):
             validate(Schedule(shape, tuple(map(tuple, ranks))))
@@ -84,6 +67,13 @@ def test_random_orders_are_judged_like_a_plain_replay():
         ("0F1.0 0F0.0 0B0.0", "0F1.0 is no compute action of this rank; there are 1 ranks, 1 micro-"),
         ("0F0.1 0F0.0 0B0.0", "0F0.1 is no compute action of this rank"),
         ("0REDUCE 0F0.0 0B0.0", "0REDUCE is no compute action"),
+        ("0OFFLOAD0.0 0F0.0 0RELOAD0.0 0B0.0", "0OFFLOAD0.0 does not follow the forward of its unit"),
+        ("0F0.0 0OFFLOAD0.0 0OFFLOAD0.0 0RELOAD0.0 0B0.0", "action 2: 0OFFLOAD0.0 does not follow the forward"),
+        ("0F0.0 0B0.0 0OFFLOAD0.0 0RELOAD0.0", "0OFFLOAD0.0 does not follow the forward of its unit"),
+        ("0F0.0 0OFFLOAD0.0 0B0.0", "action 2: 0B0.0 needs activations that are on the host; RELOAD them before"),
+        ("0F0.0 0OFFLOAD0.0 0I0.0 0RELOAD0.0 0W0.0", "0I0.0 needs activations that are on the host"),
+        ("0F0.0 0RELOAD0.0 0B0.0", "0RELOAD0.0 reloads activations that are not on the host"),
+        ("0F0.0 0OFFLOAD0.0 0RELOAD0.0 0RELOAD0.0 0B0.0", "action 3: 0RELOAD0.0 reloads activations that are not"),
         ("0F0.0 1F0.0 0B0.0\n1F0.0 1B0.0", "rank 0, action 1: 1F0.0 is no compute action of this rank"),
     ],
 )
@@ -105,9 +95,9 @@ def test_a_full_backward_may_stand_next_to_a_split_one():
 
 def test_the_neighbourhood_is_shown_rank_by_rank():
     schedule = build("1f1b", Shape(Placement(3), 2, 2))
-    actions = schedule.ranks[1]
+    first, actions, last = schedule.ranks
     with pytest.raises(ScheduleError) as error:
-        validate(changed(schedule, 1, actions[:4] + actions[3:]))
+        validate(Schedule(schedule.shape, (first, actions[:4] + actions[3:], last)))
     assert str(error.value).splitlines() == [
         "rank 1, action 4: 1B0.1 is repeated",
         "  rank 0    0F0.0   0F0.1   0F1.0   0F1.1  [0B0.1]  0B0.0   0B1.1   0B1.0",
