@@ -1,6 +1,5 @@
 """Units of a step: every token once, none too long, nothing cut but what is longer than a unit, equal work."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,17 +25,12 @@ def test_every_sequence_is_in_one_pack_and_no_unit_is_too_long(lengths, size, mu
             assert not pack.sequences or sum(pack.lengths) - used < multiple
             assert set(pack.lengths[:-1]) <= {most}
             assert all(lengths[number] <= most for number in pack.sequences[1:])
-    assert all(shares)
-    if alike:
+    assert all(shares) and (lengths or len(packs) == replicas)
+    if not alike:
+        short = sorted(sum(pack.lengths) for pack in packs if len(pack.lengths) == 1 and pack.sequences)
+        assert len(short) < 2 or multiple > 1 or short[0] + short[1] > most, "two packs would fit into one"
+    else:
         assert len({tuple(len(pack.lengths) for pack in share) for share in shares}) == 1
-
-
-@fixed
-@given(st.lists(st.integers(1, 400), min_size=1), st.integers(1, 6))
-def test_no_two_packs_fit_into_one(lengths, replicas):
-    packs = [pack for share in packs_of_step(lengths, 100, replicas=replicas) for pack in share if pack.sequences]
-    short = sorted(sum(pack.lengths) for pack in packs if len(pack.lengths) == 1)
-    assert len(short) < 2 or short[0] + short[1] > 100
 
 
 def test_replicas_get_equal_work():
@@ -54,8 +48,3 @@ def test_replicas_get_equal_work():
         middle = of_packs.index(max(of_packs))
         assert abs(middle - len(share) / 2) <= 1
         assert of_packs == sorted(of_packs[: middle + 1]) + sorted(of_packs[middle + 1 :], reverse=True)
-
-
-@pytest.mark.parametrize("alike", [False, True])
-def test_a_step_without_sequences_has_a_unit_for_each_replica(alike):
-    assert [len(share) for share in packs_of_step([], 64, 8, 3, alike=alike)] == [1, 1, 1]
