@@ -158,45 +158,32 @@ def test_attention_runs_few_kernels_beside_its_own():
     assert within_two < of_all
 
 
-class Counted(Unfused):
-    """Counts its forwards in `calls`, which a test sets to an empty list."""
-
-    def forward(self, *tensors):
-        self.calls.append(1)
-        return super().forward(*tensors)
-
-
-def counted_layer(dropout=0.0, keeps=True):
-    Counted.calls = []
-    layer = attention(8, Counted, dropout)
-    layer.segment_context.kept_attention = {} if keeps else None
-    return layer
-
-
 @pytest.mark.parametrize("documents", [None, ((0, 9, 21), (0, 20))], ids=["whole", "documents"])
 @pytest.mark.parametrize("lengths", [(20, 3, 17), (40,)], ids=str)
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("keeps, runs", [(True, 1), (False, 2)], ids=["kept", "again"])
-def test_recomputed_gradients_are_bitwise_equal(keeps, runs, dropout, lengths, documents):
+def test_recomputed_gradients_are_bitwise_equal(monkeypatch, keeps, runs, dropout, lengths, documents):
     """Recomputation repeats masks, and kernels unless attention is kept."""
     *tensors, grad = inputs(40, (2, 4, 2, 8, 8))
-    segments = of_lengths(lengths, documents)
+    segments, forward = of_lengths(lengths, documents), Unfused.forward
     results, calls, states = [], [], []
+    monkeypatch.setattr(Unfused, "forward", lambda *given: calls.append(recompute) or forward(*given))
     for recompute in (False, True):
-        layer = counted_layer(dropout, keeps)
+        layer = attention(8, Unfused, dropout)
+        layer.segment_context.kept_attention = {} if keeps else None
         torch.manual_seed(5)
         results.append(run(layer, tensors, grad, segments, recompute))
-        calls.append(len(Counted.calls))
         states.append(torch.get_rng_state())
-    assert calls[1] == runs * calls[0] >= runs * len(segments)
+    assert calls.count(True) == runs * calls.count(False) >= runs * len(segments)
     assert all(map(torch.equal, *results))
     # Later dropout of the layer repeats the masks of the first forward.
     assert torch.equal(*states)
 
 
 def test_what_is_kept_is_freed_by_the_backward_or_a_failure():
-    layer = counted_layer()
+    layer = attention(8)
     context = layer.segment_context
+    context.kept_attention = {}
     *tensors, grad = inputs(40, (1, 2, 2, 8, 8))
     (segment,) = segments_of([0, 40])
     gc.disable()
@@ -220,21 +207,6 @@ def test_what_is_kept_is_freed_by_the_backward_or_a_failure():
     context.assert_empty()
 
 
-class Moved(Attended):
-    """Its last segment moves."""
-
-    def forward(self) -> None:
-        self.memory = self.layer.segment_context.host_memory
-        with self.memory.keeping("unit"):
-            super().forward()
-        self.memory.offload("unit", nullcontext())
-
-    def backward(self) -> None:
-        self.memory.reload("unit", nullcontext())
-        self.memory.wait("unit")
-        super().backward()
-
-
 # Tokens that are kept: all, or, where they are computed again, a window of each segment.
 @pytest.mark.parametrize("window, kept", [(None, (150, 150)), (20, (150, 60))], ids=["prefix", "window"])
 @pytest.mark.parametrize("recompute, keeps", [(False, False), (True, False), (True, True)], ids=["", "again", "kept"])
@@ -243,15 +215,18 @@ def test_a_cache_leaves_and_comes_back(monkeypatch, window, kept, recompute, kee
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
     monkeypatch.setattr(host_memory, "SMALLEST", 1)
     *tensors, grad = inputs(LENGTH, (BATCH, HEADS, GROUPS, SIZE, SIZE))
-    of_token, log_sum_exp = 2 * BATCH * GROUPS * SIZE * 8, BATCH * HEADS * 8  # bytes, in fp64
-    found = []
-    for kind in (Attended, Moved):
-        sequence = kind(attention(SIZE, window=window), tensors, grad, of_lengths((60, 40, 50)), recompute)
-        sequence.layer.segment_context.kept_attention = {} if keeps else None
+    layer, segments = attention(SIZE, window=window), of_lengths((60, 40, 50))
+    usual, sequence = run(layer, tensors, grad, segments), Attended(layer, tensors, grad, segments, recompute)
+    layer.segment_context.kept_attention = {} if keeps else None
+    memory = layer.segment_context.host_memory
+    with memory.keeping("unit"):
         sequence.forward()
-        if kind is Moved:
-            of_kernels = 0 if recompute and not keeps else log_sum_exp * LENGTH
-            assert sequence.memory.num_bytes == of_token * kept[recompute] + of_kernels
-        sequence.backward()
-        found.append([torch.cat(sequence.outputs), *(x.grad for part in sequence.parts for x in part)])
-    assert all(map(torch.equal, *found))
+    memory.offload("unit", nullcontext())
+    of_token, log_sum_exp = 2 * BATCH * GROUPS * SIZE * 8, BATCH * HEADS * 8  # bytes, in fp64
+    of_kernels = 0 if recompute and not keeps else log_sum_exp * LENGTH
+    assert memory.num_bytes == of_token * kept[recompute] + of_kernels
+    memory.reload("unit", nullcontext())
+    memory.wait("unit")
+    sequence.backward()
+    grads = (torch.cat([part[i].grad for part in sequence.parts]) for i in range(3))
+    assert all(map(torch.equal, usual, [torch.cat(sequence.outputs), *grads]))
