@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from support.patience import patient
 
 ROOT = Path(__file__).parents[2]
@@ -50,21 +48,6 @@ assert "none" in found and "full" not in found
 """
 
 
-@pytest.fixture(scope="module")
-def tree(tmp_path_factory) -> Path:
-    """A copy of the package after the walk."""
-    root = tmp_path_factory.mktemp("tree")
-    package = root / "megatron" / "seq1f1b"
-    shutil.copytree(ROOT / "megatron" / "seq1f1b", package, ignore=shutil.ignore_patterns("__pycache__"))
-    family, line = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
-    path = re.search(r"Add this to `(\S+)`", TEXT)[1]
-    text = (root / path).read_text()
-    table, first = "FAMILIES: Mapping", '        "gpipe": gpipe,\n'
-    assert text.count(table) == text.count(first) == 1
-    (root / path).write_text(text.replace(table, f"{family}\n\n{table}").replace(first, first + line))
-    return root
-
-
 def python(tree: Path, *words: str) -> subprocess.CompletedProcess:
     environment = os.environ | {"PYTHONPATH": str(tree)}
     run = subprocess.run(
@@ -74,13 +57,18 @@ def python(tree: Path, *words: str) -> subprocess.CompletedProcess:
     return run
 
 
-def test_the_new_family_is_valid_for_all_sizes_and_no_slower(tree):
-    python(tree, "-c", VALIDATE)
-
-
-def test_the_console_command_of_the_walk_takes_it(tree):
+def test_the_new_family_is_valid_no_slower_and_a_choice(tmp_path):
+    package = tmp_path / "megatron" / "seq1f1b"
+    shutil.copytree(ROOT / "megatron" / "seq1f1b", package, ignore=shutil.ignore_patterns("__pycache__"))
+    family, line = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+    path = tmp_path / re.search(r"Add this to `(\S+)`", TEXT)[1]
+    text = path.read_text()
+    table, first = "FAMILIES: Mapping", '        "gpipe": gpipe,\n'
+    assert text.count(table) == text.count(first) == 1
+    path.write_text(text.replace(table, f"{family}\n\n{table}").replace(first, first + line))
+    python(tmp_path, "-c", VALIDATE)
     words = re.search(r"seq1f1b (plot --pipeline-schedule gpipe-zb.*)", TEXT)[1].replace(".png", ".csv").split()
     run = "import sys; from megatron.seq1f1b.commands import main; sys.exit(main(sys.argv[1:]))"
-    python(tree, "-c", run, *words)
-    assert "0I0.0" in (tree / "gpipe-zb.csv").read_text()
-    assert "valid" in python(tree, "-c", run, "check", "gpipe-zb.csv").stdout
+    python(tmp_path, "-c", run, *words)
+    assert "0I0.0" in (tmp_path / "gpipe-zb.csv").read_text()
+    assert "valid" in python(tmp_path, "-c", run, "check", "gpipe-zb.csv").stdout

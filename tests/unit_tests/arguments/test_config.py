@@ -163,11 +163,6 @@ def test_auto_takes_the_segments_of_the_shortest_step_that_fits():
     assert min(seconds, key=seconds.get) == config.num_segments
 
 
-def test_a_v_needs_several_chunks():
-    with pytest.raises(ValueError, match="there is one; add --num-virtual-stages-per-pipeline-rank 2"):
-        validate(parsed("--pipeline-placement", "v", "--pipeline-schedule", "auto"))
-
-
 GROUPED = {"transformer_impl": "transformer_engine", "moe_grouped_gemm": True, "add_bias_linear": True}
 
 
@@ -191,6 +186,9 @@ def test_layers_spread_unevenly_over_chunks_are_predicted(family, placement, cap
     config = validate(parsed(*flags, pipeline_model_parallel_layout="Et*7|t*5||t*9|t*10|tL", **sizes))
     assert config.run.layers_per_stage == (7, 5, 0, 9, 10, 1) and config.num_segments == 16
     assert "predicted step" in capsys.readouterr().out
+    if placement == "v":
+        with pytest.raises(ValueError, match="there is one; add --num-virtual-stages-per-pipeline-rank 2"):
+            validate(parsed(*flags))
 
 
 @pytest.fixture
@@ -244,11 +242,18 @@ def test_balanced_looks_at_the_slowest_stage():
     assert whole[0] > pipeline[0] > 8192 > pipeline[-1] > whole[-1]
 
 
-def test_terapipe_finds_the_segments_and_a_file_gives_them(tmp_path):
-    args = parsed("--sequence-split-strategy", "terapipe", "--device", "cuda", pipeline_model_parallel_size=8)
-    config = validate(args)
-    assert config.schedule == ScheduleChoice("1f1b") and args.sequence_splits == len(config.cut(16384)) > 4
+@pytest.mark.parametrize("flags", [(), ("--sequence-splits", "8")], ids=["number found", "number given"])
+def test_terapipe_finds_the_segments_once(flags):
+    args = parsed("--sequence-split-strategy", "terapipe", "--device", "cuda", *flags, pipeline_model_parallel_size=8)
+    module = sys.modules["megatron.seq1f1b.partition.terapipe"]
+    with patch.object(module, "_least_latency", wraps=module._least_latency) as solve:
+        config = validate(args)
+        assert config.cut(16384) == config.lengths
+    solve.assert_called_once()
+    assert config.schedule == ScheduleChoice("1f1b") and args.sequence_splits == len(config.lengths) > 4
 
+
+def test_a_file_gives_the_segments(tmp_path):
     path = tmp_path / "lengths.txt"
     path.write_text("8192 4096 4096")
     config = validate(parsed("--sequence-split-file", str(path)))
@@ -371,16 +376,6 @@ def test_lengths_follow_documents_where_the_strategy_can():
 
     for strategy, follows in (("balanced", True), ("even", False), ("uniform_comp", False)):
         assert cuts("--sequence-split-strategy", strategy) == (follows, follows)
-
-
-@pytest.mark.parametrize("flags", [(), ("--sequence-splits", "4")], ids=["number found", "number given"])
-def test_terapipes_programme_is_solved_once(flags):
-    args = parsed("--sequence-split-strategy", "terapipe", "--device", "cuda", *flags, pipeline_model_parallel_size=8)
-    module = sys.modules["megatron.seq1f1b.partition.terapipe"]
-    with patch.object(module, "_least_latency", wraps=module._least_latency) as solve:
-        config = validate(args)
-        assert config.cut(16384) == config.lengths
-    solve.assert_called_once()
 
 
 def test_what_validate_made_is_what_everybody_gets(monkeypatch):

@@ -22,6 +22,7 @@ HYBRID = dict(
     **dict(mamba_num_heads=None, mamba_head_dim=16, mamba_num_groups=2, mamba_state_dim=64),
     hybrid_layer_pattern="G-|*M/*",
 )
+ENDS_COUNT = dict(account_for_embedding_in_pipeline_split=True, account_for_loss_in_pipeline_split=True)
 
 
 @pytest.mark.parametrize(
@@ -57,16 +58,7 @@ def test_sizes_of_a_model(settings, sizes):
         (2, {"virtual_pipeline_model_parallel_size": 4}, (2,) * 8),
         (4, {"decoder_first_pipeline_num_layers": 1}, (1, 5, 5, 5)),
         (4, {"decoder_first_pipeline_num_layers": 5, "decoder_last_pipeline_num_layers": 1}, (5, 5, 5, 1)),
-        (
-            2,
-            {
-                "num_layers": 14,
-                "virtual_pipeline_model_parallel_size": 2,
-                "account_for_embedding_in_pipeline_split": True,
-                "account_for_loss_in_pipeline_split": True,
-            },
-            (3, 4, 4, 3),
-        ),
+        (2, {"num_layers": 14, "virtual_pipeline_model_parallel_size": 2, **ENDS_COUNT}, (3, 4, 4, 3)),
         (2, {"pipeline_model_parallel_layout": "Et*7|t*5|t*3|tL"}, (7, 5, 3, 1)),
         (2, HYBRID, (2, 2)),
     ],

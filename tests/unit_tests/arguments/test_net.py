@@ -73,27 +73,24 @@ def caught(error) -> int:
     return end.value.code
 
 
-def test_the_traceback_is_in_the_file_that_the_sentence_names(tmp_path, capfd):
-    assert caught(raised(load_checkpoint, ARGS, KeyError("args"))) == 2
+ERROR = raised(load_checkpoint, ARGS, KeyError("args"))
+
+
+def test_the_sentence_names_the_file_of_the_traceback(tmp_path, monkeypatch, capfd):
+    """But for a mistake that we find; a full disk does not hide the sentence."""
+    caught(raised(parse_options, {"sequence_splitz": 4}))
+    assert capfd.readouterr().err.count("\n") == 1 and not [*tmp_path.iterdir()]
+    assert caught(ERROR) == 2
     printed = capfd.readouterr().err
     file = re.fullmatch(r"error: .* failed: KeyError: 'args'; the traceback is in (\S+)\.\n", printed)[1]
     assert "line" in Path(file).read_text() and Path(file).parent == tmp_path
-
-
-def test_a_full_disk_does_not_hide_the_sentence(monkeypatch, capfd):
     monkeypatch.setattr(net.tempfile, "NamedTemporaryFile", Mock(side_effect=OSError(28, "No space left on device")))
-    caught(raised(load_checkpoint, ARGS, KeyError("args")))
+    caught(ERROR)
     ending = "KeyError: 'args'; the traceback is in no file, since none can be written.\n"
     assert capfd.readouterr().err.endswith(ending)
 
 
-def test_a_mistake_that_we_find_has_no_traceback(tmp_path, capfd):
-    caught(raised(parse_options, {"sequence_splitz": 4}))
-    assert capfd.readouterr().err.count("\n") == 1 and not [*tmp_path.iterdir()]
-
-
 def test_after_the_first_step_a_traceback_is_printed(monkeypatch, capfd):
     monkeypatch.setattr(net, "_first_step_is_over", lambda: True)
-    error = raised(load_checkpoint, ARGS, KeyError("args"))
-    Net().caught(type(error), error, error.__traceback__)
+    Net().caught(type(ERROR), ERROR, ERROR.__traceback__)
     assert capfd.readouterr().err.startswith("Traceback (most recent call last)")

@@ -102,39 +102,36 @@ def test_the_flags_of_the_table_are_megatrons_and_off():
     assert len(on) == 3 and all(feature.startswith("a run without") for feature in on)
 
 
-def refused(**settings):
-    return first_unsupported(run_of_arguments(parsed(**settings)).settings, {Use.SEGMENTS}) is not None
+FUSED, DELTA_NETS = SETTINGS["--attention-backend fused"], CLAUSES["G"]
 
 
-@pytest.mark.parametrize("installed, is_enough", [("2.19.1", False), ("2.20.0", True), ("2.21.0+cu13", True)])
-def test_fused_attention_needs_a_transformer_engine_of_today(monkeypatch, installed, is_enough):
-    monkeypatch.setattr(supported, "version", lambda package: installed)
-    assert refused(**ON_GPU, **SETTINGS["--attention-backend fused"]) != is_enough
-
-
+# Later versions of flash-linear-attention refuse to run there, and Megatron names one that is missing.
 @pytest.mark.parametrize(
-    "fla, triton, is_hopper, are_wrong",
+    "feature, versions, is_hopper, is_refused",
     [
-        ("0.4.2", "3.3.1", True, False),
-        ("0.4.2", "3.4.0", True, True),
-        ("0.4.2", "3.7.0", True, True),
-        ("0.4.2", "3.7.1+git1", True, False),
-        ("0.4.2", "3.6.0", False, False),
-        ("0.5.0.dev1", "3.6.0", True, False),
-        (None, "3.6.0", True, False),
+        (FUSED, {"transformer-engine": "2.19.1"}, True, True),
+        (FUSED, {"transformer-engine": "2.20.0"}, True, False),
+        (FUSED, {"transformer-engine": "2.21.0+cu13"}, True, False),
+        (DELTA_NETS, {"fla-core": "0.4.2", "triton": "3.3.1"}, True, False),
+        (DELTA_NETS, {"fla-core": "0.4.2", "triton": "3.4.0"}, True, True),
+        (DELTA_NETS, {"fla-core": "0.4.2", "triton": "3.7.0"}, True, True),
+        (DELTA_NETS, {"fla-core": "0.4.2", "triton": "3.7.1+git1"}, True, False),
+        (DELTA_NETS, {"fla-core": "0.4.2", "triton": "3.6.0"}, False, False),
+        (DELTA_NETS, {"fla-core": "0.5.0.dev1", "triton": "3.6.0"}, True, False),
+        (DELTA_NETS, {"triton": "3.6.0"}, True, False),
     ],
 )
-def test_gated_delta_nets_are_wrong_by_version(monkeypatch, fla, triton, is_hopper, are_wrong):
-    """Later ones refuse to run there, and Megatron names one that is missing."""
-
+def test_versions_of_packages_decide(monkeypatch, feature, versions, is_hopper, is_refused):
     def version(name):
-        found = {"fla-core": fla, "triton": triton}.get(name)
-        if found is None:
+        if name not in versions:
             raise PackageNotFoundError(name)
-        return found
+        return versions[name]
+
+    def refused(**settings):
+        return first_unsupported(run_of_arguments(parsed(**settings)).settings, {Use.SEGMENTS}) is not None
 
     monkeypatch.setattr(supported, "version", version)
     is_here = supported.is_on_gpu_here if is_hopper else supported.is_on_hopper_here
     monkeypatch.setitem(supported._FACTS, "this Hopper GPU", is_here)
-    assert refused(**ON_GPU, **CLAUSES["G"]) == are_wrong
-    assert not refused(**ON_GPU, **CLAUSES["G"], dry_run=True, device="cpu", replaced_on_cpu={})
+    assert refused(**ON_GPU, **feature) == is_refused
+    assert not refused(**ON_GPU, **DELTA_NETS, dry_run=True, device="cpu", replaced_on_cpu={})

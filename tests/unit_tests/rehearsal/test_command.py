@@ -15,6 +15,7 @@ from megatron.seq1f1b.rehearsal import prepare
 from megatron.seq1f1b.rehearsal.command import run_stages
 from megatron.seq1f1b.rehearsal.fakes import patches
 from megatron.seq1f1b.rehearsal.launch import check, stood_for
+from unit_tests.arguments.parsed import parsed
 
 
 @pytest.mark.parametrize(
@@ -36,11 +37,10 @@ def test_a_wrong_start_ends_with_one_sentence(environment):
 
 def launch(**flags):
     off = ["num_experts", "sft", "reset_attention_mask", "dataloader_inter_document_masking", "fp8", "fp4"]
-    off += ["moe_grouped_gemm", "sequence_splits", "pipeline_schedule", "pipeline_schedule_file", "unit_tokens"]
     replaced = {"transformer_impl": "local", "moe_permute_fusion": False, "gradient_accumulation_fusion": False}
     parallel = {"context_parallel_size": 1, "cp_comm_type": ["p2p"], "moe_token_dispatcher_type": "alltoall"}
-    rest = {"device": "cuda", "replaced_on_cpu": replaced | {"apply_rope_fusion": True}, "bf16": True}
-    return Namespace(**dict.fromkeys(off) | parallel | rest | {"seq_length": 64} | flags)
+    rest = {"replaced_on_cpu": replaced | {"apply_rope_fusion": True}, "bf16": True}
+    return parsed("--device", "cuda", **dict.fromkeys(off) | parallel | rest | flags)
 
 
 @pytest.mark.parametrize(
@@ -58,14 +58,11 @@ def test_what_cannot_be_rehearsed_ends_with_one_sentence(flags, sentence):
         check(launch(**flags))
 
 
-def test_what_differs_from_a_gpu_is_named():
-    assert stood_for(launch()) == []
+def test_what_a_rehearsal_replaces_is_there_and_named():
+    args = launch()
+    assert stood_for(args) == []
     (note,) = stood_for(launch(fp8="e4m3"))
     assert note.startswith("--fp8-format, which is not modelled: everything is computed and counted in bf16")
-
-
-def test_what_a_stage_replaces_is_there():
-    args = launch()
     args.replaced_on_cpu["transformer_impl"] = "transformer_engine"
     assert not [patch.target for patch in patches(args, print) if not hasattr(*owner_of(patch.target))]
 
@@ -94,6 +91,12 @@ def test_reports_come_in_the_order_of_ranks():
 def test_stages_end_when_the_program_is_killed(tmp_path):
     pids = tmp_path / "pids"
 
+    def is_alive(pid):
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        except FileNotFoundError:
+            return False
+
     def endless_stage():
         with pids.open("a") as file:
             print(os.getpid(), file=file, flush=True)
@@ -110,10 +113,3 @@ def test_stages_end_when_the_program_is_killed(tmp_path):
     while any(is_alive(pid) for pid in pids.read_text().split()):
         assert time.monotonic() < deadline
         time.sleep(0.01)
-
-
-def is_alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
