@@ -105,10 +105,6 @@ def accepted(jobs: list[dict]) -> list[dict]:
     return found
 
 
-def parsed(launch, jobs: list[dict]) -> list[dict]:
-    return launch.call(1, accepted, timeout=800, jobs=jobs)[0]
-
-
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("installed", INSTALLED)
 def test_megatron_and_we_accept_the_flags(launch, installed, tmp_path):
@@ -125,7 +121,8 @@ def test_megatron_and_we_accept_the_flags(launch, installed, tmp_path):
         environment = {"CUDA_DEVICE_MAX_CONNECTIONS": connections, "WORLD_SIZE": gpus}
         jobs.append({"flags": shlex.split(flags), "environment": environment})
     assert allocators == {"expandable_segments:True"}
-    for (size, schedule), job, args in zip(cases, jobs, parsed(launch, jobs), strict=True):
+    (found,) = launch.call(1, accepted, timeout=800, jobs=jobs)
+    for (size, schedule), job, args in zip(cases, jobs, found, strict=True):
         assert "error" not in args, args["error"]
         assert args["transformer_impl"] == ("transformer_engine" if has("transformer_engine") else "local")
         # Transformer Engine fuses by itself; apex needs its extension.
@@ -136,29 +133,23 @@ def test_megatron_and_we_accept_the_flags(launch, installed, tmp_path):
         assert args["attention_backend"] == "auto" and "--attention-backend" not in job["flags"]
         assert job["environment"]["CUDA_DEVICE_MAX_CONNECTIONS"] == ("32" if size in ("tiny", "2.7b") else "1")
         assert args["manual_gc"] and (args["cut"] is None) == ("PIPELINE_SCHEDULE" in schedule)
-        if size != "tiny":
-            assert_authors_model(args, size)
+        if size == "tiny":
+            continue
+        layers, hidden, words = args["num_layers"], args["hidden_size"], args["vocab_size"]
+        assert layers * (12 * hidden**2 + 13 * hidden) + 2 * words * hidden + 2 * hidden == PRESETS[size][0]
+        assert args["bf16"] and args["lr"] == 6e-5 and args["data_parallel_size"] == 1
+        assert args["sequence_parallel"] == (size != "2.7b")
+        if not schedule:
+            assert len(args["cut"]) == 4 and args["cut"][0] > args["cut"][-1]  # of equal time, so shorter and shorter
 
 
-def assert_authors_model(args: dict, size: str) -> None:
-    layers, hidden, words = args["num_layers"], args["hidden_size"], args["vocab_size"]
-    assert layers * (12 * hidden**2 + 13 * hidden) + 2 * words * hidden + 2 * hidden == PRESETS[size][0]
-    assert args["bf16"] and args["lr"] == 6e-5 and args["data_parallel_size"] == 1
-    assert args["sequence_parallel"] == (size != "2.7b")
-    if args["cut"] is not None and len(args["cut"]) > 1:
-        assert len(args["cut"]) == 4 and args["cut"][0] > args["cut"][-1]  # of equal time, so shorter and shorter
-
-
-@pytest.mark.parametrize(
-    "modules, sentence",
-    [
-        (("flash_attn",), "TP=8 on GPUs needs Transformer Engine or NVIDIA apex: pip install"),
-        (("apex",), "NVIDIA apex is installed without its extensions"),
-    ],
-)
-def test_packages_that_tensor_parallelism_lacks_are_named(modules, sentence, tmp_path):
-    run = launched(folder_with(modules, tmp_path), with_gpus("7b"))
-    assert run.returncode == 1 and run.stderr.startswith(f"error: {sentence}")
+def test_packages_that_tensor_parallelism_lacks_are_named(tmp_path):
+    for module, sentence in (
+        ("flash_attn", "TP=8 on GPUs needs Transformer Engine or NVIDIA apex: pip install"),
+        ("apex", "NVIDIA apex is installed without its extensions"),
+    ):
+        run = launched(folder_with([module], tmp_path), with_gpus("7b"))
+        assert run.returncode == 1 and run.stderr.startswith(f"error: {sentence}")
 
 
 @pytest.mark.parametrize("flag", ["--context-parallel-size 2", "--context-parallel-size=2"])
@@ -216,8 +207,9 @@ def test_megatron_and_our_validation_take_plans(launch):
     for candidate, plan in zip(plans, PLANS.values(), strict=True):
         flags = [plan[0], *training_flags(8192), *decided_flags(candidate), REST]
         jobs.append({"flags": shlex.split(" ".join(flags)), "environment": {"WORLD_SIZE": "16"}})
-    for name, candidate, found in zip(PLANS, plans, parsed(launch, jobs), strict=True):
-        assert "error" not in found, f"{name}: {found['error']}"
+    (found,) = launch.call(1, accepted, timeout=800, jobs=jobs)
+    for name, candidate, args in zip(PLANS, plans, found, strict=True):
+        assert "error" not in args, f"{name}: {args['error']}"
         setup = candidate.setup
         sizes = {"data_parallel_size": setup.data_parallel, "global_batch_size": setup.global_batch_size}
-        assert found.items() >= (sizes | {"num_layers": 8, "cut": [*setup.segments]}).items(), name
+        assert args.items() >= (sizes | {"num_layers": 8, "cut": [*setup.segments]}).items(), name

@@ -29,7 +29,6 @@ MODEL = (
     *("--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", 255, "--num-workers", 0),
 )
 TWO_STAGES = ("--pipeline-model-parallel-size", 2)
-EVEN = "--sequence-splits 4 --sequence-split-strategy even"
 CHUNKS = "--num-layers-per-virtual-pipeline-stage 1"
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 HALF = "--offload-activations 0.5"
@@ -54,23 +53,25 @@ TOLERANCE = 0.01
 FUNCTIONAL_TESTS = ROOT / "tests" / "functional_tests"
 
 
-def rehearse(launch, world_size, *flags, **options):
-    return launch(1, [*MODEL, *flags, "--dry-run"], env={"WORLD_SIZE": str(world_size)}, timeout=400, **options)
-
-
 def stages_of(launch, world_size, *flags, output):
     """What is written of each pipeline rank in a rehearsal that succeeds."""
-    rehearse(launch, world_size, *flags, "--dry-run-output", output).check()
+    flags = [*MODEL, *flags, "--dry-run", "--dry-run-output", output]
+    launch(1, flags, env={"WORLD_SIZE": str(world_size)}, timeout=400).check()
     return json.loads((output / "rehearsal.json").read_text())["pipeline_ranks"]
 
 
 def test_a_launch_on_eight_gpus(launch, tmp_path):
+    """With the tokenizer of the authors' scripts, which Megatron would look up at a hub. In fp32, with dropout."""
+    (tmp_path / "vocab.json").write_text(json.dumps({f"word{i}": i for i in range(1000)}))
+    at = MODEL.index("--tokenizer-type")
+    gpt2 = ("--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", tmp_path / "vocab.json", "--merge-file", "merges")
     parallel = ("--device", "cuda", "--tensor-model-parallel-size", 2, "--sequence-parallel", *TWO_STAGES)
-    segments = ("--sequence-splits", 4, "--bf16", "--use-distributed-optimizer")
+    segments = ("--pipe-sp-splits", 4, "--pipe-sp-strategy", "average", "--use-distributed-optimizer")
     # What another package does, and what reads values.
     of_cluster = f"""--save {tmp_path} --save-interval 1 --async-save --use-persistent-ckpt-worker --log-params-norm
-        --log-num-zeros-in-grad --check-weight-hash-across-dp-replicas-interval 1"""
-    job = rehearse(launch, 8, *parallel, *segments, *of_cluster.split(), "--dry-run-output", tmp_path).check()
+        --log-num-zeros-in-grad --check-weight-hash-across-dp-replicas-interval 1 --attention-dropout 0.1"""
+    flags = [*MODEL[:at], *gpt2, *parallel, *segments, *of_cluster.split(), "--dry-run", "--dry-run-output", tmp_path]
+    job = launch(1, flags, env={"WORLD_SIZE": "8", "HF_HUB_OFFLINE": "1"}, timeout=400).check()
     assert "on 8 GPUs (TP 2 × PP 2 × DP 2)" in job.log
     assert "Memory: fits. " in job.log and "both ends of each agree on their number, order" in job.log
     assert "Not proved by a rehearsal:" in job.log and "Transformer Engine's layers by Megatron's local" in job.log
@@ -78,18 +79,6 @@ def test_a_launch_on_eight_gpus(launch, tmp_path):
     assert report["fits"] and not report["problems"]
     assert [stage["rank"] for stage in report["pipeline_ranks"]] == [0, 4]
     assert (tmp_path / "memory.png").exists()
-
-
-def test_no_tokenizer_is_loaded(launch, tmp_path):
-    """The flags of the authors' scripts; Megatron would look their tokenizer up at a hub. In fp32, with dropout."""
-    words = {f"word{i}": i for i in range(1000)}
-    (tmp_path / "vocab.json").write_text(json.dumps(words))
-    at = MODEL.index("--tokenizer-type")
-    gpt2 = ("--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", tmp_path / "vocab.json", "--merge-file", "merges")
-    flags = [*MODEL[:at], *gpt2, *TWO_STAGES, "--pipe-sp-splits", 4, "--pipe-sp-strategy", "average", "--dry-run"]
-    flags += ["--attention-dropout", 0.1]
-    job = launch(1, flags, env={"WORLD_SIZE": "2", "HF_HUB_OFFLINE": "1"}, timeout=400).check()
-    assert "Memory: fits. " in job.log
 
 
 @pytest.mark.parametrize("layout", few_of(LAYOUTS, FEW))
@@ -235,7 +224,8 @@ def test_what_is_not_a_plain_gpt(launch, name):
 
 def test_ends_that_disagree_fail(launch):
     script = FUNCTIONAL_TESTS / "scripts" / "unmatched_messages_script.py"
-    job = rehearse(launch, 2, "--device", "cpu", *TWO_STAGES, *EVEN.split(), script=script)
+    words = "--sequence-splits 4 --sequence-split-strategy even --device cpu --dry-run"
+    job = launch(1, [*MODEL, *TWO_STAGES, *words.split()], script, env={"WORLD_SIZE": "2"}, timeout=400)
     assert job.code == 1
     assert (
         "error: message 1 from rank 0 to rank 1 (activations from even to higher pipeline ranks) is sent as "
