@@ -65,14 +65,7 @@ def test_losses_are_those_of_megatrons_own_mask(launch, training, masked, flags)
 
 def test_units_of_equal_size(launch, training):
     """Whatever ranks a sequence goes to, and whatever it shares a unit with, losses are those of packed sequences."""
-    flags = [
-        *training,
-        *BY_LENGTHS.split(),
-        "--reset-position-ids",
-        "--calculate-per-token-loss",
-        "--micro-batch-size",
-        "1",
-    ]
+    flags = [*training, *f"{BY_LENGTHS} --reset-position-ids --calculate-per-token-loss --micro-batch-size 1".split()]
     prefix = training[training.index("--data-path") + 1]
     flags += ["--data-path", "0.3", prefix, "0.7", prefix]  # a blend, whose batches have the number of a data set
     whole = launch(2, [*flags, *PIPELINE, "--pipeline-schedule", "1f1b"]).check()

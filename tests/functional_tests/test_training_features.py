@@ -15,8 +15,6 @@ SEGMENTS = ("--sequence-splits", "4")
 DROPOUT, OF_ATTENTION = ("--hidden-dropout", "0.2"), ("--attention-dropout", "0.1")
 FULL = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
 
-NAMES = ("forward-backward", "forward-compute", "backward-compute", "batch-generator")
-
 
 def without(flags: tuple, *names: str) -> list:
     """The flags without those that have these names, and without their values."""
@@ -59,31 +57,24 @@ def test_an_evaluation_drops_out_nothing(launch):
 
 
 def test_a_batch_that_grows_and_another_one_in_evaluation(launch):
-    """Two, then four micro-batches; three of one sequence in an evaluation. Megatron's log finds its timers."""
-    flags = without(PIPELINE, "--global-batch-size", "--train-iters", "--eval-iters")
+    """Two, then four micro-batches; three of one sequence in an evaluation. Megatron's log finds its timers. Workers for
+    data ignore SIGTERM here: they end with the iterators of the last steps, which nothing may keep."""
+    flags = without(PIPELINE, "--global-batch-size", "--train-iters", "--eval-iters", "--num-workers")
     flags += ["--train-samples", 24, "--step-batch-size-schedule", "0:4 512:8"]
     flags += ["--eval-interval", 2, "--eval-iters", 2, "--eval-micro-batch-size", 1, "--eval-global-batch-size", 3]
-    own = launch(2, [*flags, "--attention-backend", "local"]).check()
-    ours = launch(2, [*flags, *SEGMENTS, "--timing-log-level", 2, "--timing-log-option", "all"]).check()
+    own = launch(2, [*flags, "--num-workers", 0, "--attention-backend", "local"]).check()
+    flags += ["--num-workers", 2, "--exit-signal-handler", "--timing-log-level", 2, "--timing-log-option", "all"]
+    ours = launch(2, [*flags, *SEGMENTS]).check()
     assert re.findall(r"global batch size: +(\d+)", ours.log) == ["4", "4", "8", "8"]
     assert ours.losses() == pytest.approx(own.losses(), abs=1e-5)
     assert ours.losses("lm loss value") == pytest.approx(own.losses("lm loss value"), abs=1e-5) != []
-    for name in NAMES:
+    for name in ("forward-backward", "forward-compute", "backward-compute", "batch-generator"):
         assert re.search(rf"^ +{name}:$", ours.log, re.MULTILINE), name
-
-
-def test_a_run_with_a_signal_handler_and_data_workers_ends(launch):
-    """The workers ignore SIGTERM: they end with the iterator of the last step, which nothing may keep."""
-    flags = [*without(PIPELINE, "--num-workers"), "--num-workers", "2", "--exit-signal-handler"]
-    launch(2, [*flags, *SEGMENTS]).check()
-
-
-SHOWN = [*TINY_GPT, "--mock-data", "--pipeline-model-parallel-size", "2", "--train-iters", "3", "--log-throughput"]
 
 
 def test_every_iteration_shows_what_segments_gain(launch, tmp_path):
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    flags = [*SHOWN, "--sequence-splits", "4", "--tensorboard-dir", tmp_path / "board"]
+    flags = [*PIPELINE, *SEGMENTS, "--log-throughput", "--tensorboard-dir", tmp_path / "board"]
     flags += ["--wandb-project", "seq1f1b", "--wandb-exp-name", "tiny", "--wandb-save-dir", tmp_path]
     log = launch(2, flags, env={"WANDB_MODE": "offline"}).check().log
 
@@ -98,8 +89,6 @@ def test_every_iteration_shows_what_segments_gain(launch, tmp_path):
         assert all(0 < float(share) < 100 for share in idle.groups())
         assert float(re.search(r"tokens/s per process: (\S+) \|", line)[1]) > 0
         assert re.search(r"peak activations by pipeline rank \(MB\): \S+ \S+ \|", line)
-    for allocated, most in re.findall(r"\| allocated: (\S+) \| max allocated: (\S+) \|", log):
-        assert float(allocated) <= float(most)
 
     board = event_accumulator.EventAccumulator(str(tmp_path / "board"))
     board.Reload()
@@ -110,7 +99,7 @@ def test_every_iteration_shows_what_segments_gain(launch, tmp_path):
 
 
 def test_megatrons_own_schedule_keeps_its_estimates(launch):
-    log = launch(2, SHOWN).check().log
+    log = launch(2, [*PIPELINE, "--log-throughput"]).check().log
     assert "Number of in-flight microbatches" in log and "-- sequence-level pipeline parallelism" not in log
     assert len(re.findall(r"tokens/s per process: \S+ \|", log)) == 3 and "idle by" not in log
 
