@@ -199,7 +199,7 @@ def fails_at(rank: int, number: int, others_wait: bool = False):
 def test_after_a_failure_no_rank_takes_a_step():
     """The other ranks fail within the timeout even if the process of the failed one lives on and catches the error."""
     rank, failing, model, collection = dist.get_rank(), executor(k=1, timeout=5), stage(), groups()
-    kind, place = (KeyError, "rank 1 failed at 1F1.0, among") if rank else (RuntimeError, "rank 0 failed at 0B")
+    kind, place = (KeyError, "1 failed at 1F1.0, among 1.*1B0.0.* 1F1.0") if rank else (RuntimeError, "0 failed at 0B")
     with pytest.raises(kind, match=place):
         run(failing, model, fails_at(1, 2), pg_collection=collection)
     with pytest.raises(RuntimeError, match=rf"an earlier step of this pipeline failed \({kind.__name__}: "):

@@ -57,8 +57,8 @@ def test_an_evaluation_drops_out_nothing(launch):
 
 
 def test_a_batch_that_grows_and_another_one_in_evaluation(launch):
-    """Two, then four micro-batches; three of one sequence in an evaluation. Megatron's log finds its timers. Workers for
-    data ignore SIGTERM here: they end with the iterators of the last steps, which nothing may keep."""
+    """Two, then four micro-batches; three of one sequence in an evaluation. Megatron's log finds its timers. Data
+    workers ignore SIGTERM here: they end with the iterators of the last steps, which nothing may keep."""
     flags = without(PIPELINE, "--global-batch-size", "--train-iters", "--eval-iters", "--num-workers")
     flags += ["--train-samples", 24, "--step-batch-size-schedule", "0:4 512:8"]
     flags += ["--eval-interval", 2, "--eval-iters", 2, "--eval-micro-batch-size", 1, "--eval-global-batch-size", 3]

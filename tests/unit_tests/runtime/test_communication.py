@@ -55,7 +55,7 @@ def wires(alone, monkeypatch):
     return wires
 
 
-def test_messages_go_to_global_ranks_with_a_tag_a_payload(wires):
+def test_messages_go_to_global_ranks_and_none_is_left(wires):
     wires.communicator.send(FORWARD, torch.ones(2))
     wires.communicator.post_receive(BACKWARD, (3,))
     assert wires.communicator.receive().shape == (3,)
@@ -63,14 +63,7 @@ def test_messages_go_to_global_ranks_with_a_tag_a_payload(wires):
     ((sent, *to),), ((received, *origin),) = wires.sent, wires.received
     assert torch.equal(sent, torch.ones(2)) and received.shape == (3,)
     assert to == [4, 1] and origin == [4, 2]
-
-
-def test_messages_are_used_in_any_order_but_none_is_left(wires):
-    """A rank may need a message before those that its neighbour sends earlier."""
-    units = {size: parse_action(f"0RECV_B{size}.0") for size in (1, 2, 3)}
-    for size, action in units.items():
-        wires.communicator.post_receive(BACKWARD, (size,), action)
-    assert [len(wires.communicator.receive(units[size])) for size in (2, 3)] == [2, 3]
+    wires.communicator.post_receive(BACKWARD, (3,))
     with pytest.raises(AssertionError, match="messages outlived the step"):
         wires.communicator.finish()
 

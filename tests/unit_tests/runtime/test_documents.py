@@ -24,8 +24,10 @@ def positions(starts):
 
 
 def test_a_token_that_ends_a_document(tokens):
-    """It belongs to the document that it ends; after the last token nothing starts."""
+    """It belongs to the document that it ends; after the last token nothing starts. Without it tokens do not tell."""
     assert positions(document_starts({"tokens": tokens}, SHAPE, END)) == [[0, 3, 4], [0, 1]]
+    with pytest.raises(ValueError, match="no dict with cu_seqlens, attention_mask or tokens that end them; drop"):
+        document_starts({"tokens": tokens}, SHAPE, None)
 
 
 def test_megatrons_mask_says_the_same(tokens):
@@ -41,11 +43,6 @@ def test_cumulative_lengths(tokens, name):
     batch = {"tokens": tokens, "attention_mask": None, "cu_seqlens": None, name: lengths}
     assert positions(document_starts(batch, SHAPE, END)) == [[0, 5, 6], [0]]
     assert positions(document_starts({"cu_seqlens": lengths[0]}, (1, 12), END)) == [[0, 5, 6]]
-
-
-def test_without_a_token_that_ends_documents_tokens_do_not_tell(tokens):
-    with pytest.raises(ValueError, match="no dict with cu_seqlens, attention_mask or tokens that end them; drop"):
-        document_starts({"tokens": tokens}, SHAPE, None)
 
 
 @pytest.mark.parametrize(

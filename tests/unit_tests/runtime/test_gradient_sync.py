@@ -59,13 +59,6 @@ def test_hooks_reduce_in_the_last_backward_or_one_call_does(num_chunks, is_align
     assert [chunk.called for chunk in chunks] == [[] if by_hooks else [[chunk.weight]] for chunk in chunks]
 
 
-def test_parameters_are_gathered_if_megatron_aligns_that():
-    chunks = [Chunk(), Chunk()]
-    syncs_of(chunks, param_sync_func=[chunk.hook for chunk in chunks])[1].gather()
-    syncs_of(chunks)[0].gather()
-    assert [len(chunk.called) for chunk in chunks] == [0, 1]
-
-
 def test_a_failed_step_leaves_no_chunk_unable_to_reduce():
     chunk = Chunk()
     [sync] = syncs_of([chunk], no_sync_func=[chunk.no_sync])

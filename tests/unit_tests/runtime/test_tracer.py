@@ -1,6 +1,5 @@
-"""Spans, readings and peak memory of a step, on a CPU and by events on a GPU; the files of measured steps."""
+"""Spans, readings and peak memory of a step, on a CPU and by events on a GPU; clocks of several ranks."""
 
-import json
 from functools import partial
 from types import SimpleNamespace
 
@@ -103,24 +102,9 @@ def test_clocks_apart_count_from_the_barrier():
     assert timeline.meta == {"iteration": 4, "peak_memory_bytes": [7, 7, 7]}
 
 
-def trace(folder, chosen, *iterations) -> None:
-    traced = executor(tracer=Tracer(folder, chosen, partial(next, iter(iterations))))
-    for _ in iterations:
-        run(traced, Stage())
-
-
-def test_chosen_iterations_are_written(alone, tmp_path):
-    trace(tmp_path, {2}, 1, 2, 3)
-    (path,) = tmp_path.iterdir()
-    assert path.name == "iteration-2-pipeline-0.json"
-    written = json.loads(path.read_text())
-    assert written["meta"]["segment_lengths"] == [4, 4] and written["meta"]["schedule"] == "1f1b"
-    spans = written["ranks"][0]
-    assert [f"{span['kind']}{span['microbatch']}.{span['segment']}" for span in spans[:3]] == ["F0.0", "F0.1", "B0.1"]
-    assert all(0 <= span["start"] <= span["end"] for span in spans)
-
-
 def test_a_start_beyond_all_chosen_iterations_warns_once(alone, tmp_path, caplog):
-    trace(tmp_path, {3, 7}, 51, 52)
+    traced = executor(tracer=Tracer(tmp_path, {3, 7}, partial(next, iter((51, 52)))))
+    for _ in range(2):
+        run(traced, Stage())
     assert caplog.text.count("none of --pipeline-trace-iterations 3 7 is traced") == 1
     assert not list(tmp_path.iterdir())
