@@ -50,10 +50,8 @@ def test_a_figure_shows_sizes_bubble_peaks_and_every_micro_batch(tmp_path):
     timeline = simulate(build("zb-h1", Shape(Placement(4, 2), 3, 2)))
     titled = Timeline(timeline.shape, timeline.ranks, meta={"schedule": "zb-h1"})
     _, shown = texts(tmp_path / "two.svg", titled, titled)
-    titles = [text for text in shown if text.startswith("zb-h1 ")]
-    assert len(titles) == 2
-    assert f"bubble ratio {timeline.bubble_ratio:.3f}" in titles[0]
-    assert "P = 4, m = 3, k = 2, C = 2 (looped)" in titles[0]
+    title, _ = (text for text in shown if text.startswith("zb-h1 "))
+    assert f"bubble ratio {timeline.bubble_ratio:.3f}" in title and "P = 4, m = 3, k = 2, C = 2 (looped)" in title
     # Two panels; 3 kinds, 8 stages, 2 segments for each micro-batch; axis ticks add a few.
     assert shown.count("1") >= 2 * 3 * 8 * 2
     assert {"forward", "input gradient", "weight gradient", "sequences held, idle"} <= set(shown)
@@ -74,16 +72,14 @@ def test_in_one_column_numbers_drop_out_where_they_do_not_fit(tmp_path):
 
 def test_timelines_of_different_units_do_not_share_an_axis(tmp_path):
     timeline = simulate(build("1f1b", Shape(Placement(2), 2)))
-    measured = Timeline(timeline.shape, timeline.ranks, "s")
     with pytest.raises(ValueError, match="different time units"):
-        plot_timelines([timeline, measured], tmp_path / "x.png")
+        plot_timelines([timeline, Timeline(timeline.shape, timeline.ranks, "s")], tmp_path / "x.png")
 
 
 def test_trace_events():
     timeline = simulate(build("1f1b", Shape(Placement(2), 1)))
     events = to_trace(Timeline(timeline.shape, timeline.ranks, "s"))["traceEvents"]
-    names = [event["args"]["name"] for event in events if event["ph"] == "M"]
-    assert names == ["rank 0", "rank 1"]
+    assert [event["args"]["name"] for event in events if event["ph"] == "M"] == ["rank 0", "rank 1"]
     first = next(event for event in events if event["name"] == "1F0.0")
     assert (first["pid"], first["ts"], first["dur"]) == (1, 1e6, 1e6)
     assert first["args"] == {"stage": 1, "chunk": 0, "microbatch": 0, "segment": 0}

@@ -29,21 +29,19 @@ def test_the_table_and_the_picture_show_each_method(tmp_path):
     assert ">5,000<" in (tmp_path / "a.svg").read_text()
 
 
-@pytest.mark.parametrize(
-    "is_available, local_rank, chosen", [(True, "0", [0]), (True, "1", [1]), (True, None, [0]), (False, "1", [])]
-)
-def test_a_rank_takes_the_gpu_of_its_number(monkeypatch, is_available, local_rank, chosen):
+def test_a_rank_takes_the_gpu_of_its_number(monkeypatch):
     """A single process, which has none, takes the first."""
     taken = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: is_available)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
-    if local_rank is not None:
-        monkeypatch.setenv("LOCAL_RANK", local_rank)
-    use_own_gpu()
-    assert taken == chosen
-    monkeypatch.setenv("LOCAL_RANK", "2")
-    if is_available:
-        with pytest.raises(SystemExit, match="2 are visible: use --nproc-per-node 2 or less"):
+    for is_available, ranks in ((False, {"LOCAL_RANK": "1"}), (True, {}), (True, {"LOCAL_RANK": "1"})):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda is_available=is_available: is_available)
+        with monkeypatch.context() as patch:
+            for name, number in ranks.items():
+                patch.setenv(name, number)
             use_own_gpu()
+    assert taken == [0, 1]
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(SystemExit, match="2 are visible: use --nproc-per-node 2 or less"):
+        use_own_gpu()

@@ -32,16 +32,14 @@ def test_help_and_the_version(capsys, monkeypatch):
     assert capsys.readouterr().out == f"seq1f1b {version('megatron-seq1f1b')}\n"
 
 
-@pytest.mark.parametrize(
-    "package, requirement", [("matplotlib", "megatron-seq1f1b[report]"), ("torch", "megatron-seq1f1b")]
-)
-def test_a_missing_package_is_one_sentence(monkeypatch, capsys, package, requirement):
+@pytest.mark.parametrize("package, extra", [("matplotlib", "[report]"), ("torch", "")])
+def test_a_missing_package_is_one_sentence(monkeypatch, capsys, package, extra):
     def missing(*_):
         raise ModuleNotFoundError(f"No module named {package!r}", name=package)
 
     monkeypatch.setattr(commands, "import_module", missing)
     assert commands.main(["plot"]) == 2
-    sentence = f"error: the package {package} is missing; pip install '{requirement}' brings it.\n"
+    sentence = f"error: the package {package} is missing; pip install 'megatron-seq1f1b{extra}' brings it.\n"
     assert capsys.readouterr().err == sentence
 
 
@@ -52,10 +50,8 @@ def test_a_reader_that_closes_the_pipe_sees_no_error():
         "commands.import_module = lambda *_: type('Chatty', (), {'main': staticmethod(lambda _: print('x' * 10**6))})\n"
         "sys.exit(commands.main(['check']))"
     )
-    command = subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    command = subprocess.Popen([sys.executable, "-c", program], **pipes)
     command.stdout.read(1)
     command.stdout.close()
-    assert command.wait(timeout=patient(120)) == 1
-    assert command.stderr.read() == ""
+    assert command.wait(timeout=patient(120)) == 1 and command.stderr.read() == b""

@@ -85,5 +85,4 @@ def test_the_derivation_sets_the_methods_side_by_side():
 def test_a_slower_network_than_the_slowest_takes_a_tenth_longer():
     _, machine = layered.networks().popitem()
     setup = next(each.setup for each in candidates(small()) if each.setup.data_parallel == 4)
-    slowest = layered.slowest_network(setup, replace(machine, devices_per_node=1))
-    assert 0 < slowest < machine.network.bandwidth / 1e9
+    assert 0 < layered.slowest_network(setup, replace(machine, devices_per_node=1)) < machine.network.bandwidth / 1e9

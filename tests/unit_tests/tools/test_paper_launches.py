@@ -13,6 +13,7 @@ from paper.launches import TABLES, launches
 from paper.row import slug
 from paper.seq1f1b_tables import throughput
 from paper_tables import as_csv, with_logs
+from support.files import write_files
 from support.patience import patient
 
 ROOT = Path(__file__).parents[3]
@@ -22,8 +23,7 @@ FAST = ("seq1f1b", "seq1f1b_7b", "seq1f1b_memory", "terapipe")
 
 def test_every_table_has_its_launcher():
     assert sorted(TABLES) == LAUNCHERS
-    labels = [launch.row.label for launch in launches("seq1f1b")]
-    assert {label.split(",")[0] for label in labels} == {"2.7B", "7B", "13B", "30B"}
+    assert {launch.row.label.split(",")[0] for launch in launches("seq1f1b")} == {"2.7B", "7B", "13B", "30B"}
     for name in LAUNCHERS:
         assert f'run_table {name} "$@"' in (ROOT / "scripts" / "paper" / f"{name}.sh").read_text()
 
@@ -37,8 +37,7 @@ def test_flags_have_the_sizes_of_the_row(table):
         read = read_launch(words)
         assert read.num_layers == setup.model.num_layers and read.hidden_size == setup.model.hidden_size
         assert read.tensor_model_parallel_size * read.pipeline_model_parallel_size * setup.data_parallel == launch.gpus
-        assert read.global_batch_size == setup.global_batch_size
-        assert read.pipeline_schedule == setup.family
+        assert (read.global_batch_size, read.pipeline_schedule) == (setup.global_batch_size, setup.family)
         layout = read.pipeline_model_parallel_layout
         stages = setup.pipeline_parallel * (read.num_virtual_stages_per_pipeline_rank or 1)
         assert (layout.count("|") + 1 if layout else stages) == setup.placement.num_stages
@@ -49,7 +48,6 @@ def test_flags_have_the_sizes_of_the_row(table):
 
 
 def launcher(*arguments, **settings):
-    """A run of the launcher of one table."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
     environment |= {"LOGS": "unused", "PYTHON": sys.executable, "REPOSITORY": str(ROOT), **settings}
     command = ["bash", str(ROOT / "scripts" / "paper" / "seq1f1b_7b.sh"), *arguments]
@@ -77,14 +75,12 @@ def test_a_launcher_that_cannot_run_ends(tmp_path, arguments, settings, words):
 
 
 def test_the_logs_of_a_job_join_the_table(tmp_path):
-    bin_folder = tmp_path / "bin"
-    bin_folder.mkdir()
     iteration = "iteration {0}/ 4 | elapsed time per iteration (ms): 5000.0 | global batch size: 8 | lm loss: 1.0E+00 |"
     lines = "\n".join(["  seq_length ......... 32768", *(iteration.format(number) for number in range(1, 5))])
     stubs = {"scontrol": "echo node1", "srun": f'echo "$@" >> {tmp_path}/sruns\ncat <<"END"\n{lines}\nEND'}
-    for name, text in stubs.items():
-        (bin_folder / name).write_text(f"#!/bin/bash\n{text}\n")
-        (bin_folder / name).chmod(0o755)
+    bin_folder = write_files(tmp_path / "bin", {name: f"#!/bin/bash\n{text}\n" for name, text in stubs.items()})
+    for stub in bin_folder.iterdir():
+        stub.chmod(0o755)
     settings = {"LOGS": str(tmp_path / "logs"), "PATH": f"{bin_folder}:{os.environ['PATH']}"}
     settings |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[1-4]"}
     for _ in range(2):  # the second time the log is there

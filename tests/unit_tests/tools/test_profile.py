@@ -47,11 +47,10 @@ class Predicted:
 
 
 def test_known_constants_are_found_and_written(tmp_path, monkeypatch):
-    found = replace(
-        H100, device=profile.measured_device(H100.device, Predicted()), **profile.measured_links(H100, Predicted())
-    )
-    (tmp_path / "mine.toml").write_text(profile.as_toml(found, H100))
-    read = read_machine(tmp_path / "mine.toml")
+    clock, path = Predicted(), tmp_path / "mine.toml"
+    links = profile.measured_links(H100, clock)
+    path.write_text(profile.as_toml(replace(H100, device=profile.measured_device(H100.device, clock), **links), H100))
+    read = read_machine(path)
     device = read.device
     for name in ("matmul_efficiency", "memory_efficiency", "flash_forward", "flash_backward", "host_bandwidth"):
         assert getattr(device, name) == pytest.approx(getattr(DEVICE, name), rel=1e-3), name
