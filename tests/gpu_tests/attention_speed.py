@@ -66,18 +66,13 @@ def compare(report: Report, args, length: int, heads: int, groups: int) -> None:
     for name, whole in baselines(heads, groups, size, args.device).items():
         passes[name] = lambda whole=whole: of_the_whole(whole, tensors, args.device)
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in passes}
-
-    def time_all() -> None:
-        """In turn, so that a clock that changes changes for all."""
-        for name in list(times):
+    for _ in range(1 + args.repeats):  # the first warms up
+        for name in list(times):  # in turn, so that a clock that changes changes for all
             try:
                 times[name].append(passes[name]())
             except (RuntimeError, AssertionError) as error:  # a kernel that does not take this shape
                 report.figure(length=length, heads=heads, attention=name, unavailable=str(error).splitlines()[0])
                 del times[name]
-
-    for _ in range(1 + args.repeats):  # the first warms up
-        time_all()
     flops = 4 * heads * size * length * (length + 1) / 2  # of the two products of the forward; causal
     medians = {name: [median(x) for x in zip(*found[1:], strict=True)] for name, found in times.items()}
     wholes = [name for name in medians if name == str(length) or not name.isdigit()]

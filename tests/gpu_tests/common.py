@@ -22,7 +22,6 @@ if "cpu" in sys.argv:
 import torch.distributed as dist  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
-from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 
 def parse(**extra: Any) -> argparse.Namespace:
@@ -92,30 +91,12 @@ def start_megatron(device: str, backend: str = "gloo", chunks: int = 1) -> None:
     """Megatron's groups: of this process alone, or of the ranks that torchrun started, as one pipeline."""
     timeout = patience(device)
     if not dist.is_initialized():
-        if "RANK" in os.environ:
-            dist.init_process_group(backend, timeout=timeout)
-        else:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    virtual = chunks if chunks > 1 else None
+        alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        dist.init_process_group(backend, timeout=timeout, **alone)
     parallel_state.initialize_model_parallel(
         1,
         dist.get_world_size(),
-        virtual_pipeline_model_parallel_size=virtual,
+        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
         distributed_timeout_minutes=timeout.total_seconds() / 60,
     )
     model_parallel_cuda_manual_seed(1)
-
-
-def transformer_config(layers: int, dtype: torch.dtype, **sizes: Any) -> TransformerConfig:
-    """Of local layers that need no package of kernels, without dropout."""
-    return TransformerConfig(
-        num_layers=layers,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bf16=dtype is torch.bfloat16,
-        gradient_accumulation_fusion=False,
-        masked_softmax_fusion=False,
-        **sizes,
-    )

@@ -11,21 +11,24 @@ import statistics
 import time
 import zlib
 from contextlib import contextmanager, nullcontext
+from functools import partial
 
 import torch
 import torch.distributed as dist
-from common import Report, parse, patience, start_megatron, synchronise, transformer_config
+from common import Report, parse, patience, start_megatron, synchronise
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
 
-from functional_tests.equality.layout import named
+from functional_tests.equality.cases import Layout
+from functional_tests.equality.layout import named, sizes_of
+from functional_tests.equality.models import HEADS, Model
 from megatron.seq1f1b.partition import even, packs_of_step
 from megatron.seq1f1b.runtime import PipelineExecutor, Repacking, Segmentation, communication
 from megatron.seq1f1b.schedule import ScheduleChoice
 
-LAYERS, HEADS, VOCABULARY, MICROBATCHES, STEPS = 8, 4, 256, 4, 3
+LAYERS, VOCABULARY, MICROBATCHES, STEPS = 8, 256, 4, 3
 
 # Schedule, model chunks of a rank, full recomputation, the share of activations that waits on the host.
 VARIANTS = {
@@ -44,19 +47,10 @@ UNEQUAL = (1, 3, 5, 7, 7, 30, 50, 60)
 
 def build(args, length: int, dtype: torch.dtype, chunks: int, recomputes: bool) -> list[GPTModel]:
     """The model chunks of this rank; a layer has the same weights on any number of ranks and chunks."""
-    recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    config = transformer_config(
-        LAYERS,
-        dtype,
-        hidden_size=args.hidden,
-        num_attention_heads=HEADS,
-        num_query_groups=2,
-        pipeline_model_parallel_size=dist.get_world_size(),
-        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
-        deallocate_pipeline_outputs=True,
-        calculate_per_token_loss=bool(args.unequal),
-        **recompute if recomputes else {},
-    )
+    sizes = {"hidden_size": args.hidden, "kv_channels": args.hidden // HEADS, "bf16": dtype is torch.bfloat16}
+    recompute = "full" if recomputes else None
+    model = Model(dtype, LAYERS, kv_heads=2, recompute=recompute, per_token_loss=bool(args.unequal)).but(**sizes)
+    config = model.transformer_config(**sizes_of(Layout(dist.get_world_size(), chunks)))
     is_first, is_last = dist.get_rank() == 0, dist.get_rank() == dist.get_world_size() - 1
     found = [
         GPTModel(
@@ -166,13 +160,10 @@ def main() -> None:
 
 
 def segmentation_of(args, unit: int) -> Segmentation:
-    def cut(length: int) -> tuple[int, ...]:
-        return even(length, args.segments, 1)
-
-    def pack(lengths: list[int], replicas: int, alike: bool) -> list:
-        return packs_of_step(lengths, unit, replicas=replicas, alike=alike)
-
-    return Repacking(cut, pack) if args.unequal else Segmentation(args.segments, cut)
+    cut = partial(even, num_segments=args.segments)
+    if not args.unequal:
+        return Segmentation(args.segments, cut)
+    return Repacking(cut, lambda lengths, replicas, alike: packs_of_step(lengths, unit, replicas=replicas, alike=alike))
 
 
 def losses_of_all_dtypes(args, variant: str) -> dict[str, list[float] | float]:

@@ -58,10 +58,8 @@ class Suite:
 
     def __init__(self, device: str, tiny: bool) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="gpu_test_"))
-        self.device = device
+        self.device, self.tiny, self.until = device, tiny, 0.0
         self._flags = ["--device", device, *(["--tiny"] if tiny else [])]
-        self.tiny = tiny
-        self.until = 0.0
 
     def script(self, name: str, *flags: str, ranks: int = 0, queues: int = 1) -> dict:
         """What one of the scripts beside this one found; under torchrun where `ranks` are asked for.
@@ -175,6 +173,7 @@ LOCAL = (
 )
 OWN = ("--attention-backend", "local")
 SEGMENTS = ("--sequence-splits", "4")
+TE = "transformer_engine_torch"
 
 
 def training(suite: Suite) -> dict:
@@ -183,7 +182,7 @@ def training(suite: Suite) -> dict:
     return trained_alike(suite, [*LOCAL, *OWN], {"4 segments": [*LOCAL, *SEGMENTS], "offload": offload})
 
 
-def training_with_transformer_engine(suite: Suite) -> dict:
+def te_training(suite: Suite) -> dict:
     """Its layers add weight gradients to `main_grad` themselves, and keep them back where the backward is split."""
     flags = ["--transformer-impl", "transformer_engine"]
     ours = {"4 segments": [*flags, *SEGMENTS], "zb-h1": [*flags, *SEGMENTS, "--pipeline-schedule", "zb-h1"]}
@@ -194,9 +193,7 @@ def training_on_eight(suite: Suite) -> dict:
     """Tensor and sequence parallelism in a pipeline of four; in two of two stages, gradients are reduced and parameters
     gathered meanwhile.
     """
-    layers, attention = [*LOCAL], [*OWN]
-    if is_installed("transformer_engine_torch"):
-        layers, attention = ["--transformer-impl", "transformer_engine"], []
+    layers, attention = (["--transformer-impl", "transformer_engine"], []) if is_installed(TE) else (LOCAL, OWN)
     common = [*layers, *SEGMENTS, "--tensor-model-parallel-size", "2", "--sequence-parallel"]
     common += ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
     deep = [*common, "--pipeline-model-parallel-size", "4"]
@@ -228,18 +225,15 @@ def trained_alike(suite: Suite, own: list[str], ours: dict[str, list[str]], rank
         losses, norms = (re.findall(rf"\b{name}: (\S+) \|", log) for name in ("lm loss", "grad norm"))
         return problem, list(map(float, losses)), list(map(float, norms[:2]))
 
-    problem = None
+    problem, weights = None, str(suite.folder / "weights")
     if ranks > 1:  # random weights depend on how layers lie on ranks
-        weights = ["--save", str(suite.folder / "weights")]
-        problem, *_ = train(1, [*own, *weights, "--save-interval", "1", "--train-iters", "1"])
-        flags += ["--load", weights[1], "--finetune", "--distributed-timeout-minutes", "1"]
-    losses: list[float] = []
-    norms: list[float] = []
+        problem, *_ = train(1, [*own, "--save", weights, "--save-interval", "1", "--train-iters", "1"])
+        flags += ["--load", weights, "--finetune", "--distributed-timeout-minutes", "1"]
     if not problem:
         problem, losses, norms = train(1, own)
     if problem:
         return {"checks": [ended("Megatron's own schedule", problem)], "figures": []}
-    checks, figures = [], [{"own": losses, "norms": norms}]
+    checks, figures, tolerance = [], [{"own": losses, "norms": norms}], LOSS_TOLERANCE["bfloat16"]
     for name, more in ours.items():
         problem, our_losses, our_norms = train(ranks, more)
         figures.append({name: our_losses, "norms": our_norms})
@@ -247,7 +241,6 @@ def trained_alike(suite: Suite, own: list[str], ours: dict[str, list[str]], rank
         if problem:
             checks.append(ended(title, problem))
             continue
-        tolerance = LOSS_TOLERANCE["bfloat16"]
         checks.append(agree(f"{title}: losses of Megatron's own schedule and attention", our_losses, losses, tolerance))
         checks.append(agree(f"{title}: norms of gradients in steps 1 and 2", our_norms, norms, NORM_TOLERANCE))
     return {"checks": checks, "figures": figures}
@@ -263,17 +256,12 @@ SECTIONS = (
     Section("long and short sequences in units train as each alone does", 70, units),
     Section("pretrain_gpt.py trains on one GPU as with Megatron's own schedule", 50, training),
     Section(
-        "Transformer Engine's layers train by segments as with Megatron's own schedule",
-        70,
-        training_with_transformer_engine,
-        module="transformer_engine_torch",
+        "Transformer Engine's layers train by segments as with Megatron's own schedule", 70, te_training, module=TE
     ),
     Section("two ranks over NCCL train as one does, with one hardware queue and with many", 150, ranks_over_nccl, 2),
     Section("eight GPUs train as one does: TP 2, PP 4, overlap", 180, training_on_eight, 8),
     Section("speed of attention by segments", 75, script("attention_speed")),
-    Section(
-        "time and memory of a stage of the 2.7b model, and the host's share", 85, script("stage", "--part", "time")
-    ),
+    Section("time and memory of a stage of the 2.7b model, the host's share", 85, script("stage", "--part", "time")),
     Section("time and memory of a stage whose activations wait on the host", 60, script("stage", "--part", "offload")),
     Section("time of a stage with experts, each with a wait of the host", 60, script("stage", "--part", "experts")),
     Section("longest sequence that fits a stage of the 2.7b model", 65, script("stage", "--part", "room")),
@@ -285,9 +273,8 @@ def page_of(result: dict) -> str:
     lines = [f"## {result['title']} ({result['seconds']:.0f} s)", "", "| | check | found |", "|---|---|---|"]
     lines += [f"| {verdict(check)} | {check['name']} | {check['found']} |" for check in result["checks"]]
     figures = [json.dumps(figure) for figure in result["figures"]]
-    return "\n".join(
-        [*lines, "", "<details><summary>figures</summary>", "", "```", *figures, "```", "", "</details>", ""]
-    )
+    lines += ["", "<details><summary>figures</summary>", "", "```", *figures, "```", "", "</details>", ""]
+    return "\n".join(lines)
 
 
 def main() -> None:

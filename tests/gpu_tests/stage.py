@@ -11,10 +11,11 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from common import Report, parse, seconds, start_megatron, synchronise, transformer_config
+from common import Report, parse, seconds, start_megatron, synchronise
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
+from functional_tests.equality.models import Model
 from megatron.seq1f1b.model import Segment, SegmentContext, attach, link_rate
 from megatron.seq1f1b.partition import Task, cut_sequence
 from megatron.seq1f1b.planning.costs.model_shape import ModelShape
@@ -48,19 +49,13 @@ class Stage:
         self.device = torch.device(device)
         self.dtype = torch.float32 if device == "cpu" else torch.bfloat16
         self.shape = ModelShape(layers, hidden, 4 * hidden, heads, hidden // heads, vocabulary)
-        config = transformer_config(
-            layers,
-            self.dtype,
-            hidden_size=hidden,
-            num_attention_heads=heads // tensor,
-            kv_channels=hidden // heads,
-            ffn_hidden_size=4 * hidden // tensor,
-            **{"num_moe_experts": experts, "moe_ffn_hidden_size": hidden // 2, **DROPLESS} if experts else {},
-        )
-        layer = get_gpt_layer_local_spec(num_experts=experts)
-        self.model = GPTModel(
-            config, layer, vocabulary, longest, post_process=False, position_embedding_type="rope"
-        ).to(self.device)
+        sizes = {"hidden_size": hidden, "kv_channels": hidden // heads, "ffn_hidden_size": 4 * hidden // tensor}
+        if experts:
+            sizes |= {"num_moe_experts": experts, "moe_ffn_hidden_size": hidden // 2, **DROPLESS}
+        model = Model(self.dtype, layers, heads // tensor, kv_heads=heads // tensor)
+        config = model.but(**sizes, bf16=self.dtype is torch.bfloat16).transformer_config()
+        layer, options = get_gpt_layer_local_spec(num_experts=experts), {"position_embedding_type": "rope"}
+        self.model = GPTModel(config, layer, vocabulary, longest, post_process=False, **options).to(self.device)
         # What training keeps besides weights and their gradients: fp32 weights and Adam's two moments.
         self.optimizer = [torch.empty(3, *x.shape, device=self.device) for x in self.model.parameters()]
         self.context = SegmentContext()
@@ -111,12 +106,6 @@ def first_rank(num_microbatches: int, k: int) -> list[Action]:
     return list(build("1f1b", Shape(Placement(STAGES), num_microbatches, k)).ranks[0])
 
 
-def until_the_first_backward(k: int) -> list[Action]:
-    """As far as the most activations are kept."""
-    actions = first_rank(2 * STAGES, k)
-    return actions[: 1 + next(i for i, action in enumerate(actions) if action.kind is Kind.B)]
-
-
 def time_and_memory(report: Report, stage: Stage, args, microbatches: int, most_times: float) -> None:
     """With more and more segments, which may make it at most `most_times` as slow."""
     length, microbatches = (64, 8) if args.tiny else (16384, microbatches)
@@ -138,7 +127,8 @@ def time_and_memory(report: Report, stage: Stage, args, microbatches: int, most_
                 seconds_per_sequence=times[k] / microbatches,
                 tokens_per_second=length * microbatches / times[k],
                 peak_gib=recorder.reading().peak_memory / GIB,
-                **allocator(stage.device),
+                reserved_gib=torch.cuda.max_memory_reserved() / GIB,
+                allocator_retries=torch.cuda.memory_stats().get("num_alloc_retries", 0),  # a CPU has none
             )
     if not times:
         report.check("a stage runs", False, "out of memory with whole sequences and with 8 segments")
@@ -152,17 +142,8 @@ def time_and_memory(report: Report, stage: Stage, args, microbatches: int, most_
     )
 
 
-def allocator(device: torch.device) -> dict[str, float]:
-    """What PyTorch's allocator holds, tensors or not, and how often it had to give all back and start anew."""
-    retries = torch.cuda.memory_stats().get("num_alloc_retries", 0)  # a CPU has none
-    return {"reserved_gib": torch.cuda.max_memory_reserved() / GIB, "allocator_retries": retries}
-
-
 def host_time(report: Report, args) -> None:
-    """What Python needs to issue a unit of a layer beside what the GPU needs to compute it, at the shapes of TP 8.
-
-    Where the host needs longer, a segment is too short for the GPU, whatever the schedule.
-    """
+    """What Python needs to issue a unit of a layer beside what the GPU needs to compute it, at the shapes of TP 8."""
     sizes, tensor = (TINY, 1) if args.tiny else ((4, 4096, 32, 32000), 8)
     lengths, k = ((16, 32), 2) if args.tiny else ((1024, 2048, 4096), 8)
     stage = Stage(sizes, args.device, max(lengths) * k, tensor)
@@ -196,8 +177,10 @@ def room(report: Report, stage: Stage, args) -> None:
 
     def fits(k: int, length: int) -> bool:
         stage.free()
-        try:
-            stage.run(stage.segments(length, k), until_the_first_backward(k))
+        actions = first_rank(2 * STAGES, k)
+        first_backward = next(i for i, action in enumerate(actions) if action.kind is Kind.B)
+        try:  # as far as the most activations are kept
+            stage.run(stage.segments(length, k), actions[: first_backward + 1])
         except torch.OutOfMemoryError:
             return False
         # A CPU swaps before it runs out of memory, so the limits of the tiny sizes are made up.
