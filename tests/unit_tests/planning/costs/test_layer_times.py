@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.seq1f1b.commands.model_flags import preset
+from megatron.seq1f1b.commands.model_flags import PRESETS, preset
 from megatron.seq1f1b.planning.costs.blocks import parameters_of_model
 from megatron.seq1f1b.planning.costs.layer_bytes import layer_activation, layer_kept_for_weights, layer_moved
 from megatron.seq1f1b.planning.costs.layer_times import (
@@ -19,6 +19,7 @@ from megatron.seq1f1b.planning.costs.model_shape import Experts
 from megatron.seq1f1b.planning.costs.stage_costs import analytic_costs
 from megatron.seq1f1b.planning.costs.step_memory import rank_memory
 from megatron.seq1f1b.planning.costs.training_setup import TrainingSetup
+from megatron.seq1f1b.planning.simulator import predict
 from megatron.seq1f1b.schedule import Placement, build
 
 MACHINE = read_machine("h100-80gb")
@@ -104,16 +105,19 @@ SIZES = {"expert_parallel": 8, "data_parallel": 8, "placement": Placement(4), "d
 MIXTRAL = TrainingSetup(preset("mixtral-8x7b"), 8192, 4, **SIZES)
 
 
-@pytest.mark.parametrize(
-    "name, billions",
-    [
-        *[("llama3-8b", 8.03), ("llama3-70b", 70.6), ("llama3-405b", 405.9), ("mixtral-8x7b", 46.7)],
-        *[("mixtral-8x22b", 141), ("qwen3-30b-a3b", 30.5), ("qwen3-235b-a22b", 235), ("deepseek-v3", 671)],
-        *[("qwen3-next-80b", 80), ("gpt-oss-120b", 117)],
-    ],
-)
-def test_the_presets_have_the_published_sizes(name, billions):
-    assert parameters_of_model(preset(name)) / 1e9 == pytest.approx(billions, rel=0.01)
+BILLIONS = {
+    **{"2.7b": 2.69, "7b": 6.71, "13b": 12.92, "30b": 29.4, "gpt3-175b": 175, "gpt-1t": 1008, "llama3-8b": 8.03},
+    **{"llama3-70b": 70.6, "llama3-405b": 405.9, "mixtral-8x7b": 46.7, "mixtral-8x22b": 141, "qwen3-30b-a3b": 30.5},
+    **{"qwen3-235b-a22b": 235, "deepseek-v3": 671, "qwen3-next-80b": 80, "gpt-oss-120b": 117},
+}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_have_the_published_sizes_and_costs(name):
+    setup = TrainingSetup(preset(name), 8192, 1, segments=(4096, 4096))
+    parameters = parameters_of_model(setup.model)
+    assert parameters / 1e9 == pytest.approx(BILLIONS[name], rel=0.01)
+    assert predict(setup, MACHINE).memory[0].total > parameters
 
 
 def test_one_expert_for_all_tokens_is_a_feed_forward_block():

@@ -13,14 +13,11 @@ from megatron.seq1f1b.commands.launch_flags import as_given, decided_flags, read
 from megatron.seq1f1b.commands.launch_rules import LaunchRules
 from megatron.seq1f1b.commands.model_flags import PRESETS, model_of, preset, read_model
 from megatron.seq1f1b.commands.parsing import with_values
-from megatron.seq1f1b.planning.costs.blocks import parameters_of_model
-from megatron.seq1f1b.planning.costs.machine import read_machine
 from megatron.seq1f1b.planning.costs.model_shape import DeltaNet, Experts, LatentAttention
 from megatron.seq1f1b.planning.costs.training_setup import TrainingSetup
 from megatron.seq1f1b.planning.planner.search import Search
 from megatron.seq1f1b.planning.planner.space import Candidate, recomputes
 from megatron.seq1f1b.planning.run_costs import RunCosts
-from megatron.seq1f1b.planning.simulator import predict
 from megatron.seq1f1b.schedule import Placement
 from unit_tests.arguments.parsed import parsed
 from unit_tests.planning.planner.question import WORDS, candidates, linked, small
@@ -30,19 +27,13 @@ def words_of(candidate: Candidate, model: str = WORDS, by_megatron: bool = False
     return [*model.split(), *shlex.split(" ".join(decided_flags(candidate, by_megatron)))]
 
 
-def given_to_megatron(launch) -> dict:
+def trained(candidate: Candidate, *more: str, **megatron):
+    """The arguments of a training with these flags."""
     ours = {"sequence_split_strategy", "sequence_splits", "pipeline_schedule", "offload_activations"}
-    return {name: value for name, value in vars(launch).items() if value is not None and name not in ours}
-
-
-def our_words(candidate: Candidate) -> list[str]:
-    """The flags of schedule and cut."""
-    ours = ("--pipeline-schedule", "--sequence-split")
-    return shlex.split(" ".join(each for each in decided_flags(candidate) if each.startswith(ours)))
-
-
-def sample() -> list[Candidate]:
-    return list(candidates(small()))[::5]
+    launch = vars(read_launch(words_of(candidate, f"{WORDS} --disable-bias-linear"))).items()
+    launch = {name: value for name, value in launch if value is not None and name not in ours}
+    flags = [each for each in decided_flags(candidate) if each.startswith(("--pipeline-schedule", "--sequence-split"))]
+    return parsed(*more, *shlex.split(" ".join(flags)), **(launch | megatron))
 
 
 EXPERTS = (
@@ -55,7 +46,7 @@ LATENT = f"{WORDS} --multi-latent-attention --q-lora-rank 512 --kv-lora-rank 256
 @pytest.mark.parametrize("model", [WORDS, EXPERTS, LATENT, f"{WORDS} --window-size 128,0 --window-attn-skip-freq 2"])
 def test_a_plan_read_back_is_the_same(model):
     question = small(model=model_of(read_model(model.split())))
-    for candidate in list(candidates(question))[:: 5 if model is WORDS else 40]:
+    for candidate in list(candidates(question))[:: 7 if model is WORDS else 41]:
         launch = read_launch(words_of(candidate, model))
         assert model_of(launch) == candidate.setup.model
         assert as_given(launch, question) == candidate
@@ -85,29 +76,27 @@ def test_a_plan_of_megatron_alone_has_no_flag_of_ours(model):
 
 
 def test_what_moves_to_the_host_is_read_back():
-    for candidate in sample()[::4]:
+    for candidate in list(candidates(small()))[::28]:
         setup = replace(candidate.setup, offloads=0.3125)
         words = words_of(replace(candidate, setup=setup))
         assert as_given(read_launch(words), small()).setup == setup
         assert ("--no-gradient-accumulation-fusion" in words) == setup.overlaps_data_parallel
         automatic = ["auto" if word == "0.3125" else word for word in words]
         assert as_given(read_launch(automatic), small()).setup == candidate.setup
-    question = linked(1e12, memory_gib=2.0, host_gib=8).of_megatron()
-    found = [each.candidate for each in Search(question).best(20) if each.candidate.setup.offloads]
-    for candidate in found:
+    question = linked(1e12, memory_gib=2.2, host_gib=8).of_megatron()
+    best, *others = Search(question).best(20)
+    assert best.candidate.setup.offloads_modules and best.candidate.setup.offloads and best.host_gib > 0
+    for candidate in (each.candidate for each in (best, *others)):
         launch = read_launch(words_of(candidate, by_megatron=True))
         assert launch.offload_activations == 0 and as_given(launch, question) == candidate
-    assert found
 
 
 def test_sizes_of_all_kinds_of_layers_are_read():
     model = preset("deepseek-v3")
     assert model.latent == LatentAttention(1536, 512, 128, 64, 128) and model.prediction_depth == 1
-    assert model.experts == Experts(256, 8, 2048, 2048) and model.expert_layers == tuple(range(3, 61))
+    assert model.experts == Experts(256, 8, 2048, 2048)
     assert preset("qwen3-next-80b").delta_net == DeltaNet(16, 32, 128, 128)
     assert preset("gpt-oss-120b").window_layers == tuple(range(0, 36, 2))
-    experts = small(model=model_of(read_model(EXPERTS.split())), chunks=(1,), segments=(1,))
-    assert {each.setup.expert_parallel for each in candidates(experts)} == {1, 2, 4}
 
 
 def test_other_flags_of_a_launch_come_back_unchanged():
@@ -157,12 +146,6 @@ def test_other_spellings_and_defaults_of_megatron(words, found):
     assert {name: getattr(setup, name) for name in found} == found
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_has_costs(name):
-    setup = TrainingSetup(preset(name), 8192, 1, segments=(4096, 4096))
-    assert predict(setup, read_machine("h100-80gb")).memory[0].total > parameters_of_model(setup.model)
-
-
 @pytest.mark.parametrize("name", ["7b", "llama3-8b", "deepseek-v3"])
 def test_only_what_a_model_has_is_computed_again(name):
     """Megatron has moe_act for experts alone; with biases, mlp never ends its first backward."""
@@ -174,12 +157,13 @@ def test_only_what_a_model_has_is_computed_again(name):
 
 
 def test_training_cuts_sequences_where_the_plan_does():
-    for candidate in (each for each in sample() if each.setup.pipeline_parallel > 1):
+    for candidate in list(candidates(small()))[::7]:
+        if candidate.setup.pipeline_parallel == 1:
+            continue
         setup, chunks = candidate.setup, candidate.setup.placement.num_chunks
-        megatron = given_to_megatron(read_launch(words_of(candidate)))
-        megatron |= {"padded_vocab_size": 32768, "data_parallel_size": setup.data_parallel}
+        megatron = {"padded_vocab_size": 32768, "data_parallel_size": setup.data_parallel}
         megatron |= {"virtual_pipeline_model_parallel_size": chunks} if chunks > 1 else {}
-        args = parsed("--device", "cuda", *our_words(candidate), **megatron)
+        args = trained(candidate, "--device", "cuda", **megatron)
         config = pipeline_config(args, run := run_of_arguments(args), RunCosts(args, run))
         assert config.lengths == setup.segments
         assert config.run.layers_per_stage == setup.layers_per_stage
@@ -191,7 +175,7 @@ def test_training_cuts_sequences_where_the_plan_does():
     ("words", "settings"),
     [
         ("--bf16", {"bf16": True}),
-        ("--fp8-format hybrid", {"fp8": "hybrid"}),
+        ("--fp8-format hybrid", {"fp8": "hybrid", "fp8_recipe": "delayed"}),
         ("--fp8-format=hybrid --fp8-recipe mxfp8", {"fp8": "hybrid", "fp8_recipe": "mxfp8"}),
         ("--moe-shared-expert-overlap", {"moe_shared_expert_overlap": True}),
         ("--moe-expert-capacity-factor 1.5", {"moe_expert_capacity_factor": 1.5}),
@@ -204,11 +188,10 @@ def test_training_cuts_sequences_where_the_plan_does():
 def test_plans_are_what_training_starts_with(words, settings):
     rules, seen = LaunchRules(with_values(words.split())), Counter()
     families = ("1f1b", "zb-h1", "breadth-first")
-    for candidate in list(candidates(small(families=families, partitions_state=None)))[::10]:
+    for candidate in list(candidates(small(families=families, partitions_state=None)))[::11]:
         setup = replace(candidate.setup, partitions_state=candidate.setup.family == "breadth-first")
         candidate = replace(candidate, setup=setup)
-        launch = given_to_megatron(read_launch(words_of(candidate, f"{WORDS} --disable-bias-linear")))
-        args = parsed(*our_words(candidate), **(launch | settings))
+        args = trained(candidate, **settings)
         try:
             refuse_unsupported(args, vars(args))
             refusal = None
@@ -216,12 +199,12 @@ def test_plans_are_what_training_starts_with(words, settings):
             refusal = str(error)
         assert rules.accept(candidate) == (refusal is None), refusal
         seen[refusal is None] += 1
-    assert seen[True] and (not seen[False] or [*rules.left_out()] or "fp8" in words)
+    left_out = [*rules.left_out()]
+    assert seen[True] and (seen[False] or not left_out) and (not seen[False] or left_out or "fp8" in words)
 
 
 def test_what_no_plan_goes_with_is_a_sentence():
     with pytest.raises(ValueError, match="--mtp-num-layers weighs predictions"):
         LaunchRules(["--mtp-num-layers 1"], {Use.SEGMENTS, Use.UNITS})
-    assert not [*LaunchRules(["--bf16"]).left_out()]
     (sentence,) = LaunchRules(["--log-params-norm"]).left_out()
     assert sentence.startswith("Plans with --partition-state are left out: --log-params-norm reads weights when")
