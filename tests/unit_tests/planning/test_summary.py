@@ -9,22 +9,20 @@ from unit_tests.arguments.parsed import parsed
 SIZES = {"pipeline_model_parallel_size": 8, "global_batch_size": 16, "data_parallel_size": 1, "seq_length": 32768}
 
 
-@pytest.mark.parametrize("rank, blocks", [("0", 1), ("1", 0)])
-def test_the_block_tells_what_runs_beside_megatrons_own(capsys, monkeypatch, rank, blocks):
-    monkeypatch.setenv("RANK", rank)
+def test_the_block_tells_what_runs_beside_megatrons_own(capsys, monkeypatch):
     config = validate(parsed("--sequence-splits", "4", bf16=True, **SIZES))
-    block = capsys.readouterr().out
-    assert block.count("-- sequence-level pipeline parallelism") == blocks
-    if blocks:
-        rows = dict(row.strip().split("  ", 1) for row in block.splitlines()[1:])
-        assert rows["schedule"].strip() == "1f1b with segments"
-        assert rows["pipeline"].strip() == "8 ranks, 8 micro-batches"
-        assert rows["segments"].strip() == f"4, balanced: {' '.join(map(str, config.lengths))} tokens"
-
-        ours, own = (float(words.split(" %")[0]) for words in rows["predicted bubble"].split(";"))
-        # With equal stages (P - 1) / (m k + P - 1) and (P - 1) / (m + P - 1); the head makes the last one longer.
-        assert 100 * 7 / 39 < ours < 100 * 7 / 15 < own < 100
-        assert "GiB" in rows["predicted activations"] and "flash attention for CPUs" in rows["attention"]
+    title, *block = capsys.readouterr().out.splitlines()
+    assert title == "-- sequence-level pipeline parallelism"
+    rows = {name: text.strip() for name, text in (row.strip().split("  ", 1) for row in block)}
+    assert rows["schedule"] == "1f1b with segments" and rows["pipeline"] == "8 ranks, 8 micro-batches"
+    assert rows["segments"] == f"4, balanced: {' '.join(map(str, config.lengths))} tokens"
+    ours, own = (float(words.split(" %")[0]) for words in rows["predicted bubble"].split(";"))
+    # With equal stages (P - 1) / (m k + P - 1) and (P - 1) / (m + P - 1); the head makes the last one longer.
+    assert 100 * 7 / 39 < ours < 100 * 7 / 15 < own < 100
+    assert "GiB" in rows["predicted activations"] and "flash attention for CPUs" in rows["attention"]
+    monkeypatch.setenv("RANK", "1")
+    validate(parsed("--sequence-splits", "4", bf16=True, **SIZES))
+    assert capsys.readouterr().out == ""
 
 
 def test_a_measured_link_is_beside_the_rate_that_units_need():

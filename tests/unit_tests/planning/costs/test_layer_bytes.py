@@ -67,6 +67,8 @@ def test_keys_and_values_and_their_gradients_have_a_buffer_each():
     of_layer = layer_keys_values(setup, 0, 0, LENGTH // 4)
     assert of_layer == 2 * 2 * 2 * GPT.head_dim * LENGTH  # two KV heads a rank, in 16 bit
     assert layer_keys_values(setup, 0, LENGTH // 4, LENGTH // 2) == 0
+    more_ranks = replace(PLAIN, tensor_parallel=8, segments=(LENGTH,))  # than KV heads, each with a whole one
+    assert layer_keys_values(more_ranks, 0, 0, LENGTH) == of_layer / 2
     latent = replace(PLAIN, model=replace(GPT, latent=LatentAttention(0, 64, 16, 8, 16)))  # keeps them expanded
     assert layer_keys_values(latent, 0, 0, LENGTH // 4) == 2 * LENGTH * 16 * (16 + 8 + 16) / 2
     # Two micro-batches are in flight, one of them between its first backward and its last. Gradients have 32 bit, those
@@ -102,10 +104,18 @@ def test_attention_that_is_kept_is_its_output_and_logsumexp():
     assert more == 4096 * (2 * GPT.hidden_size + 4 * GPT.num_heads) / 2
 
 
-@pytest.mark.parametrize("recompute", ["", "full mlp", "layernorm mla_up_proj"])
-def test_what_has_no_costs_is_refused(recompute):
-    with pytest.raises(ValueError, match="has no costs; drop it"):
-        replace(PLAIN, recompute=recompute)
+@pytest.mark.parametrize(
+    "changes, sentence",
+    [
+        *(({"recompute": each}, "has no costs; drop it") for each in ("", "full mlp", "layernorm mla_up_proj")),
+        ({"segments": (50, 50)}, f"segments of 100 tokens do not make {LENGTH}"),
+        ({"model": hybrid("*D").model, "layers_per_stage": ()}, "a layer D of unknown cost"),
+    ],
+    ids=["no module", "two ways", "of latents", "segments", "a layer"],
+)
+def test_what_has_no_costs_is_refused(changes, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        layer_activation(replace(PLAIN, **changes), 1, 0, LENGTH)
 
 
 def test_of_layers_recomputed_in_part_the_rest_is_kept():
@@ -118,30 +128,11 @@ def test_of_layers_recomputed_in_part_the_rest_is_kept():
 
 
 def test_context_parallel_ranks_share_heads_of_segments():
-    halves = (4096, 4096)
-    alone = TrainingSetup(preset("mixtral-8x7b"), 8192, num_microbatches=1, tensor_parallel=2, segments=halves)
-    heads = alone.model.num_kv_heads // 2
-    sizes = {
-        size: layer_keys_values(replace(alone, context_parallel=size), 0, 0, 8192) for size in (1, 2, heads, 4 * heads)
-    }
-    assert sizes[1] == 4 * 8192 * heads * alone.model.head_dim
-    assert sizes[2] == sizes[1] / 2
-    assert sizes[heads] == sizes[4 * heads] == sizes[1] / heads
-    whole = replace(alone, segments=(8192,), context_parallel=4 * heads)
-    assert layer_keys_values(whole, 0, 0, 8192) == sizes[1] / (4 * heads)
-
-
-def test_a_rank_has_a_whole_kv_head_where_ranks_are_more():
-    """A rehearsal of 16 heads with 2 KV heads on 8 GPUs counts 0.44 GiB of keys, values and their gradients."""
-    model = ModelShape(4, 2048, 8192, 16, 128, 32768, num_kv_heads=2)
-    setup = TrainingSetup(model, 65536, 4, tensor_parallel=8, sequence_parallel=True, segments=(16384,) * 4)
-    memory = rank_memory(setup, build("1f1b", setup.shape).ranks[0], 0)
-    assert memory.keys_values / 2**30 == pytest.approx(0.44, rel=0.01)
-
-
-def test_a_layer_without_known_sizes_is_an_error():
-    with pytest.raises(ValueError, match="a layer D of unknown cost"):
-        layer_activation(hybrid("*D"), 1, 0, LENGTH)
+    alone = replace(PLAIN, tensor_parallel=1)  # four KV heads
+    setups = [replace(alone, context_parallel=size) for size in (1, 2, 4, 16)]
+    sizes = [layer_keys_values(each, 0, 0, LENGTH // 4) for each in setups]
+    assert sizes == [sizes[0] / shares for shares in (1, 2, 4, 4)]
+    assert layer_keys_values(replace(setups[3], segments=(LENGTH,)), 0, 0, LENGTH) == sizes[0] / 16
 
 
 def test_megatrons_modules_move_all_but_feed_forward_blocks():

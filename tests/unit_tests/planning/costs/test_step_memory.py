@@ -11,7 +11,7 @@ from megatron.seq1f1b.planning.costs.layer_bytes import MOST_KEPT, PIECE, backwa
 from megatron.seq1f1b.planning.costs.layer_times import head_time
 from megatron.seq1f1b.planning.costs.machine import GIB, read_machine
 from megatron.seq1f1b.planning.costs.stage_costs import A100, analytic_costs
-from megatron.seq1f1b.planning.costs.step_memory import rank_memory, static_memory
+from megatron.seq1f1b.planning.costs.step_memory import rank_memory
 from megatron.seq1f1b.planning.costs.training_setup import ALL_BUT_ATTENTION, TrainingSetup
 from megatron.seq1f1b.schedule import Kind, Placement, build
 
@@ -58,19 +58,6 @@ def test_weight_gradients_apart_hold_what_a_rehearsal_counts():
     memory = [rank_memory(setup, schedule.ranks[rank], rank) for rank in (0, 1)]
     assert [each.activations / GIB for each in memory] == pytest.approx([10.03, 11.05], rel=0.03)
     assert [(each.total - each.reserved) / GIB for each in memory] == pytest.approx([21.32, 23.39], rel=0.04)
-
-
-@pytest.mark.parametrize("family", ["1f1b", "zb-h1", "gpipe"])
-@pytest.mark.parametrize("lengths", [(LENGTH,), (LENGTH // 4,) * 4, (32768, 16384, 8192, 8192)])
-def test_the_peak_is_that_of_the_fullest_prefix_of_actions(family, lengths):
-    setup = replace(SHARED, segments=lengths, family=family)
-    schedule = build(family, setup.shape)
-    for rank in (0, 7):
-        whole = rank_memory(setup, schedule.ranks[rank], rank)
-        assert whole.total > sum(static_memory(setup, rank)) + whole.reserved
-        actions = schedule.ranks[rank]
-        cut = [len(actions) // 4, len(actions) // 2]
-        assert all(rank_memory(setup, actions[:length], rank).total <= whole.total for length in cut)
 
 
 def test_recomputation_holds_one_layer_more():

@@ -14,16 +14,13 @@ from megatron.seq1f1b.planning.planner.way_out import way_out
 from megatron.seq1f1b.report.plan_figures import Point, frontier
 from unit_tests.planning.planner.question import MODEL, candidates, linked, small
 
-# From all that fits to hardly anything.
-LIMITS = (16, 4, 2.5, 1.7)
-
 
 @pytest.fixture(scope="module")
 def everything():
     return [predict_candidate(each, small()) for each in candidates(small())]
 
 
-@pytest.mark.parametrize("limit", LIMITS)
+@pytest.mark.parametrize("limit", [16, 4, 2.5, 1.7])  # from all that fits to hardly anything
 def test_the_best_of_everything_that_fits(everything, limit):
     best_cuts = {}
     for each in sorted(everything, key=lambda each: each.candidate.strategy):  # balanced first
@@ -61,14 +58,6 @@ def test_what_does_not_fit_moves_to_the_host_if_that_is_fastest():
         assert Search(other).best(1) == Search(replace(other, host_gib=0)).best(1)
 
 
-def test_megatron_alone_may_move_what_its_modules_keep():
-    question = linked(1e12, memory_gib=2.2, host_gib=8).of_megatron()
-    (best,), (without,) = Search(question).best(1), Search(replace(question, host_gib=0)).best(1)
-    setup = best.candidate.setup
-    assert setup.offloads_modules and setup.offloads and best.host_gib > 0
-    assert best.prediction.seconds < without.prediction.seconds
-
-
 def test_bounds_are_bounds(everything):
     for each in everything:
         setup = each.candidate.setup
@@ -86,25 +75,11 @@ def test_the_state_is_partitioned_where_that_is_faster():
     """A deep model, where weights and gradients fill a device, and where they do not."""
     changes = {"model": replace(MODEL, num_layers=24, vocab_size=1024), "num_devices": 8, "global_batch_size": 16}
     changes |= {"sequence_length": 2048, "families": ("1f1b", "breadth-first"), "chunks": (1, 6), "segments": (1, 4)}
-    for limit, is_partitioned in ((1.5, True), (2, False)):
-        best, *others = Search(small(**changes, memory_gib=limit, partitions_state=None)).best()
-        whole = Search(small(**changes, memory_gib=limit)).best()
-        assert best.candidate.setup.partitions_state == is_partitioned and best.memory_gib <= limit
-        if is_partitioned:
-            assert best.prediction.seconds < whole[0].prediction.seconds
-            alike = replace(best.candidate, setup=replace(best.candidate.setup, partitions_state=False))
-            assert predict_candidate(alike, small()).memory_gib > limit
-        else:
-            assert [best, *others] == whole
-
-
-def test_what_is_not_accepted_takes_no_part(everything):
-    def is_whole(candidate):
-        return len(candidate.setup.segments) == 1
-
-    whole = [each for each in everything if is_whole(each.candidate) and each.memory_gib <= 4]
-    (found,) = Search(small(memory_gib=4, accepts=is_whole)).best(1)
-    assert found.prediction.seconds == min(each.prediction.seconds for each in whole)
+    little, enough = (small(**changes, memory_gib=limit) for limit in (1.5, 2))
+    (best,), (whole,) = (Search(replace(little, partitions_state=each)).best(1) for each in (None, False))
+    assert best.candidate.setup.partitions_state and best.memory_gib <= 1.5
+    assert best.prediction.seconds < whole.prediction.seconds
+    assert Search(replace(enough, partitions_state=None)).best() == Search(enough).best()
 
 
 def test_winners_with_too_many_actions_for_auto_are_named(monkeypatch):
@@ -112,6 +87,7 @@ def test_winners_with_too_many_actions_for_auto_are_named(monkeypatch):
     of_four = Search(small(families=("zb-h1", "auto"), accepts=lambda each: each.setup.pipeline_parallel == 4))
     found = of_four.best(3)
     assert {each.candidate.setup.family for each in found} == {"zb-h1"}
+    assert {each.candidate.setup.pipeline_parallel for each in found} == {4}
     assert of_four.too_long_for_auto == {
         replace(each.candidate, setup=replace(each.candidate.setup, family="auto")) for each in found
     }
@@ -168,30 +144,20 @@ def sizes(setup) -> tuple[int, int, int, int]:
     return setup.tensor_parallel, setup.context_parallel, setup.pipeline_parallel, setup.data_parallel
 
 
-# Changes to a question, and what holds of every set-up of its answer.
-QUESTIONS = {
-    "one device": ({"num_devices": 1}, lambda setup: sizes(setup) == (1, 1, 1, 1)),
-    "a length that nothing divides": (
-        {"sequence_length": 4099},
-        lambda setup: sizes(setup)[:2] == (1, 1) and sum(setup.segments) == 4099,
-    ),
-    "fewer tokens than segments": ({"sequence_length": 2}, lambda setup: len(setup.segments) <= 2),
-    "fewer sequences than devices": (
-        {"global_batch_size": 1},
-        lambda setup: setup.data_parallel == setup.num_microbatches == 1,
-    ),
-    "a batch that few divide": (
-        {"num_devices": 6, "global_batch_size": 3},
-        lambda setup: setup.data_parallel in (1, 3),
-    ),
-    "a single layer": ({"model": replace(MODEL, num_layers=1)}, lambda setup: setup.pipeline_parallel == 1),
-    "an odd number of heads": ({"model": replace(MODEL, num_heads=7)}, lambda setup: setup.tensor_parallel == 1),
-}
-
-
-@pytest.mark.parametrize("name", QUESTIONS)
-def test_an_unusual_question_has_a_sensible_answer(name):
-    changes, holds = QUESTIONS[name]
+@pytest.mark.parametrize(
+    "changes, holds",
+    [
+        ({"num_devices": 1}, lambda setup: sizes(setup) == (1, 1, 1, 1)),
+        ({"sequence_length": 4099}, lambda setup: sizes(setup)[:2] == (1, 1) and sum(setup.segments) == 4099),
+        ({"sequence_length": 2}, lambda setup: len(setup.segments) <= 2),
+        ({"global_batch_size": 1}, lambda setup: setup.data_parallel == setup.num_microbatches == 1),
+        ({"num_devices": 6, "global_batch_size": 3}, lambda setup: setup.data_parallel in (1, 3)),
+        ({"model": replace(MODEL, num_layers=1)}, lambda setup: setup.pipeline_parallel == 1),
+        ({"model": replace(MODEL, num_heads=7)}, lambda setup: setup.tensor_parallel == 1),
+    ],
+    ids=["one device", "a length that nothing divides", "few tokens", "one sequence", "few divisors", "layer", "heads"],
+)
+def test_an_unusual_question_has_a_sensible_answer(changes, holds):
     found = Search(small(**changes)).best(20)
     assert found and all(holds(each.candidate.setup) and each.prediction.bubble >= 0 for each in found)
 
