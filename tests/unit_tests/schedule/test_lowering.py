@@ -111,15 +111,15 @@ def test_chunks_gather_before_and_reduce_after_their_actions(family, shape):
 
 def test_all_ranks_reduce_and_gather_at_about_the_same_time():
     """To within two forwards and backwards, where the first and the last to end a chunk are farther apart."""
-    schedule = build("breadth-first", Shape(Placement(4, 2), 8))
+    schedule = build("breadth-first", Shape(Placement(4, 3), 8))
     lowered, ranks = lower(schedule).ranks, simulate(schedule).ranks
-    for kind, chunk in ((Kind.GATHER, 0), (Kind.GATHER, 1), (Kind.REDUCE, 1)):
+    for kind, chunk in ((Kind.GATHER, 2), (Kind.REDUCE, 2), (Kind.REDUCE, 1)):
         times = []
         for rank, spans in enumerate(ranks):
             before = lowered[rank][: lowered[rank].index(Action(kind, 4 * chunk + rank))]
             times.append(max((span.end for span in spans if span.action in before), default=0.0))
         assert max(times) - min(times) <= 2, (kind, chunk, times)
-    ends = [max(span.end for span in spans if span.action.stage >= 4) for spans in ranks]
+    ends = [max(span.end for span in spans if span.action.stage >= 8) for spans in ranks]
     assert max(ends) - min(ends) > 4
 
 

@@ -12,12 +12,12 @@ from support.patience import patient
 
 
 def test_looped_and_v():
-    looped, v = Placement(3, 3), Placement(3, 3, "v")
-    assert [looped.rank_of(stage) for stage in range(9)] == [0, 1, 2, 0, 1, 2, 0, 1, 2]
-    assert [looped.stages_of(rank) for rank in range(3)] == [[0, 3, 6], [1, 4, 7], [2, 5, 8]]
-    assert [v.rank_of(stage) for stage in range(9)] == [0, 1, 2, 2, 1, 0, 0, 1, 2]
-    assert [v.stages_of(rank) for rank in range(3)] == [[0, 5, 6], [1, 4, 7], [2, 3, 8]]
-    assert [v.chunk_of(stage) for stage in range(9)] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    looped, v = Placement(2, 4), Placement(2, 4, "v")
+    assert [looped.rank_of(stage) for stage in range(8)] == [0, 1, 0, 1, 0, 1, 0, 1]
+    assert [looped.stages_of(rank) for rank in range(2)] == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert [v.rank_of(stage) for stage in range(8)] == [0, 1, 1, 0, 0, 1, 1, 0]
+    assert [v.stages_of(rank) for rank in range(2)] == [[0, 3, 4, 7], [1, 2, 5, 6]]
+    assert [v.chunk_of(stage) for stage in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
     assert Placement(4, 2).neighbours_of(0) == [1, 3]
     assert Placement(4, 2, "v").neighbours_of(0) == [1]
     assert Placement(2, 2).neighbours_of(0) == [1]
