@@ -3,8 +3,8 @@
 Each runs the same calls, on models without any code of Megatron's; on eight ranks, in pairs of tensor-parallel ones.
 """
 
-from collections.abc import Callable
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -46,17 +46,6 @@ def groups_by_hand(*sizes: int) -> dict:
     return {"p2p_communicator": P2PCommunicator(collection.pp, config), "pg_collection": collection}
 
 
-def timers(started: list) -> Callable[..., SimpleNamespace]:
-    """Stands in for Megatron's; adds what is started to the list."""
-
-    def timer(name: str, log_level: int | None = None) -> SimpleNamespace:
-        return SimpleNamespace(
-            start=lambda barrier=False: started.append((name, log_level, barrier)), stop=lambda: None
-        )
-
-    return timer
-
-
 def chunks(count: int = 1, ranks: int = RANKS, **config) -> list[Stage]:
     """Of this rank; chunks of different sizes if there are several."""
     made = configuration(ranks, virtual_pipeline_model_parallel_size=count if count > 1 else None, **config)
@@ -77,14 +66,16 @@ def seen(function, count: int, m: int, ranks: int = RANKS, config: dict | None =
     """All that a caller can observe of one call on a new model: what it returns, gradients, hooks, timers."""
     model = chunks(count, ranks, **(config or {}))
     started, finalized = [], []
-    model[0].config.timers = timers(started)
-    model[0].config.calculate_per_token_loss = per_token_loss
+
+    def timer(name: str, log_level: int | None = None) -> SimpleNamespace:
+        return SimpleNamespace(start=lambda barrier=False: started.append((name, log_level, barrier)), stop=Mock())
 
     def finalize(model, num_tokens, *, pg_collection, force_all_reduce) -> None:
         count = num_tokens if num_tokens is None else int(num_tokens)
         finalized.append((len(model), count, pg_collection.cp.size(), force_all_reduce))
 
-    model[0].config.finalize_model_grads_func = finalize
+    model[0].config.timers, model[0].config.finalize_model_grads_func = timer, finalize
+    model[0].config.calculate_per_token_loss = per_token_loss
     reports = call(function, model, m, **given)
     compute = [entry for entry in started if function is OURS or not entry[0].endswith(("-recv", "-send"))]
     return {

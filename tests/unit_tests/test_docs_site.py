@@ -13,6 +13,7 @@ from megatron.seq1f1b.schedule import Placement, Shape, build, sequences_held, s
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
+SLOW = ("plan", "gain-map", "profile", "train-time")
 COMMANDS = [
     (page.name, shlex.split(block.replace("\\\n", " ")))
     for page in (*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md")
@@ -60,14 +61,11 @@ def test_the_site_is_built_without_a_warning(tmp_path):
     assert 'href="../schedules/"' in (site / "contributing" / "index.html").read_text()
 
 
-_SLOW = ("plan", "gain-map", "profile", "train-time")
-
-
 @pytest.mark.parametrize(
     "page, words",
     [
-        # Many seconds of a core; test_plan.py has the commands on fewer GPUs.
-        pytest.param(page, words, marks=[pytest.mark.exhaustive] if words[1] in _SLOW else [])
+        # Some take many seconds of a core; test_plan.py has them on fewer GPUs.
+        pytest.param(page, words, marks=[pytest.mark.exhaustive] * (words[1] in SLOW))
         for page, words in COMMANDS
         if words[0] == "seq1f1b"
     ],

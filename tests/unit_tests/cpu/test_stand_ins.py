@@ -16,11 +16,8 @@ from megatron.seq1f1b.cpu import stand_ins
 
 def test_groups_of_gloo_share_one_device(monkeypatch):
     """A device is a thread that polls; torch makes one for each group that is not given any."""
-    made = []
-    make = dist.ProcessGroupGloo.create_default_device
-    monkeypatch.setattr(
-        dist.ProcessGroupGloo, "create_default_device", lambda: made.append(make()) or made[-1], raising=False
-    )
+    made, make = [], dist.ProcessGroupGloo.create_default_device
+    monkeypatch.setattr(dist.ProcessGroupGloo, "create_default_device", lambda: made.append(make()) or made[-1])
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     stand_ins._devices_of.cache_clear()
     kind, store = stand_ins.on_one_device(dist.ProcessGroupGloo), dist.HashStore()
@@ -44,17 +41,12 @@ def parse(monkeypatch, *flags: str, **asked) -> Namespace:
     return parsed[1]
 
 
-def test_defaults_for_a_gpu_are_replaced(monkeypatch, caplog):
+def test_what_needs_a_gpu_is_replaced_or_refused(monkeypatch, caplog):
     assert parse(monkeypatch).transformer_impl == "local"
     parse(monkeypatch, "--distributed-backend", "nccl", distributed_backend="nccl")
     assert caplog.text.count("--distributed-backend nccl becomes gloo on the CPU") == 1
-
-
-def test_transformer_engine_is_refused_unless_rehearsed(monkeypatch):
-    """The cluster of a rehearsal has a GPU."""
-    with pytest.raises(
-        ValueError, match="^--transformer-impl transformer_engine needs a GPU: .*; use --transformer-impl"
-    ):
+    needs = "^--transformer-impl transformer_engine needs a GPU: .*; use --transformer-impl"
+    with pytest.raises(ValueError, match=needs):  # but in a rehearsal, whose cluster has one
         parse(monkeypatch, "--transformer-impl", "transformer_engine")
     assert parse(monkeypatch, "--transformer-impl=transformer_engine", dry_run=True).transformer_impl == "local"
 
