@@ -11,18 +11,14 @@ import torch
 
 from megatron.seq1f1b.model.kernels import AttentionRule, Saved, on_parts
 from megatron.seq1f1b.model.kernels.adapted import Padded
-from megatron.seq1f1b.model.kernels.flash import CudaFlash, FlashAttention4
-from megatron.seq1f1b.model.kernels.transformer_engine import TransformerEngineFused
+from megatron.seq1f1b.model.kernels.flash import CudaFlash
 from megatron.seq1f1b.model.kernels.unfused import Unfused
 from megatron.seq1f1b.model.packed_documents import CumulativeLengths
 from support import segments
 from support.kernel_packages import flash_attention_4, torch_operators, transformer_engine
 from support.segments import HEADS
 
-ROOT = Path(__file__).parents[3]
-
 RULE = AttentionRule(0.125)
-TAKE_TWO_SIZES = (FlashAttention4, TransformerEngineFused)
 KERNELS = {"PyTorch": torch_operators, "flash-attn-4": flash_attention_4, "Transformer Engine": transformer_engine}
 # Those that take dropout, and packed documents in one call.
 ALL_IN_ONE_CALL = {name: provider for name, provider in KERNELS.items() if name != "flash-attn-4"}
@@ -45,7 +41,7 @@ def inputs(heads):
 def test_segments_equal_unfused_attention(monkeypatch, provider, heads):
     kernel_of = provider(monkeypatch)
     tensors = inputs(heads)
-    is_padded = heads[3] % 8 or heads[3] != heads[4] and kernel_of not in TAKE_TWO_SIZES
+    is_padded = heads[3] % 8 or heads[3] != heads[4] and kernel_of is CudaFlash
     results = step(lambda rule: Padded(kernel_of(rule), 8) if is_padded else kernel_of(rule), *tensors)
     for result, expected in zip(results, step(Unfused, *tensors), strict=True):
         assert result.dtype == torch.bfloat16
@@ -102,7 +98,8 @@ def test_calls_fit_the_operators_of_pytorch(shape):
 
 def test_transformer_engine_gets_its_own_argument_names(monkeypatch):
     """By the source of its Python alone, which scripts/setup.sh installs away from other packages."""
-    path = ROOT / ".venv/transformer-engine/transformer_engine/pytorch/cpp_extensions/fused_attn.py"
+    package = Path(__file__).parents[3] / ".venv/transformer-engine/transformer_engine"
+    path = package / "pytorch/cpp_extensions/fused_attn.py"
     if not path.is_file():
         pytest.skip("Transformer Engine's Python is not there: run scripts/setup.sh")
     functions = {each.name: each.args for each in ast.parse(path.read_text()).body if isinstance(each, ast.FunctionDef)}

@@ -48,8 +48,7 @@ def scan_by_token(x, dt, a, b, c, d, z, state):
 
 
 def chunked_rule(*inputs):
-    *inputs, state = inputs
-    return chunk_gated_delta_rule(*inputs, initial_state=state, output_final_state=True)
+    return chunk_gated_delta_rule(*inputs[:-1], initial_state=inputs[-1], output_final_state=True)
 
 
 def chunked_scan(x, dt, a, b, c, d, z, state):
