@@ -4,11 +4,12 @@ Each case has an id of its own, suite/group/step: `-k pp2-moe`, `-k zb-h1-k3`. A
 of ranks run in one job; if it dies, the case that was running has failed and another job goes on with the next.
 """
 
+import re
 from contextlib import suppress
 
 import pytest
 
-from functional_tests.equality.comparison import run_cases, verdicts_in
+from functional_tests.equality.comparison import run_cases
 from functional_tests.equality.suites import groups, representatives
 from support.on_ranks import few_of
 
@@ -34,7 +35,7 @@ def verdict_on(request):
             names = [name for name in CASES if name in selected and name not in found and CASES[name] == CASES[case]]
             with suppress(AssertionError):
                 launch.call(ranks, run_cases, timeout=300 + 20 * len(names), names=names)
-            found.update(verdicts_in(launch.last.log))
+            found.update(re.findall(r"^case (\S+): (.*)$", launch.last.log, re.MULTILINE))
             died = next((name for name in names if name not in found), None)
             found[died] = f"the job ended:\n{launch.last.log[-6000:]}"
         return found[case]

@@ -4,7 +4,6 @@ The reference has the whole model on one pipeline stage, with Megatron's own att
 tensor-parallel size: Megatron computes the cross entropy in fp32, which rounds differently when the vocabulary is cut.
 """
 
-import re
 from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -146,12 +145,10 @@ def compare(references: References, model: Model, layout: Layout, cases: Iterabl
     first, replicas = parallel_state.get_data_parallel_rank(), replicas_of(layout)
     step = partial(run, chunks=chunks, first=first, step=replicas, groups=groups_of(layout))
     for case, (expected, expected_grads, expected_logs) in zip(cases, expectations, strict=True):
-        usual, executor = (
-            PipelineExecutor(
-                ScheduleChoice(case.family, layout.style), segmentation(case), piece=piece_of(case, layout)
-            )
-            for _ in range(2)
-        )
+        choice = ScheduleChoice(case.family, layout.style)
+        # A fifth of the logits of a micro-batch on a rank: 11 tokens or less. A step of one micro-batch keeps them all.
+        piece = None if case.m == 1 else case.batch * SEQUENCE * VOCABULARY // (5 * layout.context * layout.tensor)
+        usual, executor = (PipelineExecutor(choice, segmentation(case), piece=piece) for _ in range(2))
         executor.programs.offloaded = model.offloads
         if model.keeps_attention:
             executor.context.kept_attention = {}
@@ -190,11 +187,6 @@ def compare(references: References, model: Model, layout: Layout, cases: Iterabl
             if model.keeps_attention and 0 < len(usual_calls) <= len(calls):
                 errors[f"{len(calls)} calls of kernels, {len(usual_calls)} where none is kept"] = inf
         yield errors
-
-
-def piece_of(case: Case, layout: Layout) -> int | None:
-    """A fifth of the logits of a micro-batch on a rank: 11 tokens or less. A step of one micro-batch keeps them all."""
-    return None if case.m == 1 else case.batch * SEQUENCE * VOCABULARY // (5 * layout.context * layout.tensor)
 
 
 def segmentation(case: Case) -> Segmentation:
@@ -249,8 +241,3 @@ def in_words(of_ranks: list[dict[str, float]], tolerance: float) -> str:
     if wrong:
         return f"{len(wrong)} of {len(found)} values differ, the worst by {size:.1e}: {what}"
     return f"equal, {len(found)} values, worst {size:.1e}"
-
-
-def verdicts_in(log: str) -> dict[str, str]:
-    """By the names of the cases."""
-    return dict(re.findall(r"^case (\S+): (.*)$", log, re.MULTILINE))

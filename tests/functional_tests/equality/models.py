@@ -148,69 +148,37 @@ class Model:
 
 
 def variants() -> list[Model]:
-    """The exact one, and each way in which models differ."""
-    exact = Model()
-    return [
-        replace(exact, kv_heads=2),
-        replace(exact, kv_heads=1, positions="learned_absolute", tied=True),
-        replace(exact, recompute="full"),
-        replace(exact, recompute="selective"),
-        replace(exact, per_token_loss=True),
-        replace(exact, dtype=torch.float32),
-    ]
+    """Each way in which models differ."""
+    grouped, learned = Model(kv_heads=2), Model(kv_heads=1, positions="learned_absolute", tied=True)
+    recomputed = (Model(recompute=granularity) for granularity in ("full", "selective"))
+    return [grouped, learned, *recomputed, Model(per_token_loss=True), Model(dtype=torch.float32)]
 
 
 def positions() -> list[Model]:
     """Ways to encode positions, and what else layers do to queries, keys and the output of attention."""
-    yarn = {
-        "yarn_rotary_scaling_factor": 4.0,
-        "yarn_original_max_position_embeddings": 16,
-        "yarn_beta_fast": 32.0,
-        "yarn_beta_slow": 1.0,
-        "yarn_mscale": 1.0,
-        "yarn_mscale_all_dim": 0.5,
-        "yarn_correction_range_round_to_int": True,
-    }
-    two = Model(layers=2)
+    yarn = {"rotary_scaling_factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 32.0, "beta_slow": 1.0}
+    yarn |= {"mscale": 1.0, "mscale_all_dim": 0.5, "correction_range_round_to_int": True}
+    two, scaled = Model(layers=2), options(rope_scaling=True, seq_len_interpolation_factor=2.0)
     return [
         two.but(rotary_interleaved=True, qk_layernorm=True, gpt=options(rotary_percent=0.5)),
-        two.but(
-            no_rope_freq=(0, 1),
-            attention_output_gate=True,
-            gpt=options(rope_scaling=True, seq_len_interpolation_factor=2.0),
-        ),
-        two.but(positions="yarn", qk_l2_norm=True, **yarn),
+        two.but(no_rope_freq=(0, 1), attention_output_gate=True, gpt=scaled),
+        two.but(positions="yarn", qk_l2_norm=True, **{f"yarn_{name}": value for name, value in yarn.items()}),
     ]
 
 
 def latent(rope: str = "yarn", query_rank: int | None = 12) -> Model:
     """Multi-latent attention; the heads of keys (12) are larger than those of values (8)."""
     yarn = {"rotary_scaling_factor": 4.0, "original_max_position_embeddings": 16, "mscale_all_dim": 0.7}
-    return Model(layers=2).but(
-        q_lora_rank=query_rank,
-        kv_lora_rank=16,
-        qk_head_dim=8,
-        qk_pos_emb_head_dim=4,
-        v_head_dim=8,
-        rope_type=rope,
-        qk_layernorm=query_rank is not None,
-        **yarn if rope == "yarn" else {},
-    )
+    sizes = {"q_lora_rank": query_rank, "kv_lora_rank": 16, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4, "v_head_dim": 8}
+    given = sizes | (yarn if rope == "yarn" else {})
+    return Model(layers=2).but(rope_type=rope, qk_layernorm=query_rank is not None, **given)
 
 
 def mixture(**values: Any) -> Model:
     """A dense layer and one with experts, two of four for each token."""
-    return Model(layers=2).but(
-        **{
-            "num_moe_experts": 4,
-            "moe_router_topk": 2,
-            "moe_ffn_hidden_size": 24,
-            "moe_router_load_balancing_type": (),
-            "moe_aux_loss_coeff": (),
-            "add_bias_linear": False,
-        }
-        | values
-    )
+    experts = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 24, "add_bias_linear": False}
+    balance = {"moe_router_load_balancing_type": (), "moe_aux_loss_coeff": ()}
+    return Model(layers=2).but(**(experts | balance | values))
 
 
 def balanced(*kinds: str, **values: Any) -> Model:
@@ -219,20 +187,13 @@ def balanced(*kinds: str, **values: Any) -> Model:
     return mixture(moe_router_load_balancing_type=kinds, moe_aux_loss_coeff=coefficients, **values)
 
 
-def hybrid(pattern: str, **values: Any) -> Model:
+def hybrid(pattern: str) -> Model:
     """Layers by Megatron's symbols: * attention, - MLP, E experts, G gated delta net, M Mamba-2; behind each / those
     that predict one more token."""
     decoder, *heads = pattern.split("/")
     prediction = {"mtp_num_layers": len(heads), "mtp_loss_scaling_factor": 0.7} if heads else {}
     experts = dict(mixture().config) if "E" in pattern else {}
-    recurrent = {
-        "linear_num_key_heads": 4,
-        "linear_num_value_heads": 8,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 4,
-        "mamba_num_groups": 2,
-        "mamba_state_dim": 6,
-        "mamba_head_dim": 8,
-        "activation_func": torch.nn.functional.silu,
-    }
-    return Model(layers=len(decoder), pattern=pattern).but(**(experts | recurrent | prediction | values))
+    heads_of = {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "mamba_num_groups": 2}
+    sizes = {"linear_key_head_dim": 16, "linear_value_head_dim": 4, "mamba_state_dim": 6, "mamba_head_dim": 8}
+    model = Model(layers=len(decoder), pattern=pattern).but(activation_func=torch.nn.functional.silu)
+    return model.but(**experts, **heads_of, **sizes, **prediction)

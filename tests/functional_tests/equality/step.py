@@ -67,32 +67,20 @@ def run(schedule, chunks, case: Case, first: int, step: int, forward_only: bool 
     biases = set_biases(chunks)
     data = list(batches(case, first, step))
     with torch.set_grad_enabled(not forward_only):
-        reports = schedule(
-            forward_step_func=forward_step,
-            data_iterator=[iter(data) for _ in chunks],
-            model=chunks,
-            num_microbatches=len(data),
-            seq_length=SEQUENCE,
-            micro_batch_size=case.batch,
-            forward_only=forward_only,
-            pg_collection=groups,
-        )
-    if case.packed == "apart":
-        reports = joined(reports, [batch["part_of"] for batch in data])
+        given = {"forward_step_func": forward_step, "data_iterator": [iter(data) for _ in chunks], "model": chunks}
+        sizes = {"num_microbatches": len(data), "seq_length": SEQUENCE, "micro_batch_size": case.batch}
+        reports = schedule(**given, **sizes, forward_only=forward_only, pg_collection=groups)
+    if case.packed == "apart":  # the reports are of documents, those that are wanted of micro-batches
+        totals = {}
+        for report, batch in zip(reports, data, strict=True):
+            totals[batch["part_of"]] = totals.get(batch["part_of"], 0) + report["lm loss"]
+        reports = [{"lm loss": total} for total in totals.values()]
     for report in reports:  # of the tokens of one context-parallel rank each
         dist.all_reduce(report["lm loss"], group=parallel_state.get_context_parallel_group())
     if not forward_only:
         gather_sharded_gradients(chunks)
     gradients = {name: param.main_grad for name, param in named(chunks)}
     return reports, {name: tensor.clone() for name, tensor in (gradients | biases).items()}
-
-
-def joined(reports: list[dict], microbatches: list[int]) -> list[dict]:
-    """Of documents that were run apart, the reports of the micro-batches that they are from."""
-    totals: dict[int, torch.Tensor] = {}
-    for report, microbatch in zip(reports, microbatches, strict=True):
-        totals[microbatch] = totals.get(microbatch, 0) + report["lm loss"]
-    return [{"lm loss": total} for total in totals.values()]
 
 
 def gather_sharded_gradients(chunks) -> None:
@@ -126,8 +114,6 @@ def batches(case: Case, first: int, step: int):
         }
         if case.packed == "apart":
             yield from apart(batch | packed(tokens[:, :-1], "tokens"), microbatch)
-        elif case.packed == "units":
-            yield batch | packed(tokens[:, :-1], "cu_seqlens")
         else:
             yield batch | packed(tokens[:, :-1], case.packed) if case.packed else batch
 
@@ -156,17 +142,9 @@ def packed(tokens: torch.Tensor, form: str) -> dict:
     bounds = torch.nn.functional.pad(bounds, (0, 1), value=SEQUENCE).int()
     if form == "rolls":
         entries["rolled_within"] = bounds
-    elif form == "cu_seqlens":
+    elif form in ("cu_seqlens", "units"):
         entries |= {"cu_seqlens": bounds, "max_seqlen": bounds.diff(dim=1).max(dim=1).values}
     return entries
-
-
-NAMES = {
-    "aux_loss": "load_balancing_loss",
-    "seq_aux_loss": "seq_load_balancing_loss",
-    "global_aux_loss": "global_load_balancing_loss",
-    "z_loss": "z_loss",
-}
 
 
 def set_biases(chunks) -> dict[str, torch.Tensor]:
@@ -178,13 +156,7 @@ def set_biases(chunks) -> dict[str, torch.Tensor]:
 
 def logged(num_microbatches: int, num_layers: int, kinds: Sequence[str]) -> dict[str, float]:
     """The auxiliary losses of the step as Megatron's training loop logs them; forgets them."""
-    losses = {}
-    get_moe_metrics_tracker().report(
-        1 / num_microbatches,
-        0,
-        num_layers=num_layers,
-        force_initialize=True,
-        track_names=[NAMES[kind] for kind in kinds],
-        total_loss_dict=losses,
-    )
+    losses, names = {}, [kind.replace("aux_loss", "load_balancing_loss") for kind in kinds]
+    given = {"num_layers": num_layers, "force_initialize": True, "track_names": names, "total_loss_dict": losses}
+    get_moe_metrics_tracker().report(1 / num_microbatches, 0, **given)
     return {name: float(loss) for name, loss in losses.items()}

@@ -14,22 +14,15 @@ from megatron.seq1f1b.schedule import FAMILY_NAMES
 
 
 def all_cases() -> list[Case]:
-    return [
-        Case("1f1b", k, m, split, mask)
-        for k, m, split, mask in itertools.product(
-            (1, 2, 3, 4, 7), (1, 2, 5), ("even", "uneven"), ("ones", "random", "segment")
-        )
-        if k > 1 or (split, mask) in (("even", "ones"), ("even", "random"))
-    ]
+    every = itertools.product((1, 2, 3, 4, 7), (1, 2, 5), ("even", "uneven"), ("ones", "random", "segment"))
+    return [Case("1f1b", *each) for each in every if each[0] > 1 or each[2] == "even" and each[3] != "segment"]
 
 
 def few(*families: str) -> list[Case]:
     """One case of each kind."""
     sizes = (1, 2), (2, 1), (3, 3), (7, 2)
-    return [
-        *(Case(family, k, m, "uneven", "random") for family in families for k, m in sizes),
-        *(Case(family, 4, 2, "even", "segment") for family in families),
-    ]
+    uneven = [Case(family, k, m, "uneven", "random") for family in families for k, m in sizes]
+    return uneven + [Case(family, 4, 2, "even", "segment") for family in families]
 
 
 def order_cases(*families: str) -> list[Case]:
@@ -68,17 +61,13 @@ SHARDED = {"overlap": True, "distributed_optimizer": True}
 
 FEW, SPLIT, SHARED = few("1f1b"), few("zb-h1"), shared()
 DOCUMENTS = [
-    Case("1f1b", k, m, split, "random", form)
-    for k, m, split, form in (
-        (1, 2, "even", "mask"),
-        (1, 2, "even", "tokens"),
-        (2, 2, "uneven", "cu_seqlens"),
-        (3, 2, "documents", "tokens"),
-        (4, 2, "uneven", "mask"),
-        (5, 5, "documents", "cu_seqlens"),
-        (7, 2, "uneven", "cu_seqlens"),
-    )
-] + [
+    Case("1f1b", 1, 2, "even", "random", "mask"),
+    Case("1f1b", 1, 2, "even", "random", "tokens"),
+    Case("1f1b", 2, 2, "uneven", "random", "cu_seqlens"),
+    Case("1f1b", 3, 2, "documents", "random", "tokens"),
+    Case("1f1b", 4, 2, "uneven", "random", "mask"),
+    Case("1f1b", 5, 5, "documents", "random", "cu_seqlens"),
+    Case("1f1b", 7, 2, "uneven", "random", "cu_seqlens"),
     # On a CPU a segment within one document has one call of a kernel, others have several.
     Case("1f1b", 5, 2, "uneven", "random", "cu_seqlens", batch=1),
     Case("1f1b", 7, 2, "documents", "random", "tokens", batch=1),
@@ -92,6 +81,7 @@ PREDICTED = [replace(case, packed=form) for form in ("cu_seqlens", "tokens") for
 
 EXACT, LEARNED = Model(), {"tied": True, "positions": "learned_absolute"}
 LEARNED_RECOMPUTED = LEARNED | {"recompute": "full"}
+LEARNED_GROUPS = Model(kv_heads=2, **LEARNED)
 SUMMED = EXACT.but(per_token_loss=True)
 FP32 = {"dtype": torch.float32, "per_token_loss": True}
 KEPT = {"recompute": "full", "keeps_attention": True}
@@ -329,14 +319,8 @@ SUITES = {
         for variant in ({}, {"distributed_optimizer": True})
         for family in ("1f1b", "auto")
     ],
-    **{
-        name: [
-            (model, replace(layout, pipeline=size), FEW)
-            for layout in TENSORS
-            for model in (EXACT, Model(kv_heads=2, **LEARNED))
-        ]
-        for name, size in (("tp2", 1), ("pp2-tp2", 2))
-    },
+    "tp2": [(model, layout, FEW) for layout in TENSORS for model in (EXACT, LEARNED_GROUPS)],
+    "pp2-tp2": [(model, replace(layout, pipeline=2), FEW) for layout in TENSORS for model in (EXACT, LEARNED_GROUPS)],
     # Each way to mark documents, and one step of each kind in each model.
     "pp2-documents": [
         (EXACT, PIPELINE, DOCUMENTS),
@@ -381,9 +365,7 @@ SUITES = {
         (LATENT_EXPERTS, CHUNKS, few("1f1b", "breadth-first") + packed(FEW[:3], "mask", "tokens", "cu_seqlens"))
     ],
     # Balance over all micro-batches of a step so far.
-    "pp1-moe-global": [
-        (balanced("global_aux_loss").but(recompute=recompute), ONE, FEW) for recompute in (None, "full")
-    ],
+    "pp1-moe-global": [(balanced("global_aux_loss").but(recompute=each), ONE, FEW) for each in (None, "full")],
     "dp2-moe": expert_parallel(Layout(expert=2)),
     "pp2-dp2-moe": expert_parallel(Layout(pipeline=2, expert=2, **SHARDED)),
     "tp2-moe": [
@@ -412,10 +394,8 @@ SUITES = {
     "pp2-delta-net": recurrent("G"),
     "pp2-mamba": recurrent("M"),
     "tp2-recurrent": [(hybrid("G*M-"), layout, SPLIT[1:3]) for layout in TENSORS],
-    **{
-        name: [(model, Layout(pipeline=size), FEW) for model in (EXACT, variants()[1])]
-        for name, size in (("dp2", 1), ("pp2-dp2", 2))
-    },
+    "dp2": [(model, ONE, FEW) for model in (EXACT, variants()[1])],
+    "pp2-dp2": [(model, PIPELINE, FEW) for model in (EXACT, variants()[1])],
 }
 # Some are generators.
 SUITES = {name: [*suite] for name, suite in SUITES.items()}
@@ -460,11 +440,8 @@ def groups() -> Iterator[Group]:
 
 def representatives() -> set[str]:
     """The ids of a few cases that stand for all: of the first group of every suite, and one of the last."""
-    by_suite: dict[str, list[Group]] = {}
-    for group in groups():
-        by_suite.setdefault(group.suite, []).append(group)
     chosen: set[str] = set()
-    for first, *others in by_suite.values():
+    for _, (first, *others) in itertools.groupby(groups(), lambda group: group.suite):
         chosen.update(first.representatives())
         chosen.update(others[-1].representatives()[-1:] if others else ())
     return chosen
