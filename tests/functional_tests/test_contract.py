@@ -21,7 +21,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron.seq1f1b.runtime import PipelineExecutor, Segmentation
 from megatron.seq1f1b.schedule import ScheduleChoice
-from support.linear_stages import BATCH, HIDDEN, SEQUENCE, Stage, call, configuration, sum_of_squares
+from support.linear_stages import BATCH, HIDDEN, SEQUENCE, Stage, call, configuration, summed
 from support.on_ranks import on_ranks
 
 OURS = PipelineExecutor(ScheduleChoice("1f1b"), Segmentation())
@@ -51,10 +51,6 @@ def chunks(count: int = 1, ranks: int = RANKS, **config) -> list[Stage]:
     made = configuration(ranks, virtual_pipeline_model_parallel_size=count if count > 1 else None, **config)
     rank = parallel_state.get_pipeline_model_parallel_rank()
     return [Stage(made, c * ranks + rank, c if count > 1 else None, 1 + c) for c in range(count)]
-
-
-def summed(data_iterator, model):
-    return model(next(data_iterator)), sum_of_squares
 
 
 def integers(data_iterator, model):

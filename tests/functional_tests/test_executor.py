@@ -23,9 +23,8 @@ from megatron.core.rerun_state_machine import (
 from megatron.seq1f1b.runtime import executor as executor_file
 from megatron.seq1f1b.runtime.communication import Communicator
 from megatron.seq1f1b.schedule import Kind, Placement, ScheduleChoice, Shape, build
-from support.linear_stages import SEQUENCE, Stage, batches, call, configuration, forward_step, sum_of_squares
+from support.linear_stages import SEQUENCE, Stage, batches, call, configuration, executor, forward_step, sum_of_squares
 from support.on_ranks import on_ranks
-from support.one_rank import executor
 
 MICROBATCHES = 3
 

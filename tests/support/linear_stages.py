@@ -1,9 +1,15 @@
 """Stages of linear layers, without code of Megatron's, and their steps: for tests of schedule functions."""
 
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 from megatron.core import ModelParallelConfig
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megatron.seq1f1b.runtime import PipelineExecutor, Segmentation, Tracer
+from megatron.seq1f1b.schedule import ScheduleChoice
 
 SEQUENCE, BATCH, HIDDEN = 8, 2, 4
 
@@ -11,10 +17,10 @@ SEQUENCE, BATCH, HIDDEN = 8, 2, 4
 class Stage(torch.nn.Module):
     """`width` linear layers on [s, b, h], and a tanh; notes the calls that a schedule function makes."""
 
-    def __init__(self, config: ModelParallelConfig, seed: int, vp_stage: int | None = None, width: int = 1) -> None:
+    def __init__(self, config: ModelParallelConfig | None = None, seed=0, vp_stage: int | None = None, width=1) -> None:
         super().__init__()
         torch.manual_seed(seed)
-        self.config, self.model_type, self.vp_stage = config, None, vp_stage
+        self.config, self.model_type, self.vp_stage = config or configuration(ranks=1), None, vp_stage
         self.layers = torch.nn.Sequential(*(torch.nn.Linear(HIDDEN, HIDDEN) for _ in range(width)))
         self.input, self.calls = None, []
 
@@ -41,8 +47,18 @@ def batches(count: int) -> Iterator[torch.Tensor]:
         yield torch.randn(SEQUENCE, BATCH, HIDDEN, generator=generator)
 
 
+def endless() -> Iterator[torch.Tensor]:
+    """Batches [b, s, h], as in Megatron's data sets."""
+    while True:
+        yield torch.ones(BATCH, SEQUENCE, HIDDEN)
+
+
 def forward_step(data_iterator, model):
     return model(next(data_iterator)), mean_square
+
+
+def summed(data_iterator, model):
+    return model(next(data_iterator)), sum_of_squares
 
 
 def mean_square(output: torch.Tensor):
@@ -57,12 +73,23 @@ def sum_of_squares(output: torch.Tensor):
 
 def call(function: Callable, model: Stage | list[Stage], m: int, step=forward_step, **given) -> list:
     """A step of m micro-batches; `given` are further arguments of a schedule function, or others."""
-    arguments = {
-        "forward_step_func": step,
-        "data_iterator": [batches(m) for _ in (model if isinstance(model, list) else [model])],
-        "model": model,
-        "num_microbatches": m,
-        "seq_length": SEQUENCE,
-        "micro_batch_size": BATCH,
-    }
-    return function(**{**arguments, **given})
+    data = [batches(m) for _ in (model if isinstance(model, list) else [model])]
+    sizes = {"num_microbatches": m, "seq_length": SEQUENCE, "micro_batch_size": BATCH}
+    return function(**{"forward_step_func": step, "data_iterator": data, "model": model, **sizes, **given})
+
+
+def executor(schedule="1f1b", k: int = 2, tracer: Tracer | None = None, timeout: float = 60.0) -> PipelineExecutor:
+    """Runs a family, or a ScheduleChoice, on equal segments."""
+    choice, whole = ScheduleChoice(schedule) if isinstance(schedule, str) else schedule, timedelta(seconds=timeout)
+    made = PipelineExecutor(choice, Segmentation(k, lambda length: [length // k] * k), timeout=whole)
+    made.tracer = tracer
+    return made
+
+
+def run(executor: PipelineExecutor, model: Stage, num_microbatches: int = 3, step=summed, **given) -> list:
+    """A step in a pipeline of one rank; `given` as for `call`."""
+    alone = dist.group.WORLD
+    groups = ProcessGroupCollection(pp=alone, tp=alone, cp=alone, dp_cp=alone, embd=None, pos_embd=None)
+    return call(
+        executor, model, num_microbatches, step, **{"data_iterator": endless(), "pg_collection": groups} | given
+    )

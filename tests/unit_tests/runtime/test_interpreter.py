@@ -9,7 +9,7 @@ import torch
 from megatron.seq1f1b.runtime import Tracer
 from megatron.seq1f1b.runtime.interpreter import Interpreter
 from megatron.seq1f1b.schedule import Kind
-from support.one_rank import Batches, Stage, executor, forward_step, run
+from support.linear_stages import Stage, endless, executor, run, summed
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
@@ -21,11 +21,11 @@ def test_no_object_of_a_step_is_in_a_reference_cycle(alone, tmp_path, schedule, 
     outputs = []
 
     def step(data_iterator, model):
-        output, loss_func = forward_step(data_iterator, model)
+        output, loss_func = summed(data_iterator, model)
         outputs.append(weakref.ref(output))
         return output, loss_func
 
-    batches = Batches()
+    batches = endless()
     gone = weakref.ref(batches)
     gc.collect()
     gc.disable()

@@ -15,7 +15,7 @@ from megatron.core.rerun_state_machine import (
 
 from megatron.seq1f1b.model import Segment
 from megatron.seq1f1b.runtime.loss import LossLedger
-from support.one_rank import Stage, executor, run
+from support.linear_stages import Stage, executor, run
 
 BOUNDS = [(0, 5), (5, 6), (6, 12)]
 
@@ -127,7 +127,7 @@ def machine(alone):
 
 def checking_step(seen, losses, data_iterator, model):
     """A step whose loss function checks twice, as Megatron's do; `losses` are those of the segments in turn."""
-    output = model(next(data_iterator)["tokens"])
+    output = model(next(data_iterator))
 
     def note(kind, result):
         seen.append((kind, float(result)))

@@ -5,7 +5,7 @@ import torch
 
 from megatron.seq1f1b.model import host_memory
 from megatron.seq1f1b.schedule import Kind
-from support.one_rank import Stage, executor, run
+from support.linear_stages import Stage, executor, run
 
 
 @pytest.fixture

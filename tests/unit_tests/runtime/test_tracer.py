@@ -9,7 +9,7 @@ import torch
 from megatron.seq1f1b.runtime import Tracer
 from megatron.seq1f1b.runtime.tracer import Recorder, from_barrier
 from megatron.seq1f1b.schedule import Action, Kind, Placement, Shape, Span, parse_action
-from support.one_rank import Stage, executor, run
+from support.linear_stages import Stage, executor, run
 
 CPU = torch.device("cpu")
 MIB = 2**20
