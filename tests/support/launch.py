@@ -56,14 +56,7 @@ class Job:
         return self
 
 
-def torchrun(
-    script: Path,
-    ranks: int,
-    flags: Sequence[str] = (),
-    timeout: float = 180,
-    env: dict[str, str] | None = None,
-    options: Sequence[str] = (),
-) -> Job:
+def torchrun(script: Path, ranks: int, flags: Sequence = (), timeout=180, env: dict | None = None, options=()) -> Job:
     """Run ``script`` under torchrun, as a user does; `options` are torchrun's own."""
     command = ["timeout", "--kill-after=60", str(patient(timeout)), sys.executable, "-m", "torch.distributed.run"]
     command += ["--standalone", *options, f"--nproc-per-node={ranks}", str(script), *map(str, flags)]
@@ -85,22 +78,13 @@ class Launcher:
     def __init__(self, logs: Path, packages: Sequence[Path] = ()):
         self._logs = logs
         self._jobs = 0
-        self._zygote = subprocess.Popen(
-            [sys.executable, "-W", "ignore", str(Path(__file__).with_name("zygote.py"))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests", *packages)))},
-        )
+        command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("zygote.py"))]
+        env = os.environ | ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests", *packages)))}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self._zygote = subprocess.Popen(command, env=env, text=True, **pipes)
 
     def __call__(
-        self,
-        ranks: int,
-        flags: Sequence[str] = (),
-        script: Path = PRETRAIN,
-        timeout: float = 120,
-        env: dict[str, str] | None = None,
-        watched: bool = True,
+        self, ranks: int, flags: Sequence = (), script=PRETRAIN, timeout=120, env: dict | None = None, watched=True
     ) -> Job:
         """Run ``script`` on ``ranks`` ranks, as torchrun would; one job at a time.
 
@@ -109,16 +93,8 @@ class Launcher:
         self._jobs += 1
         log = self._logs / f"{self._jobs}.log"
         log.write_text("")
-        job = {
-            "script": str(script),
-            "ranks": ranks,
-            "flags": [str(flag) for flag in flags],
-            "timeout": patient(timeout),
-            "env": env or {},
-            "watched": watched,
-            "port": free_port(),
-            "log": str(log),
-        }
+        job = {"script": str(script), "ranks": ranks, "flags": [*map(str, flags)], "env": env or {}, "log": str(log)}
+        job |= {"timeout": patient(timeout), "watched": watched, "port": free_port()}
         self._zygote.stdin.write(json.dumps(job) + "\n")
         self._zygote.stdin.flush()
         codes = json.loads(self._zygote.stdout.readline())

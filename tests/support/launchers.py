@@ -33,14 +33,8 @@ def environment(**settings: str) -> dict[str, str]:
 
 def run(command: list, *, cwd: Path = ROOT, timeout: float = 60, **settings: str) -> subprocess.CompletedProcess[str]:
     """A launcher with nothing but these settings in its environment."""
-    return subprocess.run(
-        [*map(str, command)],
-        cwd=cwd,
-        env=environment(**{"PYTHON": sys.executable} | settings),
-        capture_output=True,
-        text=True,
-        timeout=patient(timeout),
-    )
+    given = {"cwd": cwd, "env": environment(**{"PYTHON": sys.executable} | settings), "timeout": patient(timeout)}
+    return subprocess.run([*map(str, command)], capture_output=True, text=True, **given)
 
 
 @dataclass(frozen=True)

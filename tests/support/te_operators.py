@@ -60,50 +60,29 @@ def get_num_cublas_streams() -> int:
     return 1
 
 
-def rmsnorm_fwd(x: Tensor, weight: Tensor, eps: float, *given: Any) -> tuple[Tensor, None, Tensor]:
-    """[n, h] to the normed rows [n, h], no mean, and the reciprocal root mean squares [n]."""
-    _, _, out_dtype, _, zero_centered = given
-    x = _precise(x.reshape(-1, x.shape[-1]))
-    scale = torch.rsqrt(x.pow(2).mean(-1) + eps)
-    return (x * scale[:, None] * _factor(weight, zero_centered)).to(_dtype(out_dtype) or weight.dtype), None, scale
-
-
 def layernorm_fwd(x: Tensor, weight: Tensor, bias: Tensor, eps: float, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
     """[n, h] to the normed rows [n, h], the means [n], and the reciprocal standard deviations [n]."""
+    _, _, out_dtype, _, zero_centered = given
+    assert not zero_centered
     x = _precise(x.reshape(-1, x.shape[-1]))
-    mean = x.mean(-1)
-    normed, _, scale = rmsnorm_fwd(x - mean[:, None], weight, eps, *given)
-    return normed + bias.to(normed.dtype), mean, scale
+    mean, scale = x.mean(-1), torch.rsqrt(x.var(-1, correction=0) + eps)
+    normed = (x - mean[:, None]) * scale[:, None] * _precise(weight) + _precise(bias)
+    return normed.to(_dtype(out_dtype) or weight.dtype), mean, scale
 
 
-def rmsnorm_bwd(
-    grad: Tensor, x: Tensor, scale: Tensor, weight: Tensor, _: int, zero_centered: bool
-) -> tuple[Tensor, Tensor]:
-    """Gradients of x [n, h] and of the weight [h]."""
-    return layernorm_bwd(grad, x, None, scale, weight, 0, zero_centered)[:2]
-
-
-def layernorm_bwd(
-    grad: Tensor, x: Tensor, mean: Tensor | None, scale: Tensor, weight: Tensor, _: int, zero_centered: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def layernorm_bwd(grad: Tensor, x: Tensor, mean: Tensor, scale: Tensor, weight: Tensor, *_: Any) -> tuple[Tensor, ...]:
     """Gradients of x [n, h], of the weight [h] and of the bias [h]."""
-    rows = _precise(x.reshape(-1, x.shape[-1]))
-    normed = (rows if mean is None else rows - mean[:, None]) * scale[:, None]
+    normed = (_precise(x.reshape(-1, x.shape[-1])) - mean[:, None]) * scale[:, None]
     grad = _precise(grad.reshape(normed.shape))
-    by_normed = grad * _factor(weight, zero_centered)
-    grad_x = by_normed - normed * (by_normed * normed).mean(-1, keepdim=True)
-    if mean is not None:
-        grad_x = grad_x - by_normed.mean(-1, keepdim=True)
-    return (scale[:, None] * grad_x).to(x.dtype), (grad * normed).sum(0).to(weight.dtype), grad.sum(0).to(weight.dtype)
+    by_normed = grad * _precise(weight)
+    along = normed * (by_normed * normed).mean(-1, keepdim=True) + by_normed.mean(-1, keepdim=True)
+    grad_x = scale[:, None] * (by_normed - along)
+    return grad_x.to(x.dtype), (grad * normed).sum(0).to(weight.dtype), grad.sum(0).to(weight.dtype)
 
 
 def _precise(x: Tensor) -> Tensor:
     """In fp32 at least, as the kernels compute."""
     return x if x.dtype is torch.float64 else x.float()
-
-
-def _factor(weight: Tensor, zero_centered: bool) -> Tensor:
-    return _precise(weight) + (1 if zero_centered else 0)
 
 
 def _dtype(dtype: Any) -> torch.dtype | None:
