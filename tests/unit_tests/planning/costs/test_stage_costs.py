@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import accumulate, pairwise
+from unittest.mock import Mock
 
 import pytest
 
@@ -150,10 +151,7 @@ def test_only_auto_plans_for_the_costs():
         assert [*plan.program(shape, lengths, rank, forward_only=False).actions] == lower_rank(
             build("auto", shape, costs), rank, one_queue=True
         )
-
-    def refuse(lengths):
-        raise AssertionError("asked for")
-
+    refuse = Mock(side_effect=AssertionError)
     assert Programs(ScheduleChoice("1f1b"), refuse).program(shape, lengths, 0, forward_only=False)
     assert Programs(ScheduleChoice("auto"), refuse).program(shape, lengths, 0, forward_only=True)
 
