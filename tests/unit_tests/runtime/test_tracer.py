@@ -31,19 +31,13 @@ class Event:
         return later.time - self.time
 
 
-@pytest.fixture
-def waits(monkeypatch):
-    """Counts how often the host waits for a GPU, here one of events alone."""
-    waits = []
-    Event.recorded = 0
+def test_a_gpu_is_timed_by_events_and_nothing_waits_in_a_step(monkeypatch):
+    waits = []  # of the host for the GPU
+    monkeypatch.setattr(Event, "recorded", 0)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: waits.append(device))
     monkeypatch.setattr(torch.cuda, "Event", Event)
     for name in ("reset_peak_memory_stats", "memory_allocated", "max_memory_allocated"):
         monkeypatch.setattr(torch.cuda, name, lambda device: 0)
-    return waits
-
-
-def test_a_gpu_is_timed_by_events_and_nothing_waits_in_a_step(waits):
     with Recorder(torch.device("cuda"), traced=True) as recorder:
         before = len(waits)
         for action in ("0F0.0", "0F0.1", "0B0.1"):
