@@ -226,15 +226,10 @@ def test_ends_that_disagree_fail(launch):
     script = FUNCTIONAL_TESTS / "scripts" / "unmatched_messages_script.py"
     words = "--sequence-splits 4 --sequence-split-strategy even --device cpu --dry-run"
     job = launch(1, [*MODEL, *TWO_STAGES, *words.split()], script, env={"WORLD_SIZE": "2"}, timeout=400)
+    assert job.code == 1
     moment = "after the forward of stage 0 for segment 0 of micro-batch 0"
-    assert (
-        job.code == 1
-        and (
-            "error: message 1 from rank 0 to rank 1 (activations from even to higher pipeline ranks) is sent as "
-            f"float32 [127, 1, 64] {moment}, but received as float32 [128, 1, 64] at the start of the step."
-        )
-        in job.log
-    )
+    assert f"is sent as float32 [127, 1, 64] {moment}, but received as float32 [128, 1, 64] at the start" in job.log
+    assert "error: message 1 from rank 0 to rank 1 (activations from even to higher pipeline ranks)" in job.log
     assert "error: 16 messages are sent from rank 1 to rank 0 (gradients from odd to lower pipeline ranks)" in job.log
 
 
