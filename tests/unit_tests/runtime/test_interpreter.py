@@ -1,4 +1,4 @@
-"""A step leaves nothing behind, and shows its actions to a profiler."""
+"""A step leaves nothing behind, takes handlers for kinds of actions, and shows its actions to a profiler."""
 
 import gc
 import weakref
@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from megatron.seq1f1b.runtime import Tracer
+from megatron.seq1f1b.runtime.interpreter import Interpreter
+from megatron.seq1f1b.schedule import Kind
 from support.linear_stages import Stage, endless, executor, run, summed
 
 
@@ -40,6 +42,13 @@ def test_no_object_of_a_step_is_in_a_reference_cycle(alone, tmp_path, schedule, 
         gc.set_debug(0)
         gc.garbage.clear()
         gc.enable()
+
+
+def test_kinds_of_actions_can_be_given_handlers(alone, monkeypatch):
+    reduced = []
+    monkeypatch.setitem(Interpreter.HANDLERS, Kind.REDUCE, lambda _, action: reduced.append(str(action)))
+    run(executor(), Stage())
+    assert reduced == ["0REDUCE"]
 
 
 def test_every_action_is_a_range_of_the_profiler(alone):
