@@ -89,8 +89,7 @@ def test_a_schedule_that_cannot_end_is_a_mistake():
 
 MACHINE = read_machine("a100-80gb")
 MODEL = ModelShape(32, 4096, 16384, 32, 128, 32768)
-FLAGS = {"sequence_parallel": True, "distributed_optimizer": True}
-SETUP = TrainingSetup(MODEL, 32768, 8, tensor_parallel=8, placement=Placement(4), **FLAGS)
+SETUP = TrainingSetup(MODEL, 32768, 8, 1, 8, placement=Placement(4), sequence_parallel=True, distributed_optimizer=True)
 
 
 def test_segments_take_less_memory_and_leave_a_smaller_bubble():

@@ -46,10 +46,6 @@ def test_equal_sequences_take_what_segments_of_them_take(sizes, family):
         assert vars(unit) == pytest.approx(vars(segment), rel=1e-12)
 
 
-def executed(schedule, costs):
-    return execute_lowered(lower(schedule), costs).ranks
-
-
 def test_unequal_micro_batches_run_as_the_family_orders_them():
     """One sequence of four units and three packs of one, two stages, by hand: costs by micro-batch and segment."""
     found = search(HISTOGRAM, global_batch_size=4)
@@ -60,7 +56,8 @@ def test_unequal_micro_batches_run_as_the_family_orders_them():
     assert [len(packed.kinds[kind][0]) for kind in packed.fullest] == [1, 1, 4, 1]
     schedule, named = packed.schedule(setup, packed.fullest), build("1f1b", shape)
     columns = Costs.uniform(Shape(shape.placement, 4, len(setup.segments)))
-    for ours, theirs in zip(executed(schedule, columns), executed(named, Costs.uniform(shape)), strict=True):
+    steps = (execute_lowered(lower(schedule), columns), execute_lowered(lower(named), Costs.uniform(shape)))
+    for ours, theirs in zip(*(step.ranks for step in steps), strict=True):
         assert [span[1:] for span in ours] == [span[1:] for span in theirs]
     assert peak_memory(schedule, columns) == peak_memory(named, Costs.uniform(shape))
 
