@@ -99,7 +99,7 @@ def question(args: argparse.Namespace, rules: LaunchRules) -> Question:
         num_devices=args.gpus,
         sequence_length=args.seq_length,
         global_batch_size=args.global_batch_size,
-        memory_gib=None if args.device_memory is None else args.device_memory - OUTSIDE_GIB,
+        memory_gib=None if args.device_memory is None else max(0.0, args.device_memory - OUTSIDE_GIB),
         host_gib=machine.device.host_memory_gib if args.host_memory is None else args.host_memory,
         partitions_state=args.launch.partition_state or None,
         accepts=rules.accept,
