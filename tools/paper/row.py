@@ -2,7 +2,7 @@
 
 import csv
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
@@ -53,9 +53,6 @@ class Row:
     def miss(self) -> float | None:
         """How far the prediction is from the published value, or above it where less is better."""
         return self.error if self.error is None else max(self.error, 0.0 if self.less_is_better else -self.error)
-
-    def with_prediction(self, value: float | None) -> "Row":
-        return replace(self, predicted=value)
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 search = Search(Question(preset(args.model), linked, devices, args.seq_length, batch, host_gib=host))
                 plans = next(iter(search.best(1)), None), search.of_megatron()
                 found = [text for plan in plans for text in _step_and_name(plan)]
-                lines.writerow(known.setdefault(key, dict(zip((*_KEY, *_FOUND), (*key, *found), strict=True))))
+                known[key] = dict(zip((*_KEY, *_FOUND), (*key, *found), strict=True))
+                lines.writerow(known[key])
                 file.flush()
             cells.append(known[key])
             show(number, len(wanted))
