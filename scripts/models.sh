@@ -293,7 +293,7 @@ add_kernel_flags() {
     has scaled_upper_triang_masked_softmax_cuda || flags+=(--no-masked-softmax-fusion)
     if ! has apex; then
         ((TP == 1)) ||
-            die "TP=$TP on GPUs needs Transformer Engine or NVIDIA apex: pip install 'megatron-seq1f1b[te]', or set TP=1."
+            die "TP=$TP on GPUs needs Transformer Engine or NVIDIA apex: pip install '.[te]', or set TP=1."
         flags+=(--no-persist-layer-norm)
     elif ! has fused_layer_norm_cuda; then
         die "NVIDIA apex is installed without its extensions: build it with --cpp_ext --cuda_ext, or uninstall it."

@@ -4,7 +4,7 @@
 #   bash scripts/setup.sh              # or PYTHON=/path/to/python3.12 bash scripts/setup.sh
 #
 # Inside an environment that has torch and megatron-core (a container, for instance), there is no need of
-# it: pip install -e . --no-deps
+# it: pip install -e .
 set -euo pipefail
 cd "$(dirname "$0")/.."
 # shellcheck source=scripts/own_folder.sh
@@ -56,7 +56,7 @@ if ! is_python .venv/bin/python; then
     touch .venv/.made-by-seq1f1b
 fi
 echo "Installing into .venv ($(.venv/bin/python --version)) ..."
-"$uv" pip install --quiet --python .venv/bin/python -c constraints.txt -e '.[report,test,tensorboard,docs]'
+"$uv" pip install --quiet --python .venv/bin/python -c constraints.txt -e '.[train,test,tensorboard,docs]'
 # Its Python alone, without CUDA libraries, apart from the rest: Megatron fails to start where it finds just that.
 "$uv" pip install --quiet --python .venv/bin/python -c constraints.txt --no-deps --target .venv/transformer-engine \
     transformer-engine einops ml-dtypes onnx onnx-ir onnxscript

@@ -42,6 +42,7 @@ _ACTIONS: Mapping[str, str] = MappingProxyType(
 )
 _LONGEST = 400  # characters of an exception's words: some hold whole state dictionaries
 _VALUES = (bool, int, float, str, list, tuple, Enum, type(None))
+_OF_TRAINING = ("megatron", "tokenizers", "torch", "tqdm")  # packages of the extra `train`
 _SCRIPTS = ("__main__", "pretrain_gpt", "pretrain_hybrid")
 
 
@@ -160,8 +161,9 @@ def sentence_of(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     if isinstance(error, ModuleNotFoundError) and error.name:
-        extra = "[report]" if error.name == "matplotlib" else ""
-        return f"the package {error.name} is missing; pip install 'megatron-seq1f1b{extra}' brings it"
+        package = error.name.partition(".")[0]
+        what = "'.[train]' in the repository of this package" if package in _OF_TRAINING else package
+        return f"the package {error.name} is missing; pip install {what} brings it"
     words, root = _words(error), error
     if is_mistake(error):
         return words

@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from tqdm import tqdm
 
 from ..arguments.flags import value
 from ..process.ranks import end_with_parent
@@ -220,6 +219,7 @@ def _work(batch: Sequence[Document]) -> list[tuple[str, np.ndarray | str]]:
 
 def write_pair(args: argparse.Namespace, files: Sequence[Path], encoder: Encoder) -> None:
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+    from tqdm import tqdm
 
     prefix, num_skipped = args.output_prefix, 0
     Path(prefix).parent.mkdir(parents=True, exist_ok=True)

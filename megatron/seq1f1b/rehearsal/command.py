@@ -15,8 +15,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from ..process.patches import Patch, PatchTable, wrapping
 from ..process.ranks import end_with_parent
 from ..report import plot_memory
@@ -118,6 +116,7 @@ def run_stages(run_stage: Callable[[], Any], args: Namespace, ranks: Sequence[in
     """The reports of the stages, in the order of `ranks`, their global ranks; ends the program as soon as one fails.
     `run_stage` runs the stage of `args.rank` in a fork of this process. As many run at once as there are cores."""
     from torch.multiprocessing import ProcessExitedException, start_processes
+    from tqdm import tqdm
 
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # the end of a stage is reported below
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

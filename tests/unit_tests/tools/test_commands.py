@@ -32,14 +32,21 @@ def test_help_and_the_version(capsys, monkeypatch):
     assert capsys.readouterr().out == f"seq1f1b {version('megatron-seq1f1b')}\n"
 
 
-@pytest.mark.parametrize("package, extra", [("matplotlib", "[report]"), ("torch", "")])
-def test_a_missing_package_is_one_sentence(monkeypatch, capsys, package, extra):
+@pytest.mark.parametrize(
+    "package, installed",
+    [
+        ("matplotlib", "matplotlib"),
+        ("torch", "'.[train]' in the repository of this package"),
+        ("megatron.training", "'.[train]' in the repository of this package"),
+    ],
+)
+def test_a_missing_package_is_one_sentence(monkeypatch, capsys, package, installed):
     def missing(*_):
         raise ModuleNotFoundError(f"No module named {package!r}", name=package)
 
     monkeypatch.setattr(commands, "import_module", missing)
     assert commands.main(["plot"]) == 2
-    sentence = f"error: the package {package} is missing; pip install 'megatron-seq1f1b{extra}' brings it.\n"
+    sentence = f"error: the package {package} is missing; pip install {installed} brings it.\n"
     assert capsys.readouterr().err == sentence
 
 
