@@ -6,13 +6,16 @@
 #   salloc --nodes=4 --gpus-per-node=8 bash scripts/check_cluster.sh  # all nodes of a Slurm allocation
 #   bash scripts/check_cluster.sh --folder /shared/checkpoints --megabytes 256
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
+# shellcheck source=scripts/checks.sh
+source scripts/checks.sh
 : "${PYTHON:=$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 if [ -z "${GPUS_PER_NODE:-}" ]; then
     GPUS_PER_NODE=${SLURM_GPUS_ON_NODE:-$({ nvidia-smi -L 2>/dev/null || true; } | grep -c ^GPU || true)}
-    ((GPUS_PER_NODE > 0)) || GPUS_PER_NODE=2
+    [ "$GPUS_PER_NODE" != 0 ] || GPUS_PER_NODE=2
 fi
+check_numbers 9999 GPUS_PER_NODE
 
 if [ -z "${SLURM_JOB_NODELIST:-}" ]; then
     exec "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$GPUS_PER_NODE" tools/check_cluster.py "$@"

@@ -4,23 +4,17 @@
 #
 #   bash scripts/finetune.sh
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
 : "${OUTPUT:=build/finetune}"
 : "${TRAIN_ITERS:=5}"
 : "${SEQ_LENGTH:=4096}"
 : "${UNIT_TOKENS:=512}"
 export OMP_NUM_THREADS=1
 
-die() {
-    echo "error: $*" >&2
-    exit 2
-}
-for name in TRAIN_ITERS SEQ_LENGTH UNIT_TOKENS; do
-    [[ ${!name} =~ ^[1-9][0-9]*$ ]] || die "$name=${!name} is not a positive integer."
-done
+# shellcheck source=scripts/checks.sh
+source scripts/checks.sh
+check_numbers 999999999 TRAIN_ITERS SEQ_LENGTH UNIT_TOKENS
 [[ $OUTPUT != -* ]] || OUTPUT=./$OUTPUT # else an option of what it is handed to
-# shellcheck source=scripts/own_folder.sh
-source scripts/own_folder.sh
 own_folder "$OUTPUT"
 mkdir -p "$OUTPUT/tokenizer"
 
@@ -28,7 +22,8 @@ bash scripts/setup.sh
 if ! .venv/bin/python -c 'import datasets' 2>/dev/null; then
     echo "Bringing in datasets, with which Megatron reads conversations ..."
     uv=$(command -v uv || echo .uv/bin/uv)
-    "$uv" pip install --quiet --python .venv/bin/python -c constraints.txt datasets
+    "$uv" pip install --quiet --python .venv/bin/python -c constraints.txt datasets ||
+        die "the package datasets could not be brought in, as uv says above. Is there a network?"
 fi
 
 echo "== Conversations: how functions and modules of the standard library are written"

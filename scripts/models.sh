@@ -3,10 +3,8 @@
 # Every variable can be set in the environment. Sourced at the root of the repository, where relative
 # paths start, too.
 
-die() {
-    echo "error: $*" >&2
-    exit 1
-}
+# shellcheck source=scripts/checks.sh
+source scripts/checks.sh
 
 # ----------------------------------------------------------------------------------- the model
 # Shapes, TP x PP and sequence lengths of the 2.7b to 30b are those of the Seq1F1B paper
@@ -57,6 +55,7 @@ esac
 : "${LR:=6e-5}"
 : "${RECOMPUTE:=0}" # 1: recompute all activations
 : "${DATA_PATH:=}" # prefix of a .bin/.idx pair, or a blend "0.3 PREFIX 0.7 PREFIX"; empty: mock data
+read -rd '' -a data <<<"$DATA_PATH" || true # its words, on several lines, too
 : "${TOKENIZER_TYPE:=HuggingFaceTokenizer}"
 : "${TOKENIZER_MODEL:=}" # what TOKENIZER_TYPE loads: a folder or a file
 : "${DATA_SPLIT:=99,1,0}" # shares of training, validation, test
@@ -116,34 +115,20 @@ check_python() {
         die "$PYTHON has no torch or no megatron-core: run bash scripts/setup.sh, or set PYTHON."
 }
 
-# check_numbers NAME...: every variable holds a positive integer.
-check_numbers() {
-    local name
-    for name in "$@"; do
-        [[ ${!name} =~ ^[1-9][0-9]*$ ]] || die "$name=${!name} is not a positive integer."
-    done
-}
-
-# check_switches NAME...: every variable is 0 or 1.
-check_switches() {
-    local name
-    for name in "$@"; do
-        [[ ${!name} == [01] ]] || die "$name=${!name} is neither 0 nor 1."
-    done
-}
-
 # check_world NODES: check the sizes, set GPUS_PER_NODE if need be, and check that the model can be laid out.
 check_world() {
-    check_numbers TP PP CP NUM_LAYERS HIDDEN_SIZE NUM_HEADS SEQ_LENGTH VOCAB_SIZE MICRO_BATCH_SIZE NUM_MICRO_BATCHES \
-        TRAIN_ITERS SAVE_INTERVAL
-    [ "$SEQUENCE_SPLITS" = auto ] || check_numbers SEQUENCE_SPLITS
-    [ -z "$UNIT_TOKENS" ] || check_numbers UNIT_TOKENS
+    check_numbers 999999 TP PP CP HIDDEN_SIZE NUM_HEADS MICRO_BATCH_SIZE NUM_MICRO_BATCHES
+    check_numbers 9999 NUM_LAYERS
+    check_numbers 999999999 SEQ_LENGTH VOCAB_SIZE TRAIN_ITERS SAVE_INTERVAL
+    [ "$SEQUENCE_SPLITS" = auto ] || check_numbers 999999999 SEQUENCE_SPLITS
+    [ -z "$UNIT_TOKENS" ] || check_numbers 999999999 UNIT_TOKENS
+    [[ $EVAL_ITERS =~ ^[0-9]+$ ]] || die "EVAL_ITERS=$EVAL_ITERS is not a number of iterations."
+    [ "$EVAL_ITERS" = 0 ] || check_numbers 999999999 EVAL_ITERS
     check_switches DRY_RUN RECOMPUTE
     local model="TP=$TP x PP=$PP"
     [ "$CP" = 1 ] || model+=" x --context-parallel-size $CP"
-    [[ $EVAL_ITERS =~ ^[0-9]+$ ]] || die "EVAL_ITERS=$EVAL_ITERS is not a number of iterations."
     [[ $DEVICE == cuda || $DEVICE == cpu ]] || die "DEVICE=$DEVICE is unknown: take cuda or cpu."
-    [ -z "$WORLD_SIZE" ] || check_numbers WORLD_SIZE
+    [ -z "$WORLD_SIZE" ] || check_numbers 999999 WORLD_SIZE
     if [ "$DRY_RUN" = 1 ]; then
         : "${WORLD_SIZE:=$((TP * PP * CP))}"
         DP=$((WORLD_SIZE / (TP * PP * CP)))
@@ -156,6 +141,7 @@ check_world() {
     fi
     [[ $GPUS_PER_NODE =~ ^[1-9][0-9]*$ ]] ||
         die "no GPU is visible (GPUS_PER_NODE=$GPUS_PER_NODE): set GPUS_PER_NODE, or try MODEL_SIZE=tiny, which runs on the CPU."
+    check_numbers 9999 GPUS_PER_NODE
     local world=$(($1 * GPUS_PER_NODE))
     ((world % (TP * PP * CP) == 0)) ||
         die "$1 node(s) x GPUS_PER_NODE=$GPUS_PER_NODE make $world processes, which is not a multiple of $model: change one of them."
@@ -164,8 +150,8 @@ check_world() {
 
 check_data() {
     local word
-    [ -n "$DATA_PATH" ] || return 0
-    for word in $DATA_PATH; do
+    ((${#data[@]})) || return 0
+    for word in "${data[@]}"; do
         [[ $word =~ ^[0-9.]+$ || -f $word.idx || $DRY_RUN == 1 || ($SFT == 1 && -f $word) ]] ||
             die "DATA_PATH: there is no $word.idx; seq1f1b preprocess makes it."
     done
@@ -233,10 +219,8 @@ make_flags() {
     if [ "$DEVICE" != cpu ]; then
         add_kernel_flags
     fi
-    if [ -n "$DATA_PATH" ]; then
-        local words
-        read -ra words <<<"$DATA_PATH"
-        flags+=(--data-path "${words[@]}" --split "$DATA_SPLIT")
+    if ((${#data[@]})); then
+        flags+=(--data-path "${data[@]}" --split "$DATA_SPLIT")
         flags+=(--tokenizer-type "$TOKENIZER_TYPE" --tokenizer-model "$TOKENIZER_MODEL")
     else
         flags+=(--mock-data --tokenizer-type NullTokenizer --vocab-size "$VOCAB_SIZE")

@@ -10,7 +10,7 @@
 # scripts/models.sh lists the sizes and all variables. Arguments go to the training script:
 #   bash scripts/pretrain_gpt.sh --train-iters 5
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
 
 # shellcheck source=scripts/models.sh
 source scripts/models.sh

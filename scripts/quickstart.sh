@@ -6,7 +6,7 @@
 #   TRAIN_ITERS=5 bash scripts/quickstart.sh        # a first look
 #   OUTPUT=/somewhere bash scripts/quickstart.sh    # a new folder, or one of an earlier quick start; default: ./quickstart
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
 
 : "${OUTPUT:=quickstart}"
 : "${TRAIN_ITERS:=80}"
@@ -16,17 +16,10 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 : "${VOCAB_SIZE:=4096}"
 export OMP_NUM_THREADS=1
 
-die() {
-    echo "error: $*" >&2
-    exit 1
-}
-
-for name in TRAIN_ITERS SEQ_LENGTH NUM_MICRO_BATCHES SEQUENCE_SPLITS VOCAB_SIZE; do
-    [[ ${!name} =~ ^[1-9][0-9]*$ ]] || die "$name=${!name} is not a positive integer."
-done
+# shellcheck source=scripts/checks.sh
+source scripts/checks.sh
+check_numbers 999999999 TRAIN_ITERS SEQ_LENGTH NUM_MICRO_BATCHES SEQUENCE_SPLITS VOCAB_SIZE
 [[ $OUTPUT != -* ]] || OUTPUT=./$OUTPUT # else an option of what it is handed to
-# shellcheck source=scripts/own_folder.sh
-source scripts/own_folder.sh
 own_folder "$OUTPUT"
 
 # train NAME FLAGS...: one training run; its log in $OUTPUT/NAME/log.txt, progress on the terminal.

@@ -6,9 +6,9 @@
 # Inside an environment that has torch and megatron-core (a container, for instance), there is no need of
 # it: pip install -e .
 set -euo pipefail
-cd "$(dirname "$0")/.."
-# shellcheck source=scripts/own_folder.sh
-source scripts/own_folder.sh
+cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
+# shellcheck source=scripts/checks.sh
+source scripts/checks.sh
 
 # Whether a command is a Python >= 3.12. A pyenv shim can exist and fail, so it is really run.
 is_python() {
@@ -25,8 +25,7 @@ find_python() {
             return
         fi
     done
-    echo "No Python 3.12 or later was found: install one, or name it in PYTHON=/path/to/python." >&2
-    return 1
+    die "no Python 3.12 or later was found: install one, or name it in PYTHON=/path/to/python."
 }
 
 # Print the path of a uv that runs, after bringing one in with pip where there is none.
@@ -39,25 +38,42 @@ find_uv() {
         fi
     done
     echo "Bringing in uv with pip ..." >&2
+    emptied_folder .uv
     # Into an environment of its own; Debian's Python may lack venv, and then has pip itself.
     { "$1" -m venv .uv && .uv/bin/python -m pip install --quiet uv; } >&2 ||
-        "$1" -m pip install --quiet --target .uv uv >&2
+        "$1" -m pip install --quiet --target .uv uv >&2 || die "pip could not bring in uv. $no_index"
     echo .uv/bin/uv
 }
 
+# What the environment is made of and where. The last line of this script writes it, so that what was cut short is made
+# anew, and what is complete needs neither a network nor a folder that can be written.
+made_of="$(cat constraints.txt pyproject.toml scripts/setup.sh | cksum) $PWD"
+if is_python .venv/bin/python && [ "$(cat .venv/.made-of 2>/dev/null)" = "$made_of" ]; then
+    echo "Set up already: source .venv/bin/activate, or call .venv/bin/python."
+    exit
+fi
+[ -w . ] || die "$PWD cannot be written, so .venv cannot be made there: use a copy, or an environment of your own by PYTHON."
+no_index="Is there a network? UV_DEFAULT_INDEX and PIP_INDEX_URL name another index than PyPI, HTTPS_PROXY a proxy."
 python=$(find_python)
 uv=$(find_uv "$python")
 export UV_PYTHON_DOWNLOADS=never
 
 if ! is_python .venv/bin/python; then
-    own_folder .venv
-    rm -rf .venv # uv clears no folder that is not an environment
-    "$uv" venv --quiet --python "$python" .venv
-    touch .venv/.made-by-seq1f1b
+    emptied_folder .venv
+    "$uv" venv --quiet --allow-existing --python "$python" .venv
 fi
+# What an earlier start left half written is replaced.
+how=()
+[ -f .venv/.made-of ] || how=(--reinstall)
+rm -f .venv/.made-of
+# install WORD...: bring packages into .venv.
+install() {
+    "$uv" pip install --quiet "${how[@]}" --python .venv/bin/python -c constraints.txt "$@" ||
+        die "the packages could not be brought in, as uv says above. $no_index Then start this again."
+}
 echo "Installing into .venv ($(.venv/bin/python --version)) ..."
-"$uv" pip install --quiet --python .venv/bin/python -c constraints.txt -e '.[train,test,tensorboard,docs]'
+install -e '.[train,test,tensorboard,docs]'
 # Its Python alone, without CUDA libraries, apart from the rest: Megatron fails to start where it finds just that.
-"$uv" pip install --quiet --python .venv/bin/python -c constraints.txt --no-deps --target .venv/transformer-engine \
-    transformer-engine einops ml-dtypes onnx onnx-ir onnxscript
+install --no-deps --target .venv/transformer-engine transformer-engine einops ml-dtypes onnx onnx-ir onnxscript
+echo "$made_of" >.venv/.made-of
 echo "Done: source .venv/bin/activate, or call .venv/bin/python."

@@ -4,17 +4,17 @@
 #   bash scripts/site.sh            # in build/site
 #   bash scripts/site.sh FOLDER     # a new one, or one of an earlier build
 set -euo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
 
 version=314.0.7
 : "${PYTHON:=.venv/bin/python}"
-# shellcheck source=scripts/own_folder.sh
-source scripts/own_folder.sh
+# shellcheck source=scripts/checks.sh
+source scripts/checks.sh
 own_folder "${1:-build/site}" # MkDocs empties it but for hidden files
 if ! grep -qs "\"version\": \"$version\"" build/pyodide/package.json; then
-    own_folder build/pyodide
-    archive=$(npm pack --silent --pack-destination build "pyodide@$version")
-    rm -rf build/pyodide/* # of another version
+    emptied_folder build/pyodide
+    archive=$(npm pack --silent --pack-destination build "pyodide@$version") ||
+        die "npm could not bring in pyodide $version: it needs npm, and a network or a registry that npm is set to."
     tar -xzf "build/$archive" --strip-components 1 -C build/pyodide
     rm "build/$archive"
 fi

@@ -5,7 +5,7 @@
 #   bash scripts/test.sh -m unit          # those without ranks; other arguments go to pytest, too: -k zb-h1
 #   bash scripts/test.sh --exhaustive     # every case of every matrix
 set -euo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
 
 case "${1:-}" in
     '') set -- -m 'not exhaustive' ;;

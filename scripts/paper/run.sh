@@ -6,7 +6,11 @@
 #   python tools/paper_tables.py --logs logs/paper
 # sets the measured figures beside the published and the predicted ones.
 
+# shellcheck source=scripts/checks.sh
+source scripts/checks.sh
 : "${LOGS:=logs/paper}"
+: "${GPUS_PER_NODE:=8}"
+check_numbers 9999 GPUS_PER_NODE
 : "${PYTHON:=$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}"
 
 run_table() {
@@ -18,12 +22,9 @@ run_table() {
         pattern=${3:-.}
     else
         pattern=${mode:-.}
-        [ -n "${SLURM_JOB_ID:-}" ] || {
-            echo "error: submit this with sbatch, or give --predict or --dry-run." >&2
-            exit 1
-        }
+        [ -n "${SLURM_JOB_ID:-}" ] || die "submit this with sbatch, or give --predict or --dry-run."
+        make_folder "$LOGS" LOGS
     fi
-    mkdir -p "$LOGS"
     local launches name gpus flags words found=0
     launches=$("$PYTHON" tools/paper_launches.py "$table")
     while IFS=$'\t' read -r name gpus flags; do
@@ -40,15 +41,12 @@ run_table() {
             ! grep -q 'elapsed time per iteration' "$LOGS/$name.part" || mv "$LOGS/$name.part" "$LOGS/$name.log"
         fi
     done <<<"$launches"
-    ((found)) || {
-        echo "error: no run of $table matches $pattern; tools/paper_launches.py $table lists them." >&2
-        exit 1
-    }
+    ((found)) || die "no run of $table matches $pattern; tools/paper_launches.py $table lists them."
 }
 
 # run GPUS FLAG...: one training run on that many GPUs of the allocation.
 run() {
-    local gpus=$1 per_node=${GPUS_PER_NODE:-8}
+    local gpus=$1 per_node=$GPUS_PER_NODE
     shift
     # shellcheck source=scripts/slurm/ranks.sh
     source scripts/slurm/ranks.sh

@@ -9,7 +9,8 @@
 #   bash scripts/paper/seq1f1b_memory.sh --predict                # predicted, here
 #   bash scripts/paper/seq1f1b_memory.sh --dry-run [PATTERN]      # rehearsed, here; those whose name matches
 set -euo pipefail
-cd "${REPOSITORY:-${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/../..}}"
+unset CDPATH
+cd -- "${REPOSITORY:-${SLURM_SUBMIT_DIR:-$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/../..}}"
 # shellcheck source=scripts/paper/run.sh
 source scripts/paper/run.sh
 run_table seq1f1b_memory "$@"
