@@ -2,6 +2,7 @@
 # Make .venv with this package and what its tests need, or bring it up to date.
 #
 #   bash scripts/setup.sh              # or PYTHON=/path/to/python3.12 bash scripts/setup.sh
+#   bash scripts/setup.sh 2.11.0       # another PyTorch than the pinned one, in .venv-torch-2.11.0
 #
 # Inside an environment that has torch and megatron-core (a container, for instance), there is no need of
 # it: pip install -e .
@@ -45,35 +46,45 @@ find_uv() {
     echo .uv/bin/uv
 }
 
+torch=${1:-}
+folder=.venv${torch:+-torch-$torch}
+
 # What the environment is made of and where. The last line of this script writes it, so that what was cut short is made
 # anew, and what is complete needs neither a network nor a folder that can be written.
 made_of="$(cat constraints.txt pyproject.toml scripts/setup.sh | cksum) $PWD"
-if is_python .venv/bin/python && [ "$(cat .venv/.made-of 2>/dev/null)" = "$made_of" ]; then
-    echo "Set up already: source .venv/bin/activate, or call .venv/bin/python."
+if is_python "$folder/bin/python" && [ "$(cat "$folder/.made-of" 2>/dev/null)" = "$made_of" ]; then
+    echo "Set up already: source $folder/bin/activate, or call $folder/bin/python."
     exit
 fi
-[ -w . ] || die "$PWD cannot be written, so .venv cannot be made there: use a copy, or an environment of your own by PYTHON."
+[ -w . ] || die "$PWD cannot be written, so $folder cannot be made there: use a copy, or an environment of your own by PYTHON."
 no_index="Is there a network? UV_DEFAULT_INDEX and PIP_INDEX_URL name another index than PyPI, HTTPS_PROXY a proxy."
 python=$(find_python)
 uv=$(find_uv "$python")
 export UV_PYTHON_DOWNLOADS=never
 
-if ! is_python .venv/bin/python; then
-    emptied_folder .venv
-    "$uv" venv --quiet --allow-existing --python "$python" .venv
+if ! is_python "$folder/bin/python"; then
+    emptied_folder "$folder"
+    "$uv" venv --quiet --allow-existing --python "$python" "$folder"
 fi
 # What an earlier start left half written is replaced.
 how=()
-[ -f .venv/.made-of ] || how=(--reinstall)
-rm -f .venv/.made-of
-# install WORD...: bring packages into .venv.
+[ -f "$folder/.made-of" ] || how=(--reinstall)
+rm -f "$folder/.made-of"
+constraints=constraints.txt
+if [ -n "$torch" ]; then
+    # Every PyTorch needs a Triton of its own, and older ones an older setuptools.
+    constraints=$folder/constraints.txt
+    grep -vE '^(torch|triton|setuptools)==' constraints.txt >"$constraints"
+    echo "torch==$torch" >>"$constraints"
+fi
+# install WORD...: bring packages into the environment.
 install() {
-    "$uv" pip install --quiet "${how[@]}" --python .venv/bin/python -c constraints.txt "$@" ||
+    "$uv" pip install --quiet "${how[@]}" --python "$folder/bin/python" -c "$constraints" "$@" ||
         die "the packages could not be brought in, as uv says above. $no_index Then start this again."
 }
-echo "Installing into .venv ($(.venv/bin/python --version)) ..."
+echo "Installing into $folder ($("$folder/bin/python" --version)) ..."
 install -e '.[train,test,tensorboard,docs]'
 # Its Python alone, without CUDA libraries, apart from the rest: Megatron fails to start where it finds just that.
-install --no-deps --target .venv/transformer-engine transformer-engine einops ml-dtypes onnx onnx-ir onnxscript
-echo "$made_of" >.venv/.made-of
-echo "Done: source .venv/bin/activate, or call .venv/bin/python."
+install --no-deps --target "$folder/transformer-engine" transformer-engine einops ml-dtypes onnx onnx-ir onnxscript
+echo "$made_of" >"$folder/.made-of"
+echo "Done: source $folder/bin/activate, or call $folder/bin/python."

@@ -1,10 +1,13 @@
+import sys
+from pathlib import Path
+
 import pytest
 
 from support.browser import browser
-from support.launch import ROOT, Launcher
+from support.launch import Launcher
 
-# Made by scripts/setup.sh, away from other packages.
-TRANSFORMER_ENGINE = ROOT / ".venv" / "transformer-engine"
+# Made by scripts/setup.sh in its environment, away from other packages.
+TRANSFORMER_ENGINE = Path(sys.prefix) / "transformer-engine"
 
 
 @pytest.fixture(scope="session")

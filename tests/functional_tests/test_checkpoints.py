@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 
-from support.launch import ROOT, TINY_GPT, torchrun
+from support.launch import ROOT, TINY_GPT, python_path, torchrun
 
 MODEL = (*TINY_GPT, "--mock-data", "--train-iters", "4", "--untie-embeddings-and-output-weights")
 EVALUATE = ("--eval-interval", "4", "--eval-iters", "2")
@@ -114,5 +114,5 @@ def test_a_new_python_saves_them_as_on_a_gpu(tmp_path):
     """It imports the training script, too."""
     script = ROOT / "tests" / "functional_tests" / "scripts" / "spawning_script.py"
     flags = [*MODEL, "--sequence-splits", 2, "--save", tmp_path, "--save-interval", 2, "--train-iters", 2]
-    torchrun(script, 1, flags, env={"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}).check()
+    torchrun(script, 1, flags, env={"PYTHONPATH": python_path(ROOT, ROOT / "tests")}).check()
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "2"

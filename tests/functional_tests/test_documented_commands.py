@@ -5,7 +5,7 @@ import shlex
 
 import pytest
 
-from support.launch import ROOT
+from support.launch import ROOT, python_path
 from support.launchers import started
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -76,7 +76,7 @@ def test_a_launcher_starts_the_ranks(text, tmp_path):
     (tmp_path / "data" / "corpus.idx").touch()
     (tmp_path / "installed" / "transformer_engine").mkdir(parents=True)
     (tmp_path / "installed" / "transformer_engine" / "__init__.py").touch()
-    installed = {"GPUS_PER_NODE": "64", "PYTHONPATH": str(tmp_path / "installed")}
+    installed = {"GPUS_PER_NODE": "64", "PYTHONPATH": python_path(tmp_path / "installed")}
     flags = started(command.split(), tmp_path, cwd=tmp_path, **settings | installed).flags
     assert settings.get("SEQ_LENGTH", "512") in flags or "MODEL_SIZE" in settings
     assert ("--dry-run" in flags) == (settings.get("DRY_RUN") == "1")

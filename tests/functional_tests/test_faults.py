@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 from megatron.training import get_args
 
-from support.launch import ROOT, TINY_GPT, torchrun
+from support.launch import ROOT, TINY_GPT, python_path, torchrun
 from support.on_ranks import few_of
 
 SCRIPT = Path(__file__).parent / "scripts" / "faulty_script.py"
@@ -79,7 +79,8 @@ def test_torchruns_restarts_go_on_by_themselves(undisturbed, tmp_path):
     flags = [*FLAGS, "--train-iters", 4, "--lr-decay-iters", 7, "--save", tmp_path, "--load", tmp_path]
     flags += ["--save-interval", 2]
     # torchrun's own store keeps the addresses of the processes that are gone: github.com/pytorch/pytorch/issues/135712.
-    environment = {"FAULT": "kill forward 3 1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PYTHONPATH": str(ROOT)}
+    environment = {"FAULT": "kill forward 3 1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    environment["PYTHONPATH"] = python_path(ROOT)
     job = torchrun(SCRIPT, 2, flags, timeout=240, env=environment, options=["--max-restarts", "1"]).check()
     assert job.losses() == pytest.approx(undisturbed[:4], abs=3e-6)
 

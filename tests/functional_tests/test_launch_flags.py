@@ -21,6 +21,7 @@ from megatron.seq1f1b.commands.model_flags import model_of, read_model, training
 from megatron.seq1f1b.cpu.stand_ins import FLAGS
 from megatron.seq1f1b.planning.costs.machine import read_machine
 from megatron.seq1f1b.planning.planner.space import Candidate, Question
+from support.launch import python_path
 from support.launchers import run
 from unit_tests.planning.planner.question import candidates
 
@@ -71,7 +72,7 @@ def launched(folder: Path, *settings: dict[str, str], arguments: str = "") -> su
             'echo "$CUDA_DEVICE_MAX_CONNECTIONS $PYTORCH_ALLOC_CONF $PYTORCH_CUDA_ALLOC_CONF $GPUS_PER_NODE"; '
             'echo "${flags[*]@Q}")\n'
         )
-    return run(["bash", "-euo", "pipefail", "-c", command], timeout=300, PYTHONPATH=str(folder))
+    return run(["bash", "-euo", "pipefail", "-c", command], timeout=300, PYTHONPATH=python_path(folder))
 
 
 def with_gpus(size: str, **settings: str) -> dict[str, str]:

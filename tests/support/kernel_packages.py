@@ -11,6 +11,7 @@ from megatron.seq1f1b.model.kernels.transformer_engine import TransformerEngineF
 from support import fake_flash
 
 NO_DROPOUT = fake_flash.random_state(0.0)
+HAS_FORWARD_WITHOUT_DROPOUT = flash._flash_without_dropout is not None
 
 
 def provide(monkeypatch, package, module, **functions):
@@ -32,8 +33,9 @@ def named(operator, args, kwargs):
     return SimpleNamespace(**by_name)
 
 
-def torch_operators(monkeypatch):
-    """PyTorch's operators: batch first with the lengths of the tensors, or packed with cumulative lengths."""
+def torch_operators(monkeypatch, forward_without_dropout=HAS_FORWARD_WITHOUT_DROPOUT):
+    """PyTorch's operators: batch first with the lengths of the tensors, or packed with cumulative lengths. Versions up
+    to 2.11 have no `forward_without_dropout`."""
 
     def packing(call):
         assert call.is_causal is True
@@ -49,7 +51,7 @@ def torch_operators(monkeypatch):
 
     def forward(*args, **kwargs):
         call = named(torch.ops.aten._flash_attention_forward, args, kwargs)
-        assert call.dropout_p > 0
+        assert call.dropout_p > 0 or not forward_without_dropout
         state = fake_flash.random_state(call.dropout_p)
         return *run(call, state), state, torch.empty((), dtype=torch.uint64), torch.empty(0)
 
@@ -68,9 +70,13 @@ def torch_operators(monkeypatch):
         return fake_flash.backward(*tensors, call.scale, call.dropout_p, state, packing(call))
 
     monkeypatch.setattr(flash, "_flash", forward)
-    monkeypatch.setattr(flash, "_flash_without_dropout", without_dropout)
+    monkeypatch.setattr(flash, "_flash_without_dropout", without_dropout if forward_without_dropout else None)
     monkeypatch.setattr(flash, "_flash_backward", backward)
     return CudaFlash
+
+
+def older_torch_operators(monkeypatch):
+    return torch_operators(monkeypatch, forward_without_dropout=False)
 
 
 def flash_attention_4(monkeypatch):

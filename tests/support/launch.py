@@ -79,7 +79,7 @@ class Launcher:
         self._logs = logs
         self._jobs = 0
         command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("zygote.py"))]
-        env = os.environ | ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests", *packages)))}
+        env = os.environ | ENVIRONMENT | {"PYTHONPATH": python_path(ROOT, ROOT / "tests", *packages)}
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         self._zygote = subprocess.Popen(command, env=env, text=True, **pipes)
 
@@ -115,6 +115,12 @@ class Launcher:
         """Its ranks end with it."""
         self._zygote.kill()
         self._zygote.communicate()
+
+
+def python_path(*folders: Path) -> str:
+    """PYTHONPATH for other processes: these folders, then those of this process, one of which may have Megatron
+    (`pip install --target`)."""
+    return os.pathsep.join([*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def free_port() -> int:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from support.launch import python_path
 from support.patience import patient
 
 ROOT = Path(__file__).parents[2]
@@ -49,7 +50,7 @@ assert "none" in found and "full" not in found
 
 
 def python(tree: Path, *words: str) -> subprocess.CompletedProcess:
-    environment = os.environ | {"PYTHONPATH": str(tree)}
+    environment = os.environ | {"PYTHONPATH": python_path(tree)}
     run = subprocess.run(
         [sys.executable, *words], cwd=tree, env=environment, capture_output=True, text=True, timeout=patient(240)
     )

@@ -105,10 +105,10 @@ def mamba_chunk_scan_combined(
     return (output, state.mT) if return_final_states else output
 
 
-def mamba_training(mixer, projected, packed_seq_params=None):
+def mamba_training(mixer, zxBCdt, packed_seq_params=None, **options):
     """`MambaMixer._ssm_training` with separate convolution and scan, as Megatron runs them for a prompt."""
     _unpacked(packed_seq_params)
-    return mixer._ssm_prefill(projected, conv_state=None, ssm_state=None)
+    return mixer._ssm_prefill(zxBCdt, conv_state=None, ssm_state=None, **options)
 
 
 def _in_chunks(x, chunk):

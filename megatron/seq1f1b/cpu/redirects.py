@@ -1,7 +1,6 @@
 """The table of all that training on a CPU redirects, in torch and in Megatron. Each reason ends with the errors of a
 GPU that the redirect hides, and where these are covered."""
 
-import contextlib
 import importlib
 import logging
 import os
@@ -47,14 +46,14 @@ _LAYERS = "its layers are Transformer Engine's unless --spec names others; hides
 REDIRECTS = (
     # The device
     Patch("torch.cuda.is_available", stand_ins.no, "a visible GPU is not to be used; hides branches for GPUs"),
-    Patch("torch.cuda.device_count", torch.cpu.device_count, "process groups are made if > 0; hides nothing"),
+    Patch("torch.cuda.device_count", stand_ins.device_count, "process groups are made if > 0; hides nothing"),
     Patch("torch.cuda.current_device", stand_ins.current_device, _NO_DEVICE),
     Patch("torch.cuda.set_device", stand_ins.nothing, _NO_DEVICE),
     Patch("torch.distributed.distributed_c10d.ProcessGroupGloo", stand_ins.on_one_device, _GLOO, wraps=True),
     # Streams and events
     Patch("torch.cuda.Stream", stand_ins.Stream, _DONE),
     Patch("torch.cuda.Event", stand_ins.Event, _DONE),
-    Patch("torch.cuda.stream", contextlib.nullcontext, _DONE),
+    Patch("torch.cuda.stream", stand_ins.stream, _DONE),
     *(Patch(f"torch.cuda.{name}_stream", stand_ins.Stream, _DONE) for name in ("current", "default")),
     *(Patch(f"torch.cuda.{name}", stand_ins.nothing, _DONE) for name in _WAITS),
     Patch("torch.cuda.is_current_stream_capturing", stand_ins.no, "no CUDA graphs, which are refused"),
@@ -67,7 +66,7 @@ REDIRECTS = (
     # Random numbers
     Patch("torch.cuda.get_rng_state", stand_ins.get_rng_state, _RANDOM),
     Patch("torch.cuda.set_rng_state", stand_ins.set_rng_state, _RANDOM),
-    Patch("torch.cuda.manual_seed", torch.default_generator.manual_seed, _RANDOM),
+    Patch("torch.cuda.manual_seed", stand_ins.manual_seed, _RANDOM),
     # Tensors
     *(Patch(f"torch.{name}", stand_ins.made_on_cpu, _MADE, wraps=True) for name in _FACTORIES),
     Patch("torch.Tensor.cuda", lambda tensor, *_, **__: tensor, _MADE),
@@ -79,7 +78,7 @@ REDIRECTS = (
     Patch(f"{_EXPERTS}.maybe_move_tensor_to_cpu", stand_ins.on_cpu, _SIZES),
     wrapping(f"{_TRAINING}.training.build_pretraining_data_loader", stand_ins.build_loader_with_own_generator, _SEED),
     wrapping(f"{_PARSING}.parse_args", stand_ins.parse_with_cpu_defaults, _DEFAULTS),
-    Patch(f"{_PARSING}.get_device_arch_version", lambda: 10, _QUEUES),
+    Patch(f"{_PARSING}.get_device_arch_version", stand_ins.device_arch_version, _QUEUES),
     # Recurrent layers, and the hybrid models that have them
     *(Patch(f"megatron.core.ssm.{name}", new, _TRITON) for name, new in recurrent.KERNELS.items()),
     wrapping(f"{_TRAINING}.models.hybrid.HybridModelBuilder.build_model", stand_ins.build_from_local_layers, _LAYERS),

@@ -1,5 +1,10 @@
-"""Replacements for GPU-only functions of torch, `megatron.core` and `megatron.training`."""
+"""Replacements for GPU-only functions of torch, `megatron.core` and `megatron.training`.
 
+Other versions than the pinned ones may pass arguments that these do not know, so they take any, and ignore what has no
+meaning on a CPU.
+"""
+
+import contextlib
 import ctypes
 import functools
 import os
@@ -11,6 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import default_pg_timeout
 
 from ..process.ranks import warn_on_rank_0
 
@@ -31,10 +37,10 @@ class Stream:
 
     wait_stream = wait_event = synchronize = __init__ = nothing
 
-    def query(self):
+    def query(self, *args, **kwargs):
         return True
 
-    def record_event(self, event=None):
+    def record_event(self, event=None, **kwargs):
         event = event or Event()
         event.record()
         return event
@@ -49,38 +55,46 @@ class Event:
     def __init__(self, *args, **kwargs):
         self._moment = 0.0
 
-    def record(self, stream=None):
+    def record(self, *args, **kwargs):
         self._moment = time.perf_counter() * 1e3
 
-    def elapsed_time(self, end):
-        return end._moment - self._moment
+    def elapsed_time(self, end_event, **kwargs):
+        return end_event._moment - self._moment
 
 
-def current_device():
+def stream(*args, **kwargs):
+    return contextlib.nullcontext()
+
+
+def device_count(*args, **kwargs):
+    return torch.cpu.device_count()
+
+
+def current_device(*args, **kwargs):
     return torch.device("cpu")  # not an index: callers pass it on as `device=`
 
 
-def resident_bytes(device=None):
+def resident_bytes(*args, **kwargs):
     statm = Path("/proc/self/statm")
     if not statm.exists():  # macOS
         return peak_resident_bytes()
     return int(statm.read_text().split()[1]) * resource.getpagesize()
 
 
-def peak_resident_bytes(device=None):
+def peak_resident_bytes(*args, **kwargs):
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     # Linux counts KiB, and updates the peak only now and then.
     return peak if sys.platform == "darwin" else max(peak * 1024, resident_bytes())
 
 
-def forget_peak(device=None):
+def forget_peak(*args, **kwargs):
     """Count the peak from now on (Linux); freed pages go back to the system first, so that their next use counts."""
     if _CLEAR_REFS.exists():
         ctypes.CDLL(None).malloc_trim(0)
         _CLEAR_REFS.write_text("5")  # see proc(5)
 
 
-def memory_stats(device=None):
+def memory_stats(*args, **kwargs):
     found = {"allocation.all.current": 0}
     for kind in ("allocated_bytes.all", "reserved_bytes.all"):
         found |= {f"{kind}.current": resident_bytes(), f"{kind}.peak": peak_resident_bytes()}
@@ -93,6 +107,10 @@ def get_rng_state(*args, **kwargs):
 
 def set_rng_state(new_state, *args, **kwargs):
     torch.set_rng_state(new_state)
+
+
+def manual_seed(seed, *args, **kwargs):
+    torch.default_generator.manual_seed(seed)
 
 
 def made_on_cpu(factory):
@@ -124,9 +142,14 @@ def on_one_device(gloo):
     two, they corrupt the heap if they end at once (`lastCompletedWorkName` in ProcessGroupGloo.cpp of PyTorch 2.13)."""
 
     class OnOneDevice(gloo):
-        def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        def __init__(
+            self, store: dist.Store, rank: int, size: int, timeout: timedelta = default_pg_timeout, **others: object
+        ) -> None:
             options = gloo._Options()
             options._timeout = timeout
+            for name, value in others.items():  # PyTorch 2.15 has one: enable_reconfigure
+                if hasattr(options, name):
+                    setattr(options, name, value)
             options._devices = _devices_of(os.getpid())
             options._threads = 1
             super().__init__(store, rank, size, options)
@@ -180,7 +203,11 @@ def not_compiled(function=None, **options):
     return function if function is not None else not_compiled
 
 
-def on_cpu(tensor, as_numpy=False, record_stream=False):
+def device_arch_version(*args, **kwargs):
+    return 10
+
+
+def on_cpu(tensor, as_numpy=False, *args, **kwargs):
     """`maybe_move_tensor_to_cpu`; upstream's ignores `as_numpy` if there is nothing to move."""
     return tensor.numpy() if as_numpy and tensor is not None else tensor
 

@@ -5,6 +5,7 @@ from copy import copy
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..process.patches import Patch, wrapping
 
@@ -65,27 +66,33 @@ def _without_apex(init: Callable, layer: Any, *args: Any, config: Any, **options
     layer.config = config
 
 
-def _state_dict_before_first_step(state_dict: Callable, self: Any) -> dict:
+def _state_dict_before_first_step(state_dict: Callable, self: Any, *args: Any, **options: Any) -> dict:
     """Megatron reads the number of steps from states that do not exist before a checkpoint is loaded."""
     inner = self.optimizer
     parameters = [p for group in inner.param_groups for p in group["params"]]
     if inner.state or not parameters:
-        return state_dict(self)
+        return state_dict(self, *args, **options)
     inner.state[parameters[0]] = {"step": torch.tensor(0.0)}
     try:
-        return state_dict(self)
+        return state_dict(self, *args, **options)
     finally:
         inner.state.clear()
 
 
 @torch.no_grad()
-def _load_with_steps(load_state_dict: Callable, self: Any, loaded: dict) -> None:
+def _load_with_steps(load_state_dict: Callable, self: Any, *args: Any, **options: Any) -> None:
     """Megatron gives all parameters of a group one tensor with the number of steps, which Adam increments in place for
     each of them. Only `no_grad` allows writing to fp32 parameters, which are their own main copies."""
-    load_state_dict(self, loaded)
+    load_state_dict(self, *args, **options)
     for state in self.optimizer.state.values():
         if "step" in state:
             state["step"] = state["step"].clone()
+
+
+def _set_states_without_step(
+    set_states: Callable, self: Any, model_param: Tensor, tensors: dict, *args: Any, **options: Any
+) -> None:
+    set_states(self, model_param, {**tensors, "step": None}, *args, **options)
 
 
 _CORE = "megatron.core"
@@ -105,7 +112,7 @@ LOCAL_LAYERS = (
 RECOMPUTATION = (
     wrapping(
         f"{_PARALLEL}.random.CheckpointWithoutOutput.__init__",  # of a recomputed part of a layer, such as its norm
-        lambda init, checkpoint, fp8=None: init(checkpoint, None),
+        lambda init, checkpoint, fp8=None, **options: init(checkpoint, None, **options),
         "looks for fp8 in Transformer Engine",
     ),
 )
@@ -117,7 +124,7 @@ TORCH_ADAM = (
     wrapping(f"{_OPTIMIZER}.load_state_dict", _load_with_steps, "lets parameters share one counter of steps"),
     wrapping(
         f"{_OPTIMIZER}._set_main_param_and_optimizer_states",
-        lambda set_states, self, parameter, tensors: set_states(self, parameter, {**tensors, "step": None}),
+        _set_states_without_step,
         "copies into every tensor of a parameter's state, but a checkpoint has no number of steps for each parameter",
     ),
 )

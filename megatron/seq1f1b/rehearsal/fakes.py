@@ -68,14 +68,14 @@ def _fake_group(new_group: Callable, *args: Any, **options: Any) -> Any:
     return new_group(*args, **options | {"backend": "fake", "pg_options": None})
 
 
-def _own_object_everywhere(object_list: list[Any], obj: Any, group: dist.ProcessGroup | None = None) -> None:
+def _own_object_everywhere(object_list: list[Any], obj: Any, *_: Any, **__: Any) -> None:
     object_list[:] = [obj] * len(object_list)
 
 
-def _own_counts_of_all(gather: Callable, own: Tensor, group: dist.ProcessGroup, *args: Any, **options: Any) -> Tensor:
-    if own.is_meta or group.size() == 1:
-        return gather(own, group, *args, **options)
-    return own.repeat(group.size(), *[1] * (own.dim() - 1))
+def _own_counts_of_all(gather: Callable, input_: Tensor, group: dist.ProcessGroup, *args: Any, **of: Any) -> Tensor:
+    if input_.is_meta or group.size() == 1:
+        return gather(input_, group, *args, **of)
+    return input_.repeat(group.size(), *[1] * (input_.dim() - 1))
 
 
 def _share_storage(discarded: Tensor, recomputed: Tensor) -> None:
@@ -84,12 +84,12 @@ def _share_storage(discarded: Tensor, recomputed: Tensor) -> None:
     discarded.untyped_storage().resize_(size)
 
 
-def _one_after_the_other(operations: list[dist.P2POp]) -> list[Any]:
-    return [each.op(each.tensor, each.peer, each.group) for each in operations]
+def _one_after_the_other(p2p_op_list: list[dist.P2POp], *_: Any, **__: Any) -> list[Any]:
+    return [each.op(each.tensor, each.peer, each.group) for each in p2p_op_list]
 
 
-def _gathered_apart(_: Any, shape: tuple[int, ...], dtype: torch.dtype, *__: Any) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device=torch.cuda.current_device())
+def _gathered_apart(_: Any, tensor_shape: tuple[int, ...], dtype: torch.dtype, *__: Any, **___: Any) -> Tensor:
+    return torch.empty(tensor_shape, dtype=dtype, device=torch.cuda.current_device())
 
 
 class _Kernel(torch.autograd.Function):
@@ -106,15 +106,17 @@ class _Kernel(torch.autograd.Function):
         return torch.empty_like(grad), None if weight is None else torch.empty_like(weight), *[None] * len(kept)
 
 
-def _fused_norm(rows: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+def _fused_norm(
+    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, *_: Any, **__: Any
+) -> Tensor:
     """Keeps its input and a number for each row, as in Transformer Engine; PyTorch's on a CPU keeps more."""
-    statistics = rows.new_empty(rows.shape[:-1], dtype=torch.float32)
-    return _Kernel.apply(rows, weight, rows.detach().contiguous(), statistics)
+    statistics = input.new_empty(input.shape[:-1], dtype=torch.float32)
+    return _Kernel.apply(input, weight, input.detach().contiguous(), statistics)
 
 
-def _fused_positions(rows: Tensor, angles: Tensor, **_: Any) -> Tensor:
+def _fused_positions(t: Tensor, freqs: Tensor, *_: Any, **__: Any) -> Tensor:
     """Keeps the angles, which all layers share, as in Transformer Engine; Megatron keeps cosines and sines a layer."""
-    return _Kernel.apply(rows, None, angles)
+    return _Kernel.apply(t, None, freqs)
 
 
 _SEGMENTATION, _REPACKING = "megatron.seq1f1b.runtime.segmentation", "megatron.seq1f1b.runtime.repacking"
@@ -129,12 +131,14 @@ _FOR_FAKES = (
     Patch("torch.distributed.batch_isend_irecv", _one_after_the_other, "batches only tensors of a real device"),
     Patch("torch.distributed.all_gather_object", _own_object_everywhere, _OTHERS),
     *(Patch(f"torch.distributed.{name}", lambda *_, **__: None, _OTHERS) for name in _OBJECTS),
-    Patch("torch.distributed.Work.is_completed", lambda *_: True, "is False: no message is really sent"),
+    Patch("torch.distributed.Work.is_completed", lambda *_, **__: True, "is False: no message is really sent"),
     Patch("megatron.core.optimizer.optimizer.get_grad_norm_fp32", lambda *_, **__: math.nan, "reads every gradient"),
-    Patch(f"{_TRAINING}.logical_and_across_model_parallel_group", lambda own, *_, **__: own, _OTHERS),
+    Patch(f"{_TRAINING}.logical_and_across_model_parallel_group", lambda input, *_, **__: input, _OTHERS),
     Patch(f"{_TRAINING}.set_jit_fusion_options", lambda *_, **__: None, "warms kernels up on tensors as in a step"),
     wrapping(f"{_PARALLEL}.mappings._gather_along_first_dim", _own_counts_of_all, f"{_OTHERS}: tokens of experts"),
-    Patch(f"{_PARALLEL}.random._get_share_storage", lambda: _share_storage, "compiles, and shares real memory"),
+    Patch(
+        f"{_PARALLEL}.random._get_share_storage", lambda *_, **__: _share_storage, "compiles, and shares real memory"
+    ),
     Patch(f"{_SEGMENTATION}.documents_of_step", _documents_of_step, "looks for documents in tokens"),
     Patch(f"{_REPACKING}.Repacking._sequences", lambda *_: [], "looks for documents in tokens"),
     Patch(f"{_REPACKING}._of_all_replicas", _lengths_of_step, "lengths are those of documents in tokens"),

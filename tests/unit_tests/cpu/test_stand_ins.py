@@ -1,5 +1,7 @@
-"""What stands in for functions of torch and Megatron on a CPU."""
+"""What stands in for functions of torch and Megatron on a CPU, and in a rehearsal."""
 
+import inspect
+import re
 import sys
 from argparse import Namespace
 from datetime import timedelta
@@ -11,7 +13,82 @@ import torch.distributed as dist
 from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 
-from megatron.seq1f1b.cpu import stand_ins
+from megatron.seq1f1b.cpu import recurrent, redirects, stand_ins
+from megatron.seq1f1b.model import without_te
+from megatron.seq1f1b.process.patches import owner_of
+from megatron.seq1f1b.rehearsal import fakes
+
+LAUNCH = Namespace(device="cuda", replaced_on_cpu={"apply_rope_fusion": True, "transformer_impl": "transformer_engine"})
+PATCHES = (
+    *redirects.REDIRECTS,
+    *(*without_te.LOCAL_LAYERS, *without_te.RECOMPUTATION, *without_te.OUTPUT_LAYER, *without_te.TORCH_ADAM),
+    *fakes.patches(LAUNCH, lambda *args, **kwargs: None),
+)
+# Not of these packages, which are not installed: their kernels, and flags that mark them as installed.
+OF_PACKAGES = {
+    f"megatron.core.ssm.{name}" for name, new in recurrent.KERNELS.items() if new is not recurrent.mamba_training
+}
+REPLACED = {
+    patch.target: patch
+    for patch in PATCHES
+    if patch.target not in OF_PACKAGES and not patch.target.startswith("megatron.seq1f1b")
+}
+
+
+def names_of(function) -> tuple[list[str], list[str]]:
+    """The parameters of a function, first those that may be given by position. Of gloo's groups they are those of the
+    constructor with a time-out, by its documentation; of other builtins `input` stands for those that PyTorch hides."""
+    if function is dist.ProcessGroupGloo:
+        overload = re.search(r"\(self: [^,]*, (.*timeout.*)\) -> None", function.__init__.__doc__).group(1)
+        names = re.findall(r"(\w+): ", overload)
+        return names[:3], names[3:]
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:
+        return ["input"], []
+    by_position = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    return by_position, [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
+
+
+def check_arguments(stand_in, function, before=()) -> None:
+    """Raises TypeError unless the stand-in takes the arguments of a function, by position and by name, and one that no
+    version has yet."""
+    signature = inspect.signature(stand_in, follow_wrapped=False)
+    by_position, by_name = names_of(function)
+    signature.bind(*before, *by_position, **dict.fromkeys(by_name), of_a_later_version=None)
+    number = 1 if by_position[:1] in (["self"], ["cls"], ["input"]) else 0
+    named = dict.fromkeys(by_position[number:] + by_name)
+    signature.bind(*before, *by_position[:number], **named, of_a_later_version=None)
+
+
+@pytest.mark.parametrize("target", REPLACED)
+def test_a_stand_in_takes_what_the_installed_function_takes_and_more(target):
+    patch, (owner, name) = REPLACED[target], owner_of(target)
+    function = getattr(owner, name)
+    inner = inspect.getclosurevars(patch.new).nonlocals.get("function") if patch.wraps else None
+    if inner is not None:  # of `wrapping`, called with the old function first
+        check_arguments(inner, function, before=[None])
+    else:
+        stand_in = patch.new(function) if patch.wraps else patch.new
+        check_arguments(stand_in, function)
+    if inspect.isclass(patch.new) and inspect.isclass(function):
+        methods = [each for each in vars(patch.new) if not each.startswith("_") and callable(vars(patch.new)[each])]
+        for method in methods:
+            check_arguments(getattr(patch.new, method), getattr(function, method))
+
+
+def test_a_group_of_gloo_keeps_the_options_of_later_versions():
+    class Options:
+        enable_reconfigure = False
+
+    class Gloo:
+        _Options = Options
+
+        def __init__(self, store, rank, size, options):
+            self.options = options
+
+    group = stand_ins.on_one_device(Gloo)(None, 0, 1, timedelta(minutes=1), enable_reconfigure=True, unheard_of=1)
+    assert group.options.enable_reconfigure is True and not hasattr(group.options, "unheard_of")
 
 
 def test_groups_of_gloo_share_one_device(monkeypatch):

@@ -13,7 +13,7 @@ from ..packed_documents import CumulativeLengths
 from .interface import AttentionRule, DocumentKernel, Gradients, Saved
 
 _flash = torch.ops.aten._flash_attention_forward
-# Without the random state, which version 3 fills with zeros; PyTorch 2.6 lacks this operator.
+# Without the random state, which version 3 fills with zeros; PyTorch 2.11 lacks this operator.
 _flash_without_dropout = getattr(torch.ops.aten, "_flash_attention_forward_no_dropout_inplace", None)
 _flash_backward = torch.ops.aten._flash_attention_backward
 _cpu_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
