@@ -11,6 +11,7 @@ import pytest
 
 from functional_tests.equality.comparison import run_cases
 from functional_tests.equality.suites import groups, representatives
+from support.launch import ROOT
 from support.on_ranks import few_of
 
 FEW = representatives()
@@ -48,6 +49,11 @@ def verdict_on(request):
 def test_a_step(verdict_on, case):
     verdict = verdict_on(case)
     assert verdict.startswith("equal, "), verdict
+
+
+def test_the_steps_for_other_versions_of_torch_exist():
+    named = re.findall(r'^    "(.*)"$', (ROOT / "scripts" / "test_torch.sh").read_text(), re.MULTILINE)
+    assert len(named) >= 12 and {*named} <= FEW & CASES.keys()
 
 
 def test_every_suite_has_cases_that_stand_for_it():

@@ -1,0 +1,54 @@
+#!/usr/bin/env bash
+# Does the package work with another PyTorch than the pinned one? Makes .venv-torch-VERSION with it, which takes some GB
+# the first time, and runs there what depends on PyTorch: the unit tests of what trains, a dozen steps that have to equal
+# Megatron's, two trainings on two ranks, and the GPU suite on the CPU. About a quarter of an hour on two cores; each part
+# runs even if an earlier one has failed. docs/install.md has the versions that passed.
+#
+#   bash scripts/test_torch.sh 2.11.0
+set -euo pipefail
+cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
+# shellcheck source=scripts/checks.sh
+source scripts/checks.sh
+
+[ $# -eq 1 ] || die "name one version of PyTorch: bash scripts/test_torch.sh 2.11.0"
+version=$1
+python=.venv-torch-$version/bin/python
+equality=tests/functional_tests/test_equality.py::test_a_step
+training=tests/functional_tests/test_seq1f1b_training.py::test_losses_are_those_of_megatrons_own_1f1b
+steps=(
+    "pp2/0/1f1b-k3-m5-uneven-segment"
+    "pp2/6-fp32/1f1b-k3-m3-uneven-random"
+    "pp2-split/0/zb-h1-k3-m5-uneven-random"
+    "pp2-chunks3/0-c3/breadth-first-k3-m3-uneven-random"
+    "pp2-v/0-c2-v/auto-k3-m3-uneven-random"
+    "offload/0-offloads-1/zb-h1-k4-m3-uneven-random"
+    "kept-attention/0-kv2-full-but-attention/1f1b-k3-m3-uneven-random"
+    "recompute-modules/0-selective/zb-h1-k3-m3-uneven-random"
+    "units/0-per-token/1f1b-k3-m2-even-random-units"
+    "cp2/0/1f1b-k3-m5-uneven-random"
+    "tp2-moe/0-sp/zb-h1-k3-m3-uneven-random"
+    "pp2-latents/0-latents/1f1b-k3-m3-uneven-random-mask"
+    "pp2-delta-net/0-GFAG/zb-h1-k3-m3-uneven-random"
+    "transformer-engine/0-unfused/zb-h1-k3-m2-uneven-random"
+)
+
+of_steps=()
+for step in "${steps[@]}"; do
+    of_steps+=("${equality}[$step]")
+done
+
+bash scripts/setup.sh "$version"
+unset PYTHONDONTWRITEBYTECODE # else each of many processes would compile torch and Megatron anew
+export OMP_NUM_THREADS=1
+failed=()
+"$python" -m pytest -q tests/unit_tests/{cpu,model,runtime,schedule} || failed+=("unit tests")
+"$python" -m pytest -q "${of_steps[@]}" || failed+=("equality")
+"$python" -m pytest -q "${training}[layout]" "${training}[bf16]" || failed+=("training")
+PYTHON=$python bash scripts/gpu_test.sh --device cpu --tiny || failed+=("GPU suite")
+
+versions=$("$python" -c 'import torch, megatron.core; print(torch.__version__, "and megatron-core", megatron.core.__version__)')
+for part in "${failed[@]}"; do
+    echo "torch $versions: failed: $part"
+done
+[ ${#failed[@]} -eq 0 ] || exit 1
+echo "torch $versions: all passed"
