@@ -68,10 +68,11 @@ def install(add_flags: bool = False, keep_documents_apart: bool = False, **flags
     from megatron.core import package_info
     from megatron.core.pipeline_parallel import schedules
 
-    check_version(package_info.__version__.split("+")[0])  # without a commit, which is that of the repository around it
+    version = package_info.__version__.split("+")[0]  # without a commit, which is that of the repository around it
+    check_version(version)
     upstream = schedules.get_forward_backward_func
     overlay = Overlay(upstream, patches, keywords)
-    rows = _patches_of_megatron()
+    rows = _patches_of_megatron(_numbers(version))
     if options is None:
         rows += overlay.patches_of_scripts(net, add_flags)
     else:
@@ -85,10 +86,15 @@ def install(add_flags: bool = False, keep_documents_apart: bool = False, **flags
 def check_version(version: str) -> None:
     """Raise ImportError for a Megatron without the names that we need; warn of an untested one."""
     tested = f"tested with {', '.join(TESTED)}"
-    if tuple(map(int, re.findall(r"\d+", version)[:2])) < (0, 19):
+    if _numbers(version) < (0, 19):
         raise ImportError(f"megatron.seq1f1b needs megatron-core 0.19 and found {version}; it is {tested}")
     if version not in TESTED:
         warn_on_rank_0(f"megatron-core {version} was never tried with megatron.seq1f1b, which is {tested}")
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """Major and minor version."""
+    return tuple(map(int, re.findall(r"\d+", version)[:2]))
 
 
 def _silence_imports() -> None:
@@ -269,8 +275,9 @@ def _megatron_args() -> Namespace:
     return get_args()
 
 
-def _patches_of_megatron() -> list[Patch]:
+def _patches_of_megatron(version: tuple[int, ...]) -> list[Patch]:
     from .model import without_te
+    from .runtime import optimizer_state
 
     def compile_unless_shipped(compile_helpers: Callable[[], None]) -> None:
         if find_spec("megatron.core.datasets.helpers_cpp") is None:
@@ -282,4 +289,5 @@ def _patches_of_megatron() -> list[Patch]:
     name, reason = "megatron.core.datasets.utils.compile_helpers", "fails in a wheel, which ships them compiled"
     rows = [wrapping(name, compile_unless_shipped, reason)]
     rows.append(wrapping(writing, queue, "starts a process that outlives a killed rank"))
+    rows += optimizer_state.repairs(version)
     return rows if cpu.is_active() else [*rows, *without_te.repairs()]  # the CPU's patches include the repairs

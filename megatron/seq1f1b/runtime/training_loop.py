@@ -17,6 +17,7 @@ from megatron.core.datasets.utils import Split
 
 from ..process.patches import Patch, wrapping
 from ..process.ranks import warn_on_rank_0
+from . import optimizer_state
 from .tracer import Reading
 
 _LINE = re.compile(
@@ -55,6 +56,7 @@ class TrainingLoop:
             wrapping(f"{training}.load_checkpoint", self.load, "exits with code 0 if it cannot load"),
             wrapping(f"{core}.utils.StragglerDetector.__exit__", exit_silently, "logs exceptions on every rank, too"),
             Patch(data, lambda old: staticmethod(partial(_built, old)), "adds up epochs of no tokens for ever", True),
+            *optimizer_state.recognition(),
         )
 
     def loaders(self, upstream: Callable, provider: Callable) -> tuple:

@@ -1,0 +1,80 @@
+"""Megatron's fully reshardable checkpoints of the distributed optimizer, with gradient buffers of several buckets.
+
+Such a checkpoint has the optimizer's tensors by parameter. To save them, Megatron joins the buckets of a buffer without
+the padding at their ends, then finds each parameter by an offset that counts this padding. Everything behind the first
+padded bucket is displaced, the fp32 weights among it, and nothing fails. Megatron 0.20 subtracts the padding (its pull
+request 5077).
+"""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from itertools import accumulate, chain
+from math import sqrt
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from ..process.patches import PatchTable, wrapping
+
+_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer"
+# The optimizer's weights and the model's differ by rounding: in 4 bits by a tenth, in fp16 those near zero by 1e-7.
+# Displaced ones differ by about their own size.
+_LARGEST_SHARE = 0.5
+_LARGEST_NEAR_ZERO = 1e-6
+
+
+def repairs(version: tuple[int, ...]) -> PatchTable:
+    """The patch with which Megatron of this version saves such checkpoints as they were meant; empty from 0.20 on."""
+    if version >= (0, 20):
+        return ()
+    name = f"{_OPTIMIZER}.sharded_param_state_fully_reshardable"
+    return (wrapping(name, _by_offsets_without_padding, "displaces what is behind a padded bucket"),)
+
+
+def recognition() -> PatchTable:
+    """The patch that refuses a displaced checkpoint, for training loops that load the model before the optimizer."""
+    name = f"{_OPTIMIZER}.load_parameter_state_from_fully_reshardable"
+    return (wrapping(name, _unless_displaced, "takes other weights than those of the model"),)
+
+
+def _by_offsets_without_padding(upstream: Callable, optimizer: Any, *args: Any, **options: Any) -> Any:
+    with ExitStack() as undo:
+        for buffer in optimizer.buffers:
+            undo.callback(setattr, buffer, "param_index_map", buffer.param_index_map)
+            buffer.param_index_map = offsets_without_padding(buffer)
+        return upstream(optimizer, *args, **options)
+
+
+def offsets_without_padding(buffer: Any) -> dict[Parameter, tuple[int, int, int]]:
+    """Start and end of each parameter in the joined buckets of a buffer of Megatron, and its bucket."""
+    paddings = [bucket.grad_data.numel() - bucket.numel_unpadded for bucket in buffer.buckets]
+    before = list(accumulate(paddings, initial=0))
+    return {
+        parameter: (start - before[bucket], end - before[bucket], bucket)
+        for parameter, (start, end, bucket) in buffer.param_index_map.items()
+    }
+
+
+def _unless_displaced(upstream: Callable, optimizer: Any, state: dict[int, dict[str, Tensor]]) -> None:
+    """Raise ValueError if this rank's part of a parameter differs from the model's."""
+    parameters = chain.from_iterable(buffer.param_index_map for buffer in optimizer.buffers)
+    for number, parameter in enumerate(parameters):
+        if parameter not in optimizer.model_param_gbuf_map:
+            continue
+        own = optimizer._get_model_param_range_map(parameter)["param"]
+        weights = parameter.detach().float().flatten()[own.start : own.end]
+        saved = state[number]["param"].flatten()[own.start : own.end].to(weights.device)
+        if _size(saved - weights) > _LARGEST_SHARE * _size(weights) + _LARGEST_NEAR_ZERO:
+            raise ValueError(
+                "the checkpoint's optimizer has other weights than its model: without megatron.seq1f1b, Megatron "
+                "before 0.20 mixes parameters up when it saves several gradient buckets with "
+                "--dist-ckpt-optim-fully-reshardable; add --no-load-optim to go on from the weights of the model, "
+                "which are right, or load an earlier checkpoint"
+            )
+    upstream(optimizer, state)
+
+
+def _size(values: Tensor) -> float:
+    """The root of the mean square."""
+    return values.norm().item() / sqrt(len(values))
