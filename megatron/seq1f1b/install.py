@@ -22,7 +22,7 @@ from .arguments.net import Net
 from .planning.run_costs import RunCosts
 from .planning.summary import advice, copies_summary, summary
 from .process.patches import Patch, patched, rebound, wrapping
-from .process.ranks import is_rank_0, results_queue, warn_on_rank_0
+from .process.ranks import is_rank_0, start_process, warn_on_rank_0
 
 if TYPE_CHECKING:
     import torch
@@ -283,11 +283,15 @@ def _patches_of_megatron(version: tuple[int, ...]) -> list[Patch]:
         if find_spec("megatron.core.datasets.helpers_cpp") is None:
             compile_helpers()
 
-    # A spawned Python imports Megatron and the script again, but with CUDA a fork is not safe.
-    queue = partial(results_queue, "fork" if cpu.is_active() else "spawn")
+    def queue(get_queue: Callable[[str], Any], mp_mode: str | None = None) -> Any:
+        # A spawned Python imports Megatron and the script again, but with CUDA a fork is not safe.
+        return get_queue(mp_mode or ("fork" if cpu.is_active() else "spawn"))
+
     writing = "megatron.core.dist_checkpointing.strategies.filesystem_async.get_write_results_queue"
     name, reason = "megatron.core.datasets.utils.compile_helpers", "fails in a wheel, which ships them compiled"
     rows = [wrapping(name, compile_unless_shipped, reason)]
-    rows.append(wrapping(writing, queue, "starts a process that outlives a killed rank"))
+    rows.append(wrapping(writing, queue, "starts a new Python, which imports all again, on the CPU, too"))
+    starting = "multiprocessing.process.BaseProcess.start"
+    rows.append(wrapping(starting, start_process, "starts processes that outlive a killed rank"))
     rows += optimizer_state.repairs(version)
     return rows if cpu.is_active() else [*rows, *without_te.repairs()]  # the CPU's patches include the repairs

@@ -1,22 +1,22 @@
 """The rank of this process, reports of one rank only, and the common end of all ranks of a job."""
 
-import ctypes
 import logging
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 import time
+import traceback
 from collections import Counter
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
-from multiprocessing.managers import SyncManager
+from functools import partial
+from multiprocessing.connection import wait
 from typing import Any
 
 _POLL, _PATIENCE = 0.5, 20.0  # seconds
-_PR_SET_PDEATHSIG = 1
+_SILENCE = 3.0  # seconds without a sign of life, after which nobody waits for a rank
 
 
 def rank() -> int:
@@ -35,21 +35,86 @@ def warn_on_rank_0(message: str) -> None:
         logging.getLogger("megatron.seq1f1b").warning(message)
 
 
-def results_queue(usual_mode: str, _: Any, mp_mode: str | None = None) -> Any:
-    """Replaces Megatron's `get_write_results_queue`: its process must not outlive a rank that is killed."""
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
+def start_process(upstream: Callable[[Any], None], process: Any) -> None:
+    """Wraps `BaseProcess.start`: what a rank starts (the writers of checkpoints, the readers of data) ends with it,
+    also when it is killed, and then cannot end its daemons itself."""
+    if process._target is not None:
+        process._target = partial(_run_beside_parent, process._target)
+    upstream(process)
 
-    if filesystem_async._results_queue is None:
-        manager = SyncManager(ctx=multiprocessing.get_context(mp_mode or usual_mode))
-        manager.start(end_with_parent)
-        filesystem_async._results_queue = manager.Queue()
-    return filesystem_async._results_queue
+
+def _run_beside_parent(target: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    end_with_parent()
+    target(*args, **kwargs)
 
 
 def end_with_parent() -> None:
-    """Let this process be killed when the one that forked it ends, on Linux; elsewhere it may outlive a kill -9."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    """Let this process be killed when the one that started it by `multiprocessing` ends, be it by a fork server."""
+    parent = multiprocessing.parent_process()
+    if parent is None:  # started in another way
+        return
+
+    def end() -> None:
+        wait([parent.sentinel])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=end, name="parent", daemon=True).start()
+
+
+class OneCaller:
+    """Lets one thread into steps at a time, and only in the process that ran the first."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: int | None = None
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Raises ValueError for a second thread, a step within a step, and a process forked from that of the first."""
+        # A fork has the lock as it was, but none of the threads that move messages.
+        if self._process not in (None, os.getpid()):
+            raise ValueError(
+                f"process {os.getpid()} was forked from process {self._process}, which has run steps, and has no "
+                "connections to the other ranks; run all steps in one process, and start others before the first step"
+            )
+        if not self._lock.acquire(blocking=False):
+            raise ValueError(
+                "a step was called while another step runs, but they would take each other's messages; let one thread "
+                "run all steps, one after the other"
+            )
+        try:
+            self._process = os.getpid()
+            yield
+        finally:
+            self._lock.release()
+
+
+class Outcome:
+    """What `make()` returned on this rank, or its error, in a form that can be sent to other ranks: they must not wait
+    for an object that a rank could not make."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._result: Any = None
+        self._error: Exception | None = None
+        self._words = ""
+        try:
+            self._result = make()
+        except Exception as error:
+            self._error = error
+            is_sentence = isinstance(error, ValueError)
+            self._words = str(error) if is_sentence else "".join(traceback.format_exception(error))
+
+    def __getstate__(self) -> dict[str, Any]:
+        error = self._error
+        if error is not None:  # which may not be pickled
+            error = ValueError(self._words) if isinstance(error, ValueError) else RuntimeError(self._words)
+        return {"_result": self._result, "_error": error, "_words": self._words}
+
+    def result(self) -> Any:
+        """The result of `make()`; raises its error, on other ranks a ValueError or a RuntimeError with its words."""
+        if self._error is not None:
+            raise self._error
+        return self._result
 
 
 def check_agreement(plan: str) -> None:
@@ -71,7 +136,8 @@ class Peers:
     """The ranks of a job, connected from the start of the program by the store at MASTER_ADDR and MASTER_PORT.
 
     torchrun hosts that store, or rank 0, and torch.distributed joins it later. Any rank may `report` a failure;
-    a thread of all others then calls `on_failure(report)`: the main thread may be waiting in a collective.
+    a thread of all others then calls `on_failure(report)`: the main thread may be waiting in a collective. The same
+    thread gives signs of life, since nobody must wait for a rank that was killed.
     """
 
     def __init__(self, on_failure: Callable[[str], None]) -> None:
@@ -117,28 +183,40 @@ class Peers:
         if self._left.is_set() or self._store is None:
             return False
         self._left.set()
-        end, has_left = time.monotonic() + _PATIENCE, False
+        has_left = False
         with suppress(RuntimeError):
             if is_rank_0():
                 self._store.set("rank 0 has left", "")
-                while self._store.add("done", 0) < self._size - 1 and time.monotonic() < end:
-                    time.sleep(_POLL / 10)
+                self._wait_for("others", lambda: self._store.add("done", 0) >= self._size - 1)
             else:
-                while wait and not has_left and time.monotonic() < end:
-                    has_left = bool(self._store.check(["rank 0 has left"]))
-                    time.sleep(_POLL / 10)
+                has_left = wait and self._wait_for("rank 0", lambda: self._store.check(["rank 0 has left"]))
                 self._store.add("done", 1)
         if threading.current_thread() is not self._watching:
             # Python aborts if it ends while a thread returns from the store.
             self._watching.join(_PATIENCE)
         return has_left
 
+    def _wait_for(self, peers: str, happened: Callable[[], bool]) -> bool:
+        """Whether it happened while the `peers`, "rank 0" or "others", still gave signs of life."""
+        start = heard = time.monotonic()
+        signs = 0
+        while not happened():
+            now = time.monotonic()
+            if (latest := self._store.add(f"signs of {peers}", 0)) != signs:
+                signs, heard = latest, now
+            if now > heard + _SILENCE or now > start + _PATIENCE:
+                return False
+            time.sleep(_POLL / 10)
+        return True
+
     def _watch(self) -> None:
         with suppress(RuntimeError, ValueError):  # torch.distributed fails likewise, in the main thread
             self._store = _store(is_master=False)
         self._connected.set()
+        signs = "signs of rank 0" if is_rank_0() else "signs of others"
         with suppress(RuntimeError):
             while self._store is not None and not self._left.wait(_POLL):
+                self._store.add(signs, 1)
                 if self._store.check(["failure"]):
                     # The same mistake may be about to end this rank by itself.
                     if not self._left.wait(2 * _POLL):

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from ..model import Segment
+from ..process.ranks import Outcome
 from .data import SegmentIterator
 from .partitioned_state import is_partitioned
 from .segmentation import Cut, Segmentation, document_starts, on_all_ranks, segments_of
@@ -39,13 +40,9 @@ class Repacking(Segmentation):
 
     def cut_step(self, step: Step, check: Callable[[Tensor, str], None]) -> None:
         """Give the step micro-batches of one row each, as many as this replica has."""
-        read: list[Any] = []
-        for batches in step.iterators:
-            if batches:  # the data of all model chunks are the same
-                read = [next(batches) for _ in range(step.num_microbatches)]
-        sample = _sample(read[0]) if read else None
-        sequences = [each for batch in read for each in self._sequences(batch, step)]
-        lengths = _of_all_replicas(step, list(map(_length, sequences)))
+        reading = Outcome(lambda: self._read(step))
+        lengths = _of_all_replicas(step, Outcome(lambda: list(map(_length, reading.result()[1]))))
+        sample, sequences = reading.result()
         flat = list(chain(*lengths))
         readers = [reader for reader, each in enumerate(lengths) for _ in each]
         # Replicas exchange tokens, or weights and gradients of chunks, within a step: after equally many actions.
@@ -80,6 +77,15 @@ class Repacking(Segmentation):
         for value in sums.values():
             dist.all_reduce(value, group=group)
         return [sums]
+
+    def _read(self, step: Step) -> tuple[_Sequence | None, list[_Sequence]]:
+        """A sample of the batches of a step and all their sequences; None and none on ranks without data."""
+        read: list[Any] = []
+        for batches in step.iterators:
+            if batches:  # the data of all model chunks are the same
+                read = [next(batches) for _ in range(step.num_microbatches)]
+        sample = _sample(read[0]) if read else None
+        return sample, [each for batch in read for each in self._sequences(batch, step)]
 
     def _sequences(self, batch: Any, step: Step) -> list[_Sequence]:
         """The sequences of a batch up to their last token with a loss; those without a loss are left out."""
@@ -147,13 +153,13 @@ def _segments(number: int, pack: Any, lengths: Sequence[int]) -> list[Segment]:
     return segments_of(number, pack.lengths, (tuple(start for start in starts if start < sum(pack.lengths)),))
 
 
-def _of_all_replicas(step: Step, lengths: list[int]) -> list[list[int]]:
-    """The lengths of the sequences that each replica has read, on all ranks."""
+def _of_all_replicas(step: Step, lengths: Outcome) -> list[list[int]]:
+    """The lengths of the sequences that each replica has read, on all ranks; raises the error of any replica."""
 
     def gathered() -> list[Any]:
         found: list[Any] = [None] * step.groups.dp.size()
         dist.all_gather_object(found, lengths, group=step.groups.dp)
-        return found
+        return [each.result() for each in found]
 
     return on_all_ranks(step, gathered)
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..model import Documents, Segment, differs
+from ..process.ranks import Outcome
 from .data import SegmentIterator
 from .step import Step
 
@@ -127,10 +128,11 @@ def documents_of_step(step: Step, end_of_document: int | None) -> list[Documents
 
 
 def on_all_ranks(step: Step, make: Callable[[], Any]) -> Any:
-    """The result of `make()` on the rank that reads the data, the first tensor-parallel rank of the first stage."""
+    """The result of `make()` on the rank that reads the data, the first tensor-parallel rank of the first stage; its
+    error is raised on all ranks."""
     pipeline, tensor, first = step.pipeline, step.groups.tp, step.placement.rank_of(0)
-    made = [make() if step.rank == first and tensor.rank() == 0 else None]
+    made = [Outcome(make) if step.rank == first and tensor.rank() == 0 else None]
     if tensor.rank() == 0:
         dist.broadcast_object_list(made, dist.get_global_rank(pipeline, first), group=pipeline)
     dist.broadcast_object_list(made, dist.get_global_rank(tensor, 0), group=tensor)
-    return made[0]
+    return made[0].result()

@@ -22,14 +22,11 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.training import checkpointing, get_args
 
 from megatron.seq1f1b.model import host_memory
-from megatron.seq1f1b.process import ranks
 from megatron.seq1f1b.runtime import interpreter
 
 
 def main() -> None:
     fault = os.environ.get("FAULT", "").split()
-    if "kill" in fault:
-        ranks._PATIENCE = 1  # seconds, in which others wait for the rank that is gone
     if fault and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" and fault[3] in (os.environ["RANK"], "both"):
         what, where, iteration, _ = fault
         for owner, name in places()[where]:
