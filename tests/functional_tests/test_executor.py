@@ -6,6 +6,7 @@ The model is one linear layer a stage, without code of Megatron's: no process gr
 import time
 from dataclasses import replace
 from itertools import count
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -22,6 +23,7 @@ from megatron.core.rerun_state_machine import (
 
 from megatron.seq1f1b.runtime import executor as executor_file
 from megatron.seq1f1b.runtime.communication import Communicator
+from megatron.seq1f1b.runtime.segmentation import on_all_ranks
 from megatron.seq1f1b.schedule import Kind, Placement, ScheduleChoice, Shape, build
 from support.linear_stages import SEQUENCE, Stage, batches, call, configuration, executor, forward_step, sum_of_squares
 from support.on_ranks import on_ranks
@@ -203,6 +205,62 @@ def test_after_a_failure_no_rank_takes_a_step():
         run(failing, model, fails_at(1, 2), pg_collection=collection)
     with pytest.raises(RuntimeError, match=rf"an earlier step of this pipeline failed \({kind.__name__}: "):
         run(failing, model, pg_collection=collection)
+
+
+def larger(data_iterator, model):
+    """A batch of one sequence more."""
+    tokens = next(data_iterator)
+    return model(torch.cat([tokens, tokens[:, :1]], dim=1)), sum_of_squares
+
+
+def of_another_type(data_iterator, model):
+    output, loss_function = forward_step(data_iterator, model)
+    return output.double(), loss_function
+
+
+def within_itself(data_iterator, model):
+    return within_itself.executor(forward_step_func=None)
+
+
+REFUSED = {
+    "larger": (
+        larger,
+        r"0SEND_F0.0 .*: the output of a stage is torch.float32 \[.*, but the next rank expects torch.f",
+    ),
+    "of another type": (
+        of_another_type,
+        r"0SEND_F0.0 .* is torch.float64 \[.*, but the next rank expects torch.float32",
+    ),
+    "within itself": (within_itself, "a step was called while another step runs"),
+    "ended": (forward_step, "a data iterator ended within a step of 3 micro-batches; give more data, or run fewer"),
+}
+
+
+@on_ranks(2)
+def test_what_the_next_rank_cannot_use_is_not_sent():
+    """It would take garbage for a message, or wait; here it waits until the timeout."""
+    for step, sentence in REFUSED.values():
+        collection, model, failing = groups(), stage(), executor(k=1, timeout=3)
+        collection.pp = dist.new_group()  # gloo closes its connections after a timeout
+        within_itself.executor = failing
+        if dist.get_rank() == 1:
+            with pytest.raises(RuntimeError, match="0RECV_F|1RECV_F"):
+                run(failing, model, pg_collection=collection)
+        else:
+            data = {"data_iterator": iter([])} if step is forward_step else {}
+            with pytest.raises(ValueError, match=sentence):
+                run(failing, model, step, pg_collection=collection, **data)
+
+
+@on_ranks(2)
+def test_an_error_while_data_are_read_ahead_is_raised_on_all_ranks():
+    def read() -> None:
+        raise ValueError(f"rank {dist.get_rank()} finds no documents")
+
+    rank, collection = dist.get_rank(), groups()
+    step = SimpleNamespace(rank=rank, placement=Placement(2), pipeline=collection.pp, groups=collection)
+    with pytest.raises(ValueError, match="^rank 0 finds no documents$"):
+        on_all_ranks(step, read)
 
 
 def fail_while_stuck() -> None:

@@ -101,8 +101,10 @@ class Communicator:
             self._finish(message)
         return message.tensor.to(self._device, non_blocking=True) if self._is_staged else message.tensor
 
-    def send(self, channel: Channel, tensor: Tensor, action: Action | None = None) -> None:
-        """Send without waiting. Raises RuntimeError if an earlier message did not leave."""
+    def send(self, channel: Channel, tensor: Tensor, shape: tuple[int, ...], action: Action | None = None) -> None:
+        """Send without waiting. Raises ValueError for another tensor than the receiver has a buffer of `shape` for, and
+        RuntimeError if an earlier message did not leave."""
+        self._require_expected(channel, tensor, shape, action)
         tensor = tensor.detach()
         if self._is_staged:
             tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
@@ -121,6 +123,19 @@ class Communicator:
         while self._sending:
             self._finish(self._sending.popleft())
         assert not self._receiving, f"messages outlived the step: {list(self._receiving)}"
+
+    def _require_expected(self, channel: Channel, tensor: Any, shape: tuple[int, ...], action: Action | None) -> None:
+        """No transport compares the ends of a message: gloo would deliver garbage, and NCCL would wait for ever."""
+        if isinstance(tensor, Tensor) and tensor.shape == shape and tensor.dtype == self._dtype:
+            return
+        what = "output" if channel.payload is Kind.F else "gradient of the input"
+        given = f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
+        raise ValueError(
+            f"{described(channel, action)}: the {what} of a stage is {given}, but the next rank expects {self._dtype} "
+            f"{list(shape)}; batches must have the sizes that the step is called with (--micro-batch-size, "
+            "--seq-length), and the forward step must return the model's output, in the type pipeline_dtype of its "
+            "configuration"
+        )
 
     def _route(self, channel: Channel) -> dict:
         if self._is_gloo:
@@ -158,7 +173,7 @@ class Communicator:
                 self.post_receive(channel, (1,))
                 self.receive()
             elif self._rank == channel.source:
-                self.send(channel, torch.zeros(1, dtype=self._dtype, device=self._device))
+                self.send(channel, torch.zeros(1, dtype=self._dtype, device=self._device), (1,))
                 self.finish()
 
 

@@ -23,7 +23,7 @@ from ..model import (
     refuse_attention_to_later_tokens,
 )
 from ..process.patches import patched
-from ..process.ranks import check_agreement
+from ..process.ranks import OneCaller, check_agreement
 from ..schedule import CostsOfLengths, ScheduleChoice
 from .communication import Communicator
 from .gradient_sync import add_up_tied_embeddings, gradient_syncs
@@ -73,6 +73,7 @@ class PipelineExecutor:
         self._check_agreement = cache(check_agreement)
         self._ran_before: set[tuple] = set()
         self._failure: str | None = None
+        self._caller = OneCaller()
 
     def host_rate(self) -> float:
         """Bytes/s of the slowest rank's link to the host, each way, while all ranks use both ways."""
@@ -84,6 +85,10 @@ class PipelineExecutor:
     def __call__(self, **arguments: Any) -> list[Any]:
         """Run one step, called as in megatron/core/pipeline_parallel/schedules.py. Returns one report per micro-batch
         on the rank that computes the loss, else an empty list."""
+        with self._caller.entered():
+            return self._call(**arguments)
+
+    def _call(self, **arguments: Any) -> list[Any]:
         if self._failure is not None:
             raise RuntimeError(
                 f"an earlier step of this pipeline failed ({self._failure}), and its ranks have been out of step since "
@@ -124,6 +129,11 @@ class PipelineExecutor:
         except BaseException as error:
             if not is_alone:
                 self._failure = f"{type(error).__name__}: {error}"
+            if isinstance(error, StopIteration):
+                raise ValueError(
+                    f"a data iterator ended within a step of {step.num_microbatches} micro-batches; give more data, or "
+                    "run fewer steps (--train-iters, --eval-iters)"
+                ) from error
             raise
         finally:
             context.clear()

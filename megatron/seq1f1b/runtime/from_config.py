@@ -14,7 +14,7 @@ from megatron.core.utils import get_model_config
 from ..arguments import MegatronRun, PipelineConfig, is_on_cpu, run_of_program
 from ..model import PIECE, Documents
 from ..model.kernels import AttentionRule, KernelChoice
-from ..process.ranks import warn_on_rank_0
+from ..process.ranks import OneCaller, warn_on_rank_0
 from .executor import PipelineExecutor
 from .repacking import Repacking
 from .segmentation import Segmentation
@@ -56,8 +56,13 @@ class ProgramExecutor:
         self._run: Callable | None = None
         self._checked: list[Any] = []  # the configurations of models
         self._training_steps = 0
+        self._caller = OneCaller()
 
-    def __call__(self, *, model: Any, num_microbatches: int, seq_length: int | None = None, **step: Any) -> list[Any]:
+    def __call__(self, **step: Any) -> list[Any]:
+        with self._caller.entered():
+            return self._call(**step)
+
+    def _call(self, *, model: Any, num_microbatches: int, seq_length: int | None = None, **step: Any) -> list[Any]:
         of_model = get_model_config(model[0] if isinstance(model, list) else model)
         if not any(of_model is each for each in self._checked):
             size = step.get("micro_batch_size")

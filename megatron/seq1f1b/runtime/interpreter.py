@@ -166,9 +166,12 @@ class Interpreter:
         self.communicator.post_receive(self._channels[kind, stage], shape, action)
 
     def _send(self, action: Action) -> None:
+        kind, stage, microbatch, index = action
         tensor = self._outgoing.pop(action)
-        self.communicator.send(self._channels[action.kind, action.stage], tensor, action)
-        self._deallocate(tensor, action.kind is Kind.SEND_F)
+        length = self.step.segments[microbatch][index].length
+        shape = self._message_shape(length, stage if kind is Kind.SEND_F else stage - 1)
+        self.communicator.send(self._channels[kind, stage], tensor, shape, action)
+        self._deallocate(tensor, kind is Kind.SEND_F)
 
     def _deallocate(self, output: Tensor, is_forward: bool) -> None:
         """Free the storage of an output that was passed on: the graph needs its grad_fn only."""

@@ -16,11 +16,11 @@ LAST = Action(Kind.SEND_B, 1, 3, 0)
 send = Communicator.send
 
 
-def send_something_else(self, channel, tensor, action=None):
+def send_something_else(self, channel, tensor, shape, action=None):
     if action is not None and dist.get_rank() == 0:
-        tensor = tensor[1:]
+        tensor, shape = tensor[1:], (shape[0] - 1, *shape[1:])
     if action != LAST:
-        send(self, channel, tensor, action)
+        send(self, channel, tensor, shape, action)
 
 
 if __name__ == "__main__":

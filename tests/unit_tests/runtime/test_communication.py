@@ -56,7 +56,7 @@ def wires(alone, monkeypatch):
 
 
 def test_messages_go_to_global_ranks_and_none_is_left(wires):
-    wires.communicator.send(FORWARD, torch.ones(2))
+    wires.communicator.send(FORWARD, torch.ones(2), (2,))
     wires.communicator.post_receive(BACKWARD, (3,))
     assert wires.communicator.receive().shape == (3,)
     wires.communicator.finish()
@@ -66,6 +66,26 @@ def test_messages_go_to_global_ranks_and_none_is_left(wires):
     wires.communicator.post_receive(BACKWARD, (3,))
     with pytest.raises(AssertionError, match="messages outlived the step"):
         wires.communicator.finish()
+
+
+@pytest.mark.parametrize(
+    "tensor, given",
+    [
+        (torch.ones(4, 3, 8), "torch.float32 [4, 3, 8]"),
+        (torch.ones(4, 2, 8, dtype=torch.bfloat16), "torch.bfloat16 [4, 2, 8]"),
+        ((torch.ones(4, 2, 8),), "tuple"),
+        (None, "NoneType"),
+    ],
+    ids=("larger", "of another type", "several", "none"),
+)
+def test_a_message_that_its_receiver_does_not_expect_is_not_sent(wires, tensor, given):
+    sentence = (
+        f"0SEND_F3.2 (pipeline rank 0 to 1): the output of a stage is {given}, but the next rank expects torch.float32 "
+        "[4, 2, 8]; batches must have"
+    )
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        wires.communicator.send(FORWARD, tensor, (4, 2, 8), parse_action("0SEND_F3.2"))
+    assert not wires.sent
 
 
 STUCK = {
@@ -84,7 +104,7 @@ def test_a_message_that_gets_stuck_is_named(wires, text):
             wires.communicator.post_receive(BACKWARD, (1,), action)
             wires.communicator.receive(action)
         else:
-            wires.communicator.send(FORWARD, torch.ones(1), action)
+            wires.communicator.send(FORWARD, torch.ones(1), (1,), action)
             wires.communicator.finish()
     assert work.timeout == TIMEOUT
 
@@ -127,7 +147,7 @@ def test_in_turn_the_host_waits_for_every_message(wires, monkeypatch):
     wires.communicator.is_on_device = wires.communicator.goes_in_turn = True
     wires.communicator.post_receive(BACKWARD, (1,), action)
     assert received.timeout == TIMEOUT and stream.synchronize.call_count == 1
-    wires.communicator.send(FORWARD, torch.ones(1))
+    wires.communicator.send(FORWARD, torch.ones(1), (1,))
     assert sent.timeout == TIMEOUT and stream.synchronize.call_count == 2
     received.error = "waited for twice"
     wires.communicator.receive(action)
