@@ -22,8 +22,8 @@ from paper.training_time import plot_training_time
 
 # The columns by which gains are sorted, and in whose order they are shown.
 _BY = ("seq_length", "gpus", "batch", "bandwidth")
-# The cells of the picture, and what a panel shows.
-_KIND, _PICTURED = ("model", "machine", "seq_length"), ("llama3-70b", "h100-80gb", "131072")
+# Model, machine and length of the cells of the picture.
+_PICTURED = ("llama3-70b", "h100-80gb", 131072)
 GAINS = Path(__file__).parents[1] / "docs" / "gains.csv"
 PUBLISHED = GAINS.with_name("paper_tables.csv")
 
@@ -172,13 +172,14 @@ def gains_section(pictures: Path | None) -> str:
     lines += ["`seq1f1b gain-map --output docs/gains.csv --model ...`", ""]
     head = ["model", "machine", "tokens", "GPUs", "sequences", "GB/s a node", "step s", "with", "Megatron, s", "with"]
     lines += [f"| {' | '.join((*head, 'gain'))} |", 11 * "|---" + "|"]
-    for cell in sorted(cells, key=lambda cell: (cell["model"], cell["machine"], *(float(cell[by]) for by in _BY))):
-        shown = (cell["model"], cell["machine"], *(f"{float(cell[by]):.10g}" for by in _BY), cell["seconds"])
-        found = (cell["configuration"], cell["megatron_seconds"], cell["megatron_configuration"], str(gain_of(cell)))
-        lines.append(f"| {' | '.join((*shown, *found))} |")
+    for cell in sorted(cells, key=lambda cell: (cell.model, cell.machine, *(getattr(cell, name) for name in _BY))):
+        words = cell.named_words()
+        shown = [words[name] for name in ("model", "machine", *_BY, "seconds", "configuration")]
+        opponent = [words["megatron_seconds"], words["megatron_configuration"], str(gain_of(cell))]
+        lines.append(f"| {' | '.join((*shown, *opponent))} |")
     lines += ["", "![The gain by network and GPUs: 70B, 128k tokens, 8 and 32 sequences a step](images/gains.png)"]
     if pictures is not None:
-        shown = [cell for cell in cells if tuple(cell[by] for by in _KIND) == _PICTURED]
+        shown = [cell for cell in cells if (cell.model, cell.machine, cell.seq_length) == _PICTURED]
         plot_gains(shown, "gain of segments, 70B, 131072 tokens, H100", pictures / "gains.png")
     return "\n".join(lines) + "\n"
 

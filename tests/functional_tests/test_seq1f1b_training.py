@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.seq1f1b.schedule import Kind, Placement, Shape, build, moved, read_timeline, write_csv
+from megatron.seq1f1b.files import read_timeline
+from megatron.seq1f1b.schedule import Kind, Placement, Shape, build, moved, write_csv
 from support.launch import ITERATIONS, PRETRAIN, ROOT, TINY_GPT
 from support.on_ranks import few_of
 

@@ -18,7 +18,7 @@ MAY_IMPORT = {
     for room, allowed in ROWS.items()
 }
 MAY_IMPORT |= {"__init__": {"arguments", "install"}, "__main__": {"install"}}
-PURE = {"schedule": set(), "partition": {"numpy"}, "planning": {"numpy"}}
+PURE = {"schedule": set(), "partition": {"numpy"}, "files": {"msgspec"}, "planning": {"msgspec", "numpy"}}
 PUBLIC_NAMES = re.findall(r'^    "(\w+)",$', (ROOT / "__init__.py").read_text(), re.MULTILINE)
 
 

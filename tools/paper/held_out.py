@@ -11,6 +11,7 @@ from functools import reduce
 from math import exp, log
 
 import numpy as np
+from msgspec import structs
 
 from megatron.seq1f1b.planning.costs.machine import Machine, read_machine
 from megatron.seq1f1b.planning.simulator import predict
@@ -136,5 +137,5 @@ def _get(machine: Machine, name: str) -> float:
 
 def _scaled(machine: Machine, name: str, factor: float) -> Machine:
     part, field = name.split(".")
-    changed = replace(getattr(machine, part), **{field: factor * _get(machine, name)})
+    changed = structs.replace(getattr(machine, part), **{field: factor * _get(machine, name)})
     return replace(machine, **{part: changed})

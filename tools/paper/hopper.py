@@ -11,6 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
+
 from megatron.seq1f1b.commands.model_flags import preset
 from megatron.seq1f1b.planning.costs.blocks import model_flops
 from megatron.seq1f1b.planning.costs.machine import Machine, read_machine
@@ -39,9 +41,9 @@ def h800(machine: Machine) -> Machine:
     return replace(
         machine,
         name="h800-80gb",
-        node=replace(machine.node, bandwidth=slower * machine.node.bandwidth),
+        node=structs.replace(machine.node, bandwidth=slower * machine.node.bandwidth),
         # Of the data sheet, collectives and messages reach as much as on the adapters of the H100 file.
-        network=replace(
+        network=structs.replace(
             machine.network,
             bandwidth=machine.network.bandwidth * 8 * adapter / 400e9,
             message_bandwidth=machine.network.message_bandwidth * 8 * adapter / 400e9,
@@ -52,7 +54,7 @@ def h800(machine: Machine) -> Machine:
 def fp8(machine: Machine) -> Machine:
     """With twice the peak in products of linear layers."""
     device = machine.device
-    return replace(machine, device=replace(device, matmul_efficiency=2 * device.matmul_efficiency))
+    return replace(machine, device=structs.replace(device, matmul_efficiency=2 * device.matmul_efficiency))
 
 
 def on(row: Row, machine: Machine) -> Machine:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import log2
 
+from msgspec import structs
+
 from megatron.seq1f1b.commands.model_flags import preset
 from megatron.seq1f1b.commands.train_time import LAWS, soonest
 from megatron.seq1f1b.planning.costs.blocks import parameters_of_model
@@ -44,7 +46,7 @@ class Case:
 def networks() -> dict[str, Machine]:
     """InfiniBand as in DGX A100, and nodes with one Ethernet adapter of 100 Gbit/s."""
     machine = read_machine("a100-80gb")
-    slow = replace(machine.network, bandwidth=11e9, message_bandwidth=11e9, latency=50e-6)
+    slow = structs.replace(machine.network, bandwidth=11e9, message_bandwidth=11e9, latency=50e-6)
     return {"8 x 200 Gbit/s": machine, "100 Gbit/s": replace(machine, network=slow)}
 
 
@@ -83,7 +85,7 @@ def slowest_network(setup: TrainingSetup, machine: Machine) -> float:
 
     def is_slow(tenths: int) -> bool:
         bandwidth = 1e9 * 2 ** (tenths / 10)
-        link = replace(
+        link = structs.replace(
             machine.network, bandwidth=bandwidth, message_bandwidth=min(machine.network.message_bandwidth, bandwidth)
         )
         return predict(setup, replace(machine, network=link)).seconds > allowed

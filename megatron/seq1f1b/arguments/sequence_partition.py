@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..partition import STRATEGIES, SegmentTime, Task, cut_sequence, read_lengths
+from ..files import read_segment_lengths
+from ..partition import STRATEGIES, SegmentTime, Task, check_lengths, cut_sequence
 from ..schedule import Costs, ScheduleChoice, auto, simulate
 from .megatron_run import MegatronRun
 
@@ -69,7 +70,12 @@ class SequencePartition:
         run, costs = self.run, self.costs
         num_segments = self.num_segments if num_segments is None else num_segments
         if self.file is not None:
-            return read_lengths(self.file, sequence_length, num_segments, run.segment_multiple)
+            lengths = read_segment_lengths(self.file)
+            try:
+                check_lengths(lengths, sequence_length, num_segments, run.segment_multiple)
+            except ValueError as error:
+                raise ValueError(f"{self.file}: {error}") from None
+            return lengths
         strategy, finds_number = STRATEGIES[self.strategy], num_segments is None and self.strategy == "terapipe"
         has_time = strategy.needs == "time" or strategy.needs == "measured time" and costs.is_measured
         return cut_sequence(

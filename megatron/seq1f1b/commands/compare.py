@@ -10,9 +10,12 @@ from pathlib import Path
 from statistics import mean, median
 from typing import NamedTuple
 
+from msgspec import Struct
+
+from ..files import Count, Positive, Trace, converted, read_trace
 from ..report import plot_timelines
 from ..report.text import aligned
-from ..schedule import Timeline, read_timeline
+from ..schedule import Timeline, read_bytes
 from .parsing import PICTURES, Parser, output_path
 
 _COMPARED = 10  # iterations
@@ -24,6 +27,12 @@ _ITERATION = re.compile(
 )
 _SEQUENCE_LENGTH = re.compile(r"^ *seq_length \.+ (\d+)", re.MULTILINE)
 _TRACE = re.compile(r"iteration-(\d+)-pipeline-0\.json")
+
+
+class _Iteration(Struct):
+    ms: Positive
+    batch: Count
+    loss: float
 
 
 class TrainingLog(NamedTuple):
@@ -40,48 +49,46 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--output", type=output_path(*PICTURES), required=True, help="the picture of the timelines")
     args = parser.parse_args(argv)
     logs = [read_training_log(run / "log.txt") for run in args.runs]
-    timelines = [latest_timeline(run / "trace") for run in args.runs]
+    traces = [latest_trace(run / "trace") for run in args.runs]
+    timelines = [timeline for timeline, _ in traces]
     sizes = {timeline.shape.num_ranks for timeline in timelines}
     if len(sizes) > 1:
         raise ValueError(f"the runs have pipelines of {sorted(sizes)} ranks; compare equal ones")
     names = [run.name for run in args.runs]
-    columns = [column(name, *run, logs[0]) for name, *run in zip(names, logs, timelines, strict=True)]
+    columns = [column(name, log, *trace, logs[0]) for name, log, trace in zip(names, logs, traces, strict=True)]
     rows = zip(columns[0], *(each.values() for each in columns), strict=True)
     print(*aligned([*rows], "l", gap=3), losses(names, logs), sep="\n")
     plot_timelines(timelines, args.output)
-    print(f"Measured timelines of iteration {timelines[0].meta['iteration']}: {args.output}")
+    print(f"Measured timelines of iteration {traces[0][1].iteration}: {args.output}")
 
 
 def read_training_log(path: Path) -> TrainingLog:
     """Read a log that was written with --log-interval 1. Raises ValueError if it holds no iteration."""
-    text = path.read_text(encoding="utf-8", errors="replace")
+    text = read_bytes(path).decode("utf-8", errors="replace")
     rows = [match.groupdict() for match in _ITERATION.finditer(text)]
     length = _SEQUENCE_LENGTH.search(text)
     if not rows or length is None:
-        raise ValueError(f"{path} holds no training iteration with its loss; was the run given --log-interval 1?")
-    seconds = median([float(row["ms"]) / 1e3 for row in rows[_WARM_UP:] or rows])
-    tokens = int(rows[0]["batch"]) * int(length[1])
-    return TrainingLog(tuple(float(row["loss"]) for row in rows), seconds, tokens / seconds)
+        raise ValueError(f"{path}: it has no training iteration with its loss; was the run given --log-interval 1?")
+    iterations = converted(path, rows, list[_Iteration], "iterations", is_text=True)
+    seconds = median([each.ms / 1e3 for each in iterations[_WARM_UP:] or iterations])
+    tokens = iterations[0].batch * converted(path, length[1], Count, "seq_length", is_text=True)
+    return TrainingLog(tuple(each.loss for each in iterations), seconds, tokens / seconds)
 
 
-def latest_timeline(folder: Path) -> Timeline:
+def latest_trace(folder: Path) -> tuple[Timeline, Trace]:
     """The last iteration that was traced, of the first pipeline."""
     paths = {int(found[1]): path for path in folder.glob("*.json") if (found := _TRACE.fullmatch(path.name))}
     if not paths:
-        raise ValueError(f"{folder} holds no trace; was the run started with --pipeline-trace?")
-    latest = paths[max(paths)]
-    timeline = read_timeline(latest)
-    if "peak_memory_bytes" not in timeline.meta:
-        raise ValueError(f"{latest} is not what --pipeline-trace wrote")
-    return timeline
+        raise ValueError(f"{folder}: it holds no trace; was the run started with --pipeline-trace?")
+    return read_trace(paths[max(paths)])
 
 
-def column(name: str, log: TrainingLog, timeline: Timeline, first: TrainingLog) -> dict[str, str]:
+def column(name: str, log: TrainingLog, timeline: Timeline, trace: Trace, first: TrainingLog) -> dict[str, str]:
     """The column of a run in the table."""
-    peaks = enumerate(timeline.meta["peak_memory_bytes"])
+    peaks = enumerate(trace.peak_memory_bytes)
     return {
         "": name,
-        "schedule": timeline.meta["schedule"],
+        "schedule": trace.schedule,
         "segments": str(timeline.shape.num_segments),
         "seconds per iteration": f"{log.seconds_per_iteration:.2f}",
         "  of the first run": f"{log.seconds_per_iteration / first.seconds_per_iteration:.2f}",

@@ -4,30 +4,64 @@
         --tokens 2e6 8e6 --bandwidths 50 400 --output gains.csv --picture
 
 Every cell is two searches of the planner, of seconds to minutes, and a line of --output as soon as it is found. What is
-in that file is not computed again. docs/planning.md lists what Megatron is credited with.
+in that file is not computed again, but for a last line that is cut off. docs/planning.md lists what Megatron is
+credited with.
 """
 
 import csv
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from math import nan
 from pathlib import Path
+from typing import Any
 
+from msgspec import Struct, structs
+
+from ..files import Count, Positive, read_rows
 from ..planning.costs.machine import read_machine
 from ..planning.planner.search import Plan, Search
 from ..planning.planner.space import Question
 from ..report.style import picture
 from ..report.text import aligned
+from ..schedule import read_bytes
 from .model_flags import PRESETS, preset
 from .parsing import Parser, amount, count, count_up_to, output_path
 from .plan import add_machine, show
 from .plan_text import Gain, short_name
 
-_KEY = ("model", "machine", "seq_length", "bandwidth", "gpus", "batch")
-_FOUND = ("seconds", "configuration", "megatron_seconds", "megatron_configuration")
 
-Cell = dict[str, str]
+class Cell(Struct, frozen=True):
+    """A line of a map: what was asked, and the seconds of the best steps, None where nothing fits."""
+
+    model: str
+    machine: str
+    seq_length: Count
+    bandwidth: Positive
+    gpus: Count
+    batch: Count
+    seconds: Positive | None
+    configuration: str
+    megatron_seconds: Positive | None
+    megatron_configuration: str
+
+    @property
+    def question(self) -> tuple[str, str, int, float, int, int]:
+        return self.model, self.machine, self.seq_length, self.bandwidth, self.gpus, self.batch
+
+    def named_words(self) -> dict[str, str]:
+        """The values as they stand in the line."""
+        return {name: _word(getattr(self, name)) for name in _NAMES}
+
+
+def _word(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+_NAMES = [field.name for field in structs.fields(Cell)]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -47,60 +81,69 @@ def main(argv: Sequence[str] | None = None) -> None:
     network, host = machine.network, machine.device.host_memory_gib
     batches = sorted({max(1, round(tokens / args.seq_length)) for tokens in args.tokens})
     wanted = list(product(args.bandwidths or [network.bandwidth / 1e9], args.gpus, batches))
-    known = {tuple(cell[name] for name in _KEY): cell for cell in read_cells(args.output)}
+    known = {cell.question: cell for cell in read_cells(args.output)}
+    if args.output.exists():
+        os.truncate(args.output, _size_of_lines(args.output.read_bytes()))
     with args.output.open("a", encoding="utf-8", newline="") as file:
-        lines = csv.DictWriter(file, [*_KEY, *_FOUND])
+        lines = csv.writer(file)
         if not file.tell():
-            lines.writeheader()
+            lines.writerow(_NAMES)
+            file.flush()
         for number, (bandwidth, devices, batch) in enumerate(wanted, start=1):
-            key = tuple(map(str, (args.model, args.machine, args.seq_length, f"{bandwidth:g}", devices, batch)))
+            key = (args.model, args.machine, args.seq_length, float(f"{bandwidth:g}"), devices, batch)
             if key not in known:
                 # One message reaches as large a share of the bandwidth as before.
                 scale = 1e9 * bandwidth / network.bandwidth
                 rates = {"bandwidth": 1e9 * bandwidth, "message_bandwidth": scale * network.message_bandwidth}
-                linked = replace(machine, network=replace(network, **rates))
+                linked = replace(machine, network=structs.replace(network, **rates))
                 search = Search(Question(preset(args.model), linked, devices, args.seq_length, batch, host_gib=host))
-                plans = next(iter(search.best(1)), None), search.of_megatron()
-                found = [text for plan in plans for text in _step_and_name(plan)]
-                known[key] = dict(zip((*_KEY, *_FOUND), (*key, *found), strict=True))
-                lines.writerow(known[key])
+                ours, megatron = next(iter(search.best(1)), None), search.of_megatron()
+                known[key] = Cell(*key, *_step_and_name(ours), *_step_and_name(megatron))
+                lines.writerow(known[key].named_words().values())
                 file.flush()
             cells.append(known[key])
             show(number, len(wanted))
     names = ["GB/s a node", "GPUs", "sequences", "step s", "best", "Megatron s", "Megatron's best", "gain"]
-    rows = ([*(cell[name] for name in ("bandwidth", "gpus", "batch", *_FOUND)), str(gain_of(cell))] for cell in cells)
+    shown = ("bandwidth", "gpus", "batch", "seconds", "configuration", "megatron_seconds", "megatron_configuration")
+    rows = ([*(cell.named_words()[name] for name in shown), str(gain_of(cell))] for cell in cells)
     print("\n".join(aligned([names, *rows])))
     if args.picture:
         title = f"gain of segments, {args.model}, {args.seq_length} tokens, {machine.device.name}"
         plot_gains(cells, title, args.output.with_suffix(".png"))
 
 
-def _step_and_name(plan: Plan | None) -> tuple[str, str]:
-    return ("", "-") if plan is None else (f"{plan.seconds:.4g}", short_name(plan) or "data parallel")
+def _step_and_name(plan: Plan | None) -> tuple[float | None, str]:
+    return (None, "-") if plan is None else (float(f"{plan.seconds:.4g}"), short_name(plan) or "data parallel")
 
 
 def gain_of(cell: Cell) -> Gain:
-    ours, megatron = (1 / float(cell[name]) if cell[name] else None for name in ("seconds", "megatron_seconds"))
-    return Gain(ours, megatron, read_machine(cell["machine"]).error)
+    ours, megatron = (each and 1 / each for each in (cell.seconds, cell.megatron_seconds))
+    return Gain(ours, megatron, read_machine(cell.machine).error)
 
 
 def read_cells(path: Path) -> list[Cell]:
-    """The cells of a map, none if there is no such file. Raises ValueError for another file."""
-    if not path.exists():
-        return []
-    with path.open(encoding="utf-8", newline="") as file:
-        lines = csv.DictReader(file)
-        if list(lines.fieldnames or ()) != [*_KEY, *_FOUND]:
-            raise ValueError(f"--output {path} exists and is no map of gains; name another file")
-        return list(lines)
+    """The cells of a map, none if there is no such file. A line that a killed run has not finished does not count.
+    Raises ValueError for another file."""
+    content = read_bytes(path) if path.exists() else b""
+    size = _size_of_lines(content)
+    try:
+        return list(read_rows(path, Cell, content[:size])) if size else []
+    except ValueError as error:
+        raise ValueError(f"{error}; mend it, or name another --output") from None
+
+
+def _size_of_lines(content: bytes) -> int:
+    """The bytes of the lines of a map that are complete."""
+    is_begun = ",".join(_NAMES).encode().startswith(content)  # with its first line
+    return 0 if is_begun else content.rfind(b"\n") + 1 or len(content)
 
 
 def plot_gains(cells: Sequence[Cell], title: str, path: Path) -> None:
     """One panel for each number of sequences, with the gain in percent; grey where that is within the error."""
     import numpy as np
 
-    values = {(float(cell["bandwidth"]), int(cell["gpus"]), int(cell["batch"])): gain_of(cell).value for cell in cells}
-    error = 100 * read_machine(cells[0]["machine"]).error
+    values = {(cell.bandwidth, cell.gpus, cell.batch): gain_of(cell).value for cell in cells}
+    error = 100 * read_machine(cells[0].machine).error
     bandwidths, devices, batches = (sorted(set(each)) for each in zip(*values, strict=True))
     with picture(path, 1 + 3.2 * len(batches), 3.4) as figure:
         panels = figure.subplots(1, len(batches), squeeze=False, sharey=True)[0]

@@ -1,10 +1,8 @@
 """How commands read their flags and files; an error is one sentence."""
 
 import argparse
-import re
 import shlex
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -16,8 +14,6 @@ from ..schedule import Shape
 PICTURES = (".png", ".svg", ".pdf")
 # No model is deeper. Predictions loop over layers.
 MOST_LAYERS = 10_000
-_INDEX = b"MMIDIDX\x00\x00"  # how an index of Megatron starts
-_HEADER = len(_INDEX) + 8 + 1 + 16  # and its version, type, and numbers of sequences and documents
 
 
 class Parser(argparse.ArgumentParser):
@@ -78,30 +74,3 @@ def check_size(shape: Shape, most_actions: int) -> None:
     if num_actions > most_actions:
         way_out = "take fewer micro-batches, which repeat themselves, or fewer segments"
         raise ValueError(f"these sizes make {num_actions:,} actions, the most are {most_actions:,} here; {way_out}")
-
-
-def read_histogram(path: Path) -> Mapping[int, int]:
-    """The number of sequences of each length in tokens, from the .idx file of a corpus, or from text with a line
-    `tokens,sequences` or `tokens` for each. Raises ValueError for anything else."""
-    content, found = path.read_bytes(), Counter[int]()
-    if content.startswith(_INDEX):
-        number = int.from_bytes(content[_HEADER - 16 : _HEADER - 8], "little")
-        sizes = content[_HEADER : _HEADER + 4 * number]
-        found.update(memoryview(sizes).cast("i") if len(sizes) == 4 * number else ())
-        del found[0]
-        if not found or min(found) < 0:
-            raise ValueError(f"--lengths {path} is cut off, damaged or without tokens; make the corpus again")
-        return found
-    for number, line in enumerate(content.decode("utf-8-sig", errors="replace").splitlines(), start=1):
-        words = line.replace(",", " ").split()
-        if not words or words[0].startswith("#") or (number == 1 and words[0].isalpha()):
-            continue
-        if not re.fullmatch(r"0*[1-9]\d{0,7}( 0*[1-9]\d{0,11})?", " ".join(words), re.ASCII):
-            raise ValueError(
-                f"--lengths {path}, line {number}: {line.strip()!r} is not 'tokens,sequences', whole numbers from 1 on "
-                "and below 10^8 tokens; correct the line"
-            )
-        found[int(words[0])] += int(words[1]) if len(words) == 2 else 1
-    if not found:
-        raise ValueError(f"--lengths {path} has no lengths; give a line 'tokens,sequences' for each")
-    return found

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ..arguments.supported import Use
+from ..files import read_histogram
 from ..planning.costs.machine import OUTSIDE_GIB, machine_names, read_machine
 from ..planning.planner.lengths import UnitSearch
 from ..planning.planner.search import MOST_ACTIONS_OF_AUTO, Plan, Search, predict_candidate
@@ -32,7 +33,7 @@ from . import plan_text
 from .launch_flags import as_given, decided_flags, read_launch
 from .launch_rules import LaunchRules
 from .model_flags import PRESETS, model_of, preset_words
-from .parsing import PICTURES, Parser, amount, amount_or_0, count, count_up_to, name_of, output_path, read_histogram
+from .parsing import PICTURES, Parser, amount, amount_or_0, count, count_up_to, name_of, output_path
 
 # What keeps the sequences of a launch apart.
 _APART = ("--sft", "--dataloader-inter-document-masking", "--reset-attention-mask")

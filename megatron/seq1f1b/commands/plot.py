@@ -14,12 +14,12 @@ from math import inf
 from pathlib import Path
 
 from ..arguments.flags import value
+from ..files import read_costs, read_timeline
 from ..planning.simulator import execute_lowered
 from ..report import plot_timelines, write_trace
-from ..schedule import FAMILY_NAMES, MOVE_KINDS, PLACEMENTS, Costs, Placement, Shape, build, lower, moved, simulate
+from ..schedule import FAMILY_NAMES, MOVE_KINDS, PLACEMENTS, Placement, Shape, build, lower, moved, simulate
 from ..schedule.csv_file import read_csv, write_csv
-from ..schedule.files import read_json
-from ..schedule.timeline import read_timeline, write_timeline
+from ..schedule.timeline import write_timeline
 from .parsing import PICTURES, Parser, amount, check_size, count, output_path
 
 # Drawing or simulating as many takes half a minute; a figure of more shows nothing.
@@ -53,22 +53,6 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     path = output_path(*PICTURES, ".trace.json", ".json", ".csv")
     add("--output", type=path, required=True, help="the file to write; its ending determines the form")
     return parser.parse_args(argv)
-
-
-def read_costs(shape: Shape, text: str) -> tuple[Costs, float]:
-    """The costs, and the time of a copy to the host or back. Raises ValueError for what is no set of costs."""
-    try:
-        if Path(text).suffix == ".json":
-            values = read_json(text)
-        else:
-            pairs = (part.partition("=") for part in text.split(","))
-            values = {name.strip(): float(number or "nan") for name, _, number in pairs}
-        move = values.pop("move", 0.0) if isinstance(values, dict) else 0.0
-        if not isinstance(move, float | int) or not 0 <= move < inf:
-            raise ValueError("move is no number from 0 on")
-        return Costs.from_mapping(shape, values), move
-    except ValueError as error:
-        raise ValueError(f"--costs {text}: {error}") from None
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -21,15 +21,18 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from functools import cache
 from itertools import batched, chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from ..arguments.flags import value
+from ..files import converted
 from ..process.ranks import end_with_parent
-from ..schedule import UNUSABLE, reason, written_whole
+from ..schedule import reason, written_whole
 from .parsing import Parser, count
 
 JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
@@ -123,12 +126,18 @@ def text_of(document: Document, key: str) -> str:
     try:
         text = document.content.decode("utf-8-sig")
         if document.is_json:
-            text = json.loads(text)[key]
-        if text.strip():
-            return text
-    except UNUSABLE as error:
+            text = converted("", json.loads(text), _line(key)).text
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise ValueError(reason(error)) from None
-    raise ValueError("it is empty")
+    if not text.strip():
+        raise ValueError("it is empty")
+    return text
+
+
+@cache
+def _line(key: str) -> Any:
+    """The type of a line of JSON, with the text under `key`."""
+    return msgspec.defstruct("Line", [("text", str)], rename={"text": key})
 
 
 def train_tokenizer(args: argparse.Namespace, files: Sequence[Path]) -> None:

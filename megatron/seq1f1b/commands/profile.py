@@ -13,10 +13,12 @@ from __future__ import annotations
 import json
 import logging
 import warnings
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import takewhile
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
+
+from msgspec import structs
 
 from ..planning.costs.blocks import pairs
 from ..planning.costs.machine import Device, Link, Machine, machine_names, read_machine
@@ -57,8 +59,8 @@ def main(argv: list[str] | None = None) -> None:
 def measured_device(base: Device, timer: DeviceTimer) -> Device:
     """`base` with the shares of its peaks that this device reaches."""
     latency, longest = timer.small_kernel(), timer.longest
-    base = replace(base, name=timer.name, kernel_latency=latency, **timer.sizes)
-    at_peak = replace(base, matmul_efficiency=1.0, flash_forward=1.0, flash_backward=1.0, kernel_latency=0.0)
+    base = structs.replace(base, name=timer.name, kernel_latency=latency, **timer.sizes)
+    at_peak = structs.replace(base, matmul_efficiency=1.0, flash_forward=1.0, flash_backward=1.0, kernel_latency=0.0)
 
     def attention(queries: int, backward: bool = False) -> float:
         """The share of the peak that the last queries of the longest sequence reach."""
@@ -71,7 +73,7 @@ def measured_device(base: Device, timer: DeviceTimer) -> Device:
     factors = [(queries, forward / attention(queries)) for queries in _FEW_QUERIES]
     slow = list(takewhile(lambda each: each[1] > _SLOW, factors))
     sides = (longest, longest // 2)
-    return replace(
+    return structs.replace(
         base,
         matmul_efficiency=fmean(at_peak.matmul_time(n, n, n) / (timer.product(n) - latency) for n in sides),
         memory_efficiency=_LARGE / base.memory_bandwidth / (timer.move(_LARGE) - latency),
@@ -90,7 +92,7 @@ def measured_links(base: Machine, timer: DeviceTimer) -> dict[str, Link]:
         size = timer.ranks_in_node if in_node else timer.num_ranks
         rate = 2 * _LARGE * (size - 1) / size / timer.all_reduce(_LARGE, in_node)
         latency = timer.message(_SMALL, peer)
-        return replace(
+        return structs.replace(
             old,
             bandwidth=rate if in_node else rate * timer.ranks_in_node,  # of a whole node to others
             message_bandwidth=_LARGE / (timer.message(_LARGE, peer) - latency),
@@ -109,7 +111,7 @@ def as_toml(machine: Machine, base: Machine) -> str:
     for section in ("device", "host", "node", "network"):
         lines += ["", f"[{section}]"] + [f"devices = {machine.devices_per_node}"] * (section == "node")
         before, now = getattr(base, section), getattr(machine, section)
-        for field in fields(now):
+        for field in structs.fields(now):
             value = getattr(now, field.name)
             source = f"of {base.name}" if value == getattr(before, field.name) else "measured"
             if value != field.default:

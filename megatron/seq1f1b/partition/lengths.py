@@ -1,11 +1,9 @@
-"""What to cut, helpers of all cuts, equal lengths, and lengths from a file."""
+"""What to cut, helpers of all cuts, equal lengths, and a check of lengths that are given."""
 
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import lcm
-from pathlib import Path
 
 # The time of a segment of the tokens [start, end), in any unit.
 SegmentTime = Callable[[int, int], float]
@@ -85,30 +83,14 @@ def even(sequence_length: int, num_segments: int, multiple_of: int = 1) -> tuple
     return tuple(multiple_of * (base + (number < longer)) for number in range(num_segments))
 
 
-def read_lengths(file: str | Path, sequence_length: int, num_segments: int | None, multiple_of: int) -> tuple[int, ...]:
-    """Lengths in tokens, first to last: a JSON list, or numbers separated by spaces, commas or new lines, with comments
-    after '#'. Raises ValueError if they are no positive integers, or do not fit the sequence, the number of segments or
-    the parallel sizes."""
-    flag = f"--sequence-split-file {file}"
-    try:
-        text = Path(file).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ValueError(f"{flag} cannot be read ({reason}); give a text or JSON file") from error
-    words = re.split(r"[\s,]+", re.sub(r"#.*", "", text).strip(" \t\r\n,[]"))
-    if not all(re.fullmatch(r"0*[1-9][0-9]{,10}", word, re.ASCII) for word in words):
-        raise ValueError(
-            f"{flag} must hold the lengths of the segments in tokens, positive integers such as "
-            "'4096 2048 2048' or [4096, 2048, 2048]; correct the file"
-        )
-    lengths, problem = tuple(map(int, words)), None
+def check_lengths(lengths: Sequence[int], sequence_length: int, num_segments: int | None, multiple_of: int) -> None:
+    """Raises ValueError if given lengths do not fit the sequence, the number of segments or the parallel sizes."""
     odd = [length for length in lengths if length % multiple_of]
     if sum(lengths) != sequence_length:
-        problem = f"lengths that add up to {sum(lengths)}, not to --seq-length {sequence_length}"
-    elif num_segments not in (None, len(lengths)):
-        problem = f"{len(lengths)} segments, not --sequence-splits {num_segments}"
-    elif odd:
-        problem = f"a segment of {odd[0]} tokens, not a multiple of {multiple_of}, as sequence parallelism needs"
-    if problem:
-        raise ValueError(f"{flag} holds {problem}; correct the file or the flags")
-    return lengths
+        raise ValueError(f"its lengths add up to {sum(lengths)}, not to --seq-length {sequence_length}; change one")
+    if num_segments not in (None, len(lengths)):
+        raise ValueError(f"it holds {len(lengths)} segments, not --sequence-splits {num_segments}; change one")
+    if odd:
+        raise ValueError(
+            f"it holds a segment of {odd[0]} tokens; sequence parallelism needs a multiple of {multiple_of}"
+        )

@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from math import ceil
+
+from msgspec import structs
 
 from ..arguments import PipelineConfig
 from ..arguments.supported import Use, first_unsupported
@@ -96,7 +97,7 @@ def _of_waiting_gpus(config: PipelineConfig, costs: RunCosts) -> Iterator[str]:
     run, lengths, host, model = config.run, config.lengths, costs.machine.host.layer_forward, costs.model
     assert model is not None
     devices = run.tensor_parallel_size * (run.settings.get("context_parallel_size") or 1) / run.micro_batch_size
-    device = replace(costs.machine.device, kernel_latency=0)
+    device = structs.replace(costs.machine.device, kernel_latency=0.0)
     (layers,) = analytic_costs(model, (model.num_layers,), device, num_devices=devices)
     seconds = [time / model.num_layers for time in segment_times(lengths, layers.forward)]
     shortest = min(range(len(seconds)), key=seconds.__getitem__)

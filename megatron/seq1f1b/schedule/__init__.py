@@ -3,7 +3,7 @@
 Pure Python: nothing of torch, Megatron or the rest of this package is imported here.
 """
 
-from .action import COMPUTE_KINDS, MOVE_KINDS, Action, Kind, parse_action
+from .action import CHUNK_KINDS, COMPUTE_KINDS, MOVE_KINDS, Action, Kind, parse_action
 from .automatic import auto
 from .choice import FAMILY_NAMES, CostsOfLengths, ScheduleChoice, build, splitting_families
 from .clock import Clock
@@ -11,10 +11,10 @@ from .cost_tables import Costs, peak_memory, sequences_held
 from .csv_file import read_csv, write_csv
 from .dependencies import dependencies
 from .families import FAMILIES
-from .files import UNUSABLE, read_json, reason, written_whole
+from .files import read_bytes, read_text, reason, written_whole
 from .lowering import Channel, channels_of, lower, lower_rank, partition_state
 from .moves import moved, units_to_move, with_moves
 from .schedule import PLACEMENTS, Placement, Schedule, Shape
-from .timeline import Span, Timeline, read_timeline, write_timeline
+from .timeline import Span, Timeline, write_timeline
 from .timing import simulate
 from .validate import ScheduleError, validate

@@ -27,7 +27,7 @@ def read_csv(path: str | Path) -> Schedule:
         for row_number, row in enumerate(reader, start=1):
             actions = []
             for number, cell in enumerate(row, start=1):
-                where = f", row {row_number}, cell {number}"
+                where = f": row {row_number}, cell {number}"
                 if not cell.strip():
                     continue
                 actions.append(parse_action(cell))

@@ -1,17 +1,14 @@
 """When each action ran: one form for simulated and measured steps, and its JSON."""
 
 import json
-import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import chain
-from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .action import CHUNK_KINDS, COMPUTE_KINDS, Action, Kind
-from .files import UNUSABLE, read_json, reason, written_whole
-from .schedule import Placement, Shape
+from .action import COMPUTE_KINDS, Action
+from .files import written_whole
+from .schedule import Shape
 
 
 class Span(NamedTuple):
@@ -84,36 +81,3 @@ def write_timeline(timeline: Timeline, path: str | Path) -> None:
     ]
     with written_whole(path) as unfinished:
         unfinished.write_text(json.dumps({"meta": meta, "ranks": ranks}) + "\n", encoding="utf-8")
-
-
-def read_timeline(path: str | Path) -> Timeline:
-    """The inverse of `write_timeline`. Raises ValueError, with the name of the file, if it is no timeline."""
-    data = read_json(path)
-    try:
-        meta, ranks = dict(data["meta"]), tuple(tuple(map(_span, rows)) for rows in data["ranks"])
-        sizes = (meta.pop(f"num_{name}") for name in ("ranks", "chunks", "microbatches", "segments"))
-        num_ranks, num_chunks, num_microbatches, num_segments = map(operator.index, sizes)
-        placement = Placement(num_ranks, num_chunks, meta.pop("placement"))
-        shape = Shape(placement, num_microbatches, num_segments, tuple(meta.pop("unequal_segments", ())))
-        if num_ranks != len(ranks) or len(shape.unequal) not in (0, num_microbatches):
-            raise ValueError(f"it has {len(ranks)} ranks, and its sizes are those of {shape}")
-        for span in chain(*ranks):
-            _check(span, shape)
-    except UNUSABLE as error:
-        raise ValueError(f"{path} is no timeline: {reason(error)}; --pipeline-trace writes them") from error
-    return Timeline(shape, ranks, meta.pop("time_unit", ""), meta)
-
-
-def _span(row: Mapping[str, Any]) -> Span:
-    numbers = (operator.index(row[name]) for name in ("stage", "microbatch", "segment"))
-    return Span(Action(Kind(row["kind"]), *numbers), row["start"], row["end"])
-
-
-def _check(span: Span, shape: Shape) -> None:
-    (kind, stage, microbatch, segment), start, end = span
-    is_unit = 0 <= microbatch < shape.num_microbatches and 0 <= segment < shape.segments_of(microbatch)
-    is_of_chunk = kind in CHUNK_KINDS and microbatch == segment == -1
-    if not 0 <= stage < shape.num_stages or not (is_unit or is_of_chunk):
-        raise ValueError(f"{span.action} is not of {shape}")
-    if not -inf < start <= end < inf or end - start == inf:
-        raise ValueError(f"{span.action} lasts from {start} to {end}")

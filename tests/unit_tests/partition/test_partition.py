@@ -12,14 +12,15 @@ from pathlib import Path
 import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from megatron.seq1f1b.partition import (
     STRATEGIES,
     Task,
     balanced,
+    check_lengths,
     cut_sequence,
     even,
-    read_lengths,
     segment_times,
     terapipe,
     uniform_comp,
@@ -65,26 +66,17 @@ def test_a_sequence_that_does_not_fit_is_refused(strategy, length, num_segments,
         cut_sequence(strategy, Task(length, num_segments, 8, time=pace(), flops=authors_flops(GPT_7B)))
 
 
-@pytest.mark.parametrize("text", ["[4096, 2048, 2048]", "4096 2048 2048", "4096,\n2048,  # the middle\n2048\n"])
-def test_lengths_from_a_file(tmp_path, text):
-    file = tmp_path / "lengths"
-    file.write_text(text)
-    assert read_lengths(file, 8192, None, 8) == read_lengths(file, 8192, 3, 1) == (4096, 2048, 2048)
-
-
 @pytest.mark.parametrize(
-    "text, problem",
-    [(text, "positive integers .*; correct the file") for text in ("", "# nothing", "1024 -5", "1024 0", "1e3 24")]
-    + [(text, "positive integers .*; correct the file") for text in ('{"lengths": [1]}', "[1024, true]", "9" * 12)]
-    + [("4096 4095", "add up to 8191, not to --seq-length 8192"), ("2048 6144", "2 segments, not --sequence-splits 3")]
-    + [("1 4096 4095", "a segment of 1 tokens, not a multiple of 8"), (None, "lengths cannot be read")],
+    "lengths, problem",
+    [
+        ((4096, 4095), "add up to 8191, not to --seq-length 8192"),
+        ((2048, 6144), "2 segments, not --sequence-splits 3"),
+        ((1, 4096, 4095), "a segment of 1 tokens; sequence parallelism needs a multiple of 8"),
+    ],
 )
-def test_files_that_do_not_fit_are_refused(tmp_path, text, problem):
-    file = tmp_path / "lengths"
-    if text is not None:
-        file.write_text(text)
-    with pytest.raises(ValueError, match=f"--sequence-split-file .*{problem}"):
-        read_lengths(file, 8192, 3, 8)
+def test_lengths_that_do_not_fit_are_refused(lengths, problem):
+    with pytest.raises(ValueError, match=problem):
+        check_lengths(lengths, 8192, 3, 8)
 
 
 def imbalance(lengths, cost):
@@ -297,7 +289,7 @@ def test_few_bounds_are_tried_however_few_the_stages(layers, num_segments, fixed
 
     shortest_path = MODULE._shortest_path
     monkeypatch.setattr(MODULE, "_shortest_path", counting)
-    time = pace(GPT_7B, layers, replace(A100, kernel_latency=fixed / 20))
+    time = pace(GPT_7B, layers, structs.replace(A100, kernel_latency=fixed / 20))
     lengths = terapipe(Task(8192, num_segments, 64, time, num_stages=len(layers)))
     assert len(lengths) == num_segments and sum(lengths) == 8192
     assert len(tried) <= 40

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.seq1f1b.files import read_timeline
 from megatron.seq1f1b.schedule import (
     FAMILIES,
     Action,
@@ -16,7 +17,6 @@ from megatron.seq1f1b.schedule import (
     build,
     moved,
     read_csv,
-    read_timeline,
     simulate,
     write_csv,
     write_timeline,

@@ -8,9 +8,9 @@ import pytest
 
 from megatron.seq1f1b import commands
 from megatron.seq1f1b.commands import gain_map, plan, plan_text
-from megatron.seq1f1b.commands.parsing import read_histogram
 from megatron.seq1f1b.commands.plan_text import Gain
 from megatron.seq1f1b.commands.train_time import LAWS, soonest
+from megatron.seq1f1b.files import read_histogram
 from megatron.seq1f1b.planning.costs.machine import read_machine
 from megatron.seq1f1b.planning.planner.search import Search
 from unit_tests.planning.planner.question import MODEL, small

@@ -105,13 +105,15 @@ def test_bad_documents_stop_the_run_or_are_skipped(corpus, tmp_path, capsys):
     source.write_bytes(lines + b'{"text": "\\ud800"}\n{"text": "too"}\n')
     assert made(corpus, source, "bad") == 2
     error = capsys.readouterr().err
-    assert f"error: {source}:2: it has no 'text'" in error and "--on-error skip" in error
+    assert f"error: {source}:2: 'text' is missing" in error and "--on-error skip" in error
     assert names(corpus) == before
     assert made(corpus, source, "bad", "--on-error", "skip") == 0
     out, error = capsys.readouterr()
     assert "2 documents, " in out and "; 8 skipped." in out
-    reasons = ("it has no 'text'", "it is not JSON", "it is not UTF-8", *["a value in it is of the wrong type"] * 2)
-    for line, reason in enumerate((*reasons, "it is empty", "it is not JSON", "TextEncodeInput must be"), 2):
+    not_json = "it is not JSON"
+    wrong = "expected names with values, not a list", "text: expected text, not 2", "it is empty", not_json
+    reasons = "'text' is missing", not_json, "it is not UTF-8", *wrong, "TextEncodeInput must be"
+    for line, reason in enumerate(reasons, 2):
         assert f"skipped {source}:{line}: {reason}" in error
     (tmp_path / "empty.txt").touch()
     assert made(corpus, tmp_path / "empty.txt", "none", "--on-error", "skip") == 2

@@ -3,14 +3,17 @@
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from megatron.seq1f1b.commands import profile
 from megatron.seq1f1b.planning.costs.blocks import pairs
 from megatron.seq1f1b.planning.costs.machine import read_machine
 
 H100 = read_machine("h100-80gb")
-DEVICE = replace(H100.device, name="another H100", multiprocessors=114, matmul_efficiency=0.5, memory_efficiency=0.7)
-DEVICE = replace(DEVICE, flash_forward=0.6, flash_backward=0.5, kernel_latency=7e-6, host_bandwidth=30e9)
+DEVICE = structs.replace(
+    H100.device, name="another H100", multiprocessors=114, matmul_efficiency=0.5, memory_efficiency=0.7
+)
+DEVICE = structs.replace(DEVICE, flash_forward=0.6, flash_backward=0.5, kernel_latency=7e-6, host_bandwidth=30e9)
 SLOW_BELOW, SLOWER = 192, 1.5
 
 

@@ -8,8 +8,9 @@ import pytest
 
 from megatron.seq1f1b.commands import compare, run
 from megatron.seq1f1b.commands.compare import TrainingLog, read_training_log
+from megatron.seq1f1b.files import read_timeline
 from megatron.seq1f1b.schedule import MOVE_KINDS, Costs, Placement, Shape, Timeline, build, read_csv, simulate
-from megatron.seq1f1b.schedule.timeline import read_timeline, write_timeline
+from megatron.seq1f1b.schedule.timeline import write_timeline
 
 SIZES = ["--pipeline-model-parallel-size", "4", "--num-microbatches", "3", "--sequence-splits", "2"]
 

@@ -7,13 +7,16 @@ User's Guide"). A ring moves the bytes of a collective over its slowest link; th
 other nodes. The machines of this package lie in `machines/`, one TOML file each; a user passes the path of another.
 """
 
-import tomllib
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import lru_cache
-from math import ceil, inf, log2
+from math import ceil, log2
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
+from msgspec import Meta, Struct
+
+from ...files import At0, Count, Positive, Share, read_toml
 from .blocks import BYTES
 
 _FOLDER = Path(__file__).parent / "machines"
@@ -24,26 +27,33 @@ _TILE_OVERHEAD = 128
 _BLOCK = 128  # queries of a head, in the backward keys, on a multiprocessor at a time (arXiv 2307.08691, section 3.2)
 
 
-@dataclass(frozen=True)
-class Device:
+_Seconds = Annotated[float, Meta(ge=0, le=60)]
+
+
+class Device(Struct, frozen=True, forbid_unknown_fields=True):
     """One accelerator. Rates are peaks of the data sheet; efficiencies are what large kernels reach of them."""
 
     name: str
-    memory_gib: float  # what a process can allocate, GiB
-    peak_flops: float  # dense, 16 bit, FLOP/s
-    memory_bandwidth: float  # bytes/s
-    multiprocessors: int  # that work on the tiles of a matrix product
-    matmul_efficiency: float  # of a matrix product of full waves
-    memory_efficiency: float  # of kernels that only move data
-    flash_forward: float  # FlashAttention, heads of 128, long sequences
-    flash_backward: float
-    kernel_latency: float  # seconds from the start of one kernel to the start of the next, on an empty device
-    full_speed_rows: int = 128  # queries from which on attention is at full speed: a block of FlashAttention
+    memory_gib: Positive  # what a process can allocate, GiB
+    peak_flops: Positive  # dense, 16 bit, FLOP/s
+    memory_bandwidth: Positive  # bytes/s
+    multiprocessors: Count  # that work on the tiles of a matrix product
+    matmul_efficiency: Share  # of a matrix product of full waves
+    memory_efficiency: Share  # of kernels that only move data
+    flash_forward: Share  # FlashAttention, heads of 128, long sequences
+    flash_backward: Share
+    kernel_latency: _Seconds  # from the start of one kernel to the start of the next, on an empty device
+    full_speed_rows: Count = 128  # queries from which on attention is at full speed: a block of FlashAttention
     # Numbers of queries, ascending, each with the factor by which attention of fewer queries is slower.
-    slow_attention: tuple[tuple[int, float], ...] = ()
+    slow_attention: tuple[tuple[Count, Annotated[float, Meta(ge=1, le=1000)]], ...] = ()
     # Bytes/s to the memory of its host and at once back, while all devices of the node copy; 0: not known.
-    host_bandwidth: float = 0.0
-    host_memory_gib: float = 0.0  # what activations of one device may take of the memory of its host, GiB
+    host_bandwidth: At0 = 0.0
+    host_memory_gib: At0 = 0.0  # what activations of one device may take of the memory of its host, GiB
+
+    def __post_init__(self) -> None:
+        queries = [number for number, _ in self.slow_attention]
+        if queries != sorted({*queries}):
+            raise ValueError("the numbers of queries in slow_attention must ascend")
 
     @lru_cache(maxsize=1 << 16)  # noqa: B019 - devices are few
     def matmul_time(self, rows: float, columns: float, inner: float, batch: float = 1) -> float:
@@ -78,23 +88,21 @@ class Device:
         return flops / rate * (1 + min(idle, self.multiprocessors)) + self.kernel_latency
 
 
-@dataclass(frozen=True)
-class Host:
+class Host(Struct, frozen=True, forbid_unknown_fields=True):
     """The least seconds that the processor takes to launch kernels, whatever their size."""
 
-    layer_forward: float
-    layer_backward: float
-    action: float  # per forward or backward of a model chunk: data, loss, bookkeeping of the schedule
-    step: float  # per iteration, outside the pipeline
+    layer_forward: _Seconds
+    layer_backward: _Seconds
+    action: _Seconds  # per forward or backward of a model chunk: data, loss, bookkeeping of the schedule
+    step: _Seconds  # per iteration, outside the pipeline
 
 
-@dataclass(frozen=True)
-class Link:
+class Link(Struct, frozen=True, forbid_unknown_fields=True):
     """Inside a node, or between nodes. Bytes/s in each direction, seconds."""
 
-    bandwidth: float  # bus bandwidth of collectives, as in nccl-tests: of a device in its node, of a node to others
-    message_bandwidth: float  # the most that one device reaches with one peer
-    latency: float  # of one hop
+    bandwidth: Positive  # bus bandwidth of collectives, as in nccl-tests: of a device in its node, of a node to others
+    message_bandwidth: Positive  # the most that one device reaches with one peer
+    latency: _Seconds  # of one hop
 
 
 @dataclass(frozen=True)
@@ -164,40 +172,32 @@ def machine_names() -> list[str]:
     return sorted(path.stem for path in _FOLDER.glob("*.toml"))
 
 
+class _Node(Link, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    devices: Annotated[int, Meta(ge=1, le=10_000)]
+
+
+class _File(Struct, forbid_unknown_fields=True):
+    device: Device
+    host: Host
+    node: _Node
+    network: Link
+    error: Annotated[float, Meta(ge=0, lt=1)] = Machine.error
+
+
 def read_machine(machine: str | Path) -> Machine:
     """A machine of this package by its name, or any other by the path of its file. Raises ValueError if there is none,
-    or if a constant is missing, unknown or no positive number."""
+    or if something in it is missing, unknown or out of range."""
     path = _FOLDER / f"{machine}.toml"
     if not path.is_file():
         path = Path(machine)
-    try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
-        _check("file", data)
-        devices, node = data["node"].pop("devices"), Link(**data["node"])
-        if type(devices) is not int:
-            raise TypeError(f"devices = {devices!r} is no whole number")
-        slow = tuple(map(tuple, data["device"].pop("slow_attention", ())))
-        device, host = Device(**data["device"], slow_attention=slow), Host(**data["host"])
-        return Machine(path.stem, device, host, devices, node, Link(**data["network"]), data.get("error", 0.1))
-    except OSError as error:
-        names = ", ".join(machine_names())
-        raise ValueError(f"--machine {machine}: there is no such file, and this package has {names}") from error
-    except (KeyError, TypeError, ValueError) as error:  # also what is not UTF-8, or not TOML
-        raise ValueError(
-            f"--machine {machine}: {path} is not TOML, lacks a constant or has a wrong one: {error}"
-        ) from error
-
-
-def _check(name: str, value: Any, or_0: bool = False) -> None:
-    """Raises ValueError for a constant that is no positive number."""
-    if isinstance(value, dict):
-        for key, each in value.items():
-            _check(key, each, or_0 or key in ("host", "error"))
-    elif isinstance(value, list):
-        for each in value:
-            _check(name, each)
-    elif name != "name" and not (isinstance(value, int | float) and (0 < value < inf or (or_0 and value == 0))):
-        raise ValueError(f"{name} = {value!r} is no number above 0")
+    if not path.exists():
+        names = machine_names()
+        near = get_close_matches(str(machine), names, n=1)
+        way_out = f"did you mean {near[0]}?" if near else f"this package has {', '.join(names)}"
+        raise ValueError(f"--machine {machine}: there is no such file; {way_out}")
+    file = read_toml(path, _File)
+    node = Link(file.node.bandwidth, file.node.message_bandwidth, file.node.latency)
+    return Machine(path.stem, file.device, file.host, file.node.devices, node, file.network, file.error)
 
 
 MIB, GIB = 2**20, 2**30

@@ -17,14 +17,16 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ...files import read_timeline
 from ...partition import SegmentTime, segment_times
-from ...schedule import UNUSABLE, Costs, Kind, Timeline, read_timeline, reason
+from ...schedule import Costs, Kind, Timeline
 from .blocks import BYTES, blocks_of, head_flops, layer_flops, pairs
 from .layer_bytes import keeps_logits
 from .machine import Device, read_machine
 from .model_shape import ModelShape
 from .training_setup import ALL_BUT_ATTENTION, FULL, TrainingSetup, stages_of
 
+_LEAST_SECONDS = 1e-9  # of an action in a trace
 _KERNELS = 20  # of a layer in each direction, about
 # FLOPs of the backward over those of the forward; flash attention computes the scores again.
 _MATMUL_BACKWARD, _ATTENTION_BACKWARD = 2.0, 2.5
@@ -166,16 +168,14 @@ class TimedSegment(NamedTuple):
 def read_traced_costs(path: str | Path, num_stages: int) -> tuple[tuple[StageCost, ...], list[float]]:
     """The cost of a segment on every stage, in seconds for a micro-batch, and its relative errors. Raises ValueError if
     the file is no trace, is of another number of stages, or has too few segments."""
+    timeline = read_timeline(path)
     try:
-        timeline = read_timeline(path)
         if timeline.shape.num_stages != num_stages:
             raise ValueError(f"it has {timeline.shape.num_stages} stages, the model {num_stages}")
         return traced_costs(timeline)
-    except UNUSABLE as error:
-        raise ValueError(
-            f"--sequence-split-profile {path} is no usable trace ({reason(error)}); write one with --pipeline-trace "
-            "in a run with --sequence-splits 4"
-        ) from error
+    except ValueError as error:
+        way_out = "write another with --pipeline-trace in a run with --sequence-splits 4"
+        raise ValueError(f"{path}: {error}; {way_out}") from error
 
 
 def traced_costs(timeline: Timeline) -> tuple[tuple[StageCost, ...], list[float]]:
@@ -189,8 +189,14 @@ def traced_costs(timeline: Timeline) -> tuple[tuple[StageCost, ...], list[float]
     for action, start, end in (span for spans in timeline.ranks for span in spans):
         seconds[action.kind, action.stage, action.segment].append(end - start)
 
+    def taken(kind: Kind, stage: int, segment: int) -> float:
+        found = median(seconds.get((kind, stage, segment), [0.0]))
+        if found < _LEAST_SECONDS:
+            raise ValueError(f"{kind} of segment {segment} on stage {stage} takes no time in it")
+        return found
+
     def points(stage: int, *kinds: Kind) -> list[TimedSegment]:
-        times = [sum(median(seconds[kind, stage, i]) for kind in kinds) for i in range(len(lengths))]
+        times = [sum(taken(kind, stage, segment) for kind in kinds) for segment in range(len(lengths))]
         return [TimedSegment(*point) for point in zip(lengths, starts, times, strict=True)]
 
     costs, errors = [], list[float]()
@@ -201,7 +207,7 @@ def traced_costs(timeline: Timeline) -> tuple[tuple[StageCost, ...], list[float]
         weight = fit_time(points(stage, Kind.W)) if is_split else AnalyticTime(per_token=backward.per_token / 2)
         costs.append(StageCost(forward, backward, weight))
         for time, found in zip((forward, backward), measured, strict=True):
-            errors += (abs(time(prefix, prefix + length) / taken - 1) for length, prefix, taken in found)
+            errors += (abs(time(each.prefix, each.prefix + each.length) / each.seconds - 1) for each in found)
     return tuple(costs), errors
 
 

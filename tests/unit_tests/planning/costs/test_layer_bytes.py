@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from megatron.seq1f1b.commands.model_flags import preset
 from megatron.seq1f1b.planning.costs.blocks import layer_parameters
@@ -146,7 +147,7 @@ def test_megatrons_modules_move_all_but_feed_forward_blocks():
         moved = moved_bytes(setup)[0][0] / layers
         assert (stay, moved) == (stays * unit, moves * unit + log_sum_exp * (moves > 0))
     machine = read_machine("h100-80gb")
-    slow = replace(machine, device=replace(machine.device, host_bandwidth=1e6))
+    slow = replace(machine, device=structs.replace(machine.device, host_bandwidth=1e6))
     action = slow.host.action
     for setup in (whole, replace(whole, offloads=0.5)):
         (_, (backward,), _) = stage_rows(setup, slow)[0]

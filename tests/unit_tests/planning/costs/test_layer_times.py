@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from megatron.seq1f1b.commands.model_flags import PRESETS, preset
 from megatron.seq1f1b.planning.costs.blocks import parameters_of_model
@@ -90,7 +91,7 @@ def test_experts_that_hide_their_exchange_take_less():
 
 def test_tensor_parallelism_hides_behind_products_at_most():
     setup = replace(SETUP, tensor_parallel=8, sequence_parallel=True, recompute="mlp")
-    slow = replace(MACHINE, node=replace(MACHINE.node, bandwidth=MACHINE.node.bandwidth / 100))
+    slow = replace(MACHINE, node=structs.replace(MACHINE.node, bandwidth=MACHINE.node.bandwidth / 100))
     for machine, all_hidden in ((MACHINE, True), (slow, False)):
         shown, hidden = (
             layer_time(replace(setup, hides_tensor_exchange=hides), machine, 0, 4096) for hides in (False, True)

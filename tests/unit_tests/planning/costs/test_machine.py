@@ -1,5 +1,6 @@
 """Machine files, and what is wrong with one; collectives in a node, and over the way out that its ranks share."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -17,24 +18,47 @@ H100 = Path(machine.__file__).with_name("machines").joinpath("h100-80gb.toml").r
 
 
 @pytest.mark.parametrize(
-    ("old", "new"),
+    ("old", "new", "sentence"),
     [
-        ("peak_flops", "peak"),
-        ("latency = 20e-6", ""),
-        ("bandwidth = 360e9 ", "bandwidth = -1 "),
-        ("peak_flops = 989e12", "peak_flops = 0"),
-        ("devices = 8", "devices = 0"),
-        ("devices = 8", "devices = 0.5"),
-        ("error = 0.045", "error = -1"),
-        ("[device]", "[device"),
-        ("[device]", "\udcff"),
+        ("peak_flops", "peak_flop", "device: 'peak_flop' is unknown; did you mean 'peak_flops'?"),
+        ("[host]", "[hosts]", "'hosts' is unknown; did you mean 'host'?"),
+        ("latency = 20e-6", "", "network: 'latency' is missing"),
+        ("bandwidth = 360e9 ", "bandwidth = -1 ", "node.bandwidth: expected a number above 0, not -1"),
+        ("peak_flops = 989e12", "peak_flops = 0", "device.peak_flops: expected a number above 0, not 0"),
+        ("peak_flops = 989e12", "peak_flops = 1e300", "device.peak_flops: expected a number below 1e+30, not 1e+300"),
+        ("peak_flops = 989e12", "peak_flops = nan", "device.peak_flops: expected a number above 0, not nan"),
+        ("peak_flops = 989e12", "peak_flops = true", "device.peak_flops: expected a number, not true"),
+        ("= 0.58 ", "= 77 ", "device.matmul_efficiency: expected a number of at most 1, not 77"),
+        ("devices = 8", "devices = 0", "node.devices: expected a whole number from 1 on, not 0"),
+        ("devices = 8", "devices = 0.5", "node.devices: expected a whole number, not 0.5"),
+        ("error = 0.045", "error = -1", "error: expected a number from 0 on, not -1"),
+        ("error = 0.045", "error = 5", "error: expected a number below 1, not 5"),
+        (
+            "[host]",
+            "slow_attention = [[64, 2, 3]]\n[host]",
+            "device.slow_attention[0]: expected a list of length 2, not 3",
+        ),
+        (
+            "[host]",
+            "slow_attention = [[64, 0.5]]\n[host]",
+            "device.slow_attention[0][1]: expected a number from 1 on, not 0.5",
+        ),
+        ("[host]", "slow_attention = [[64, 2], [32, 2]]\n[host]", "device: the numbers of queries in slow_attention"),
+        ("[device]", "[device", "it is not TOML: Expected ']' at the end of a table declaration (at line 8"),
+        ("[device]", "\udcff", "it is not UTF-8 text"),
     ],
     ids=ascii,
 )
-def test_a_wrong_constant_is_named(tmp_path, old, new):
-    (tmp_path / "mine.toml").write_bytes(H100.replace(old, new).encode(errors="surrogateescape"))
-    with pytest.raises(ValueError, match=r"--machine .*mine.toml: .* is not TOML, lacks a constant or has a wrong one"):
-        read_machine(tmp_path / "mine.toml")
+def test_a_wrong_constant_is_named(tmp_path, old, new, sentence):
+    path = tmp_path / "mine.toml"
+    path.write_bytes(H100.replace(old, new, 1).encode(errors="surrogateescape"))
+    with pytest.raises(ValueError, match="^" + re.escape(f"{path}: {sentence}")):
+        read_machine(path)
+
+
+def test_a_name_that_is_nearly_that_of_a_machine():
+    with pytest.raises(ValueError, match="--machine h100: there is no such file; did you mean h100-80gb?"):
+        read_machine("h100")
 
 
 device = read_machine("a100-80gb").device

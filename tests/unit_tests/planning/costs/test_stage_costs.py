@@ -5,6 +5,7 @@ from itertools import accumulate, pairwise
 from unittest.mock import Mock
 
 import pytest
+from msgspec import structs
 
 from megatron.seq1f1b.partition import balanced
 from megatron.seq1f1b.planning.costs.blocks import layer_flops
@@ -76,7 +77,7 @@ def test_recomputation_repeats_the_layers_but_not_the_ends():
 
 
 def test_short_segments_are_slow_on_a_cpu():
-    attention_only = replace(CPU_CORE, matmul_efficiency=1e30, memory_bandwidth=1e30, kernel_latency=0)
+    attention_only = structs.replace(CPU_CORE, matmul_efficiency=1e30, memory_bandwidth=1e30, kernel_latency=0)
     (cost,) = analytic_costs(replace(GPT_7B, num_layers=1), (1,), attention_only)
     per_pair = {n: cost.total(10000, 10000 + n) / (n * (20001 + n) / 2) for n in (100, 191, 192, 767, 768, 4096)}
     assert per_pair[192] / per_pair[768] == pytest.approx(1.35)

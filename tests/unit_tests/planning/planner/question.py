@@ -5,6 +5,8 @@ from dataclasses import replace
 from functools import cache
 from itertools import product
 
+from msgspec import structs
+
 from megatron.seq1f1b.planning.costs.machine import read_machine
 from megatron.seq1f1b.planning.costs.model_shape import ModelShape
 from megatron.seq1f1b.planning.planner.space import Candidate, Question, cuts, families, numbers_of_segments, setups
@@ -33,4 +35,4 @@ def small(**changes) -> Question:
 def linked(bandwidth, **changes):
     """The small question, with a link to the host of so many bytes/s."""
     machine = small().machine
-    return small(machine=replace(machine, device=replace(machine.device, host_bandwidth=bandwidth)), **changes)
+    return small(machine=replace(machine, device=structs.replace(machine.device, host_bandwidth=bandwidth)), **changes)

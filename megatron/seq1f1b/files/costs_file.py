@@ -1,0 +1,40 @@
+"""Costs of actions, from a JSON file or from a flag."""
+
+from pathlib import Path
+from typing import Any
+
+from msgspec import UNSET, Struct, UnsetType, structs
+
+from ..schedule import Costs, Shape
+from .typed import At0, converted, read_json
+
+# For all units, for each segment, or for each stage and segment.
+_Table = At0 | list[At0 | list[At0]]
+
+
+class _Costs(Struct, forbid_unknown_fields=True):
+    f: _Table | UnsetType = UNSET
+    i: _Table | UnsetType = UNSET
+    w: _Table | UnsetType = UNSET
+    message: _Table | UnsetType = UNSET
+    message_f: _Table | UnsetType = UNSET
+    message_b: _Table | UnsetType = UNSET
+    activation: _Table | UnsetType = UNSET
+    kept: _Table | UnsetType = UNSET
+    move: At0 = 0.0
+
+
+def read_costs(shape: Shape, text: str) -> tuple[Costs, float]:
+    """The costs in a .json file, or written out as `f=1,message=0.5`, and the time of a copy to the host or back.
+    Raises ValueError for what is no set of costs, or of another shape."""
+    if Path(text).suffix == ".json":
+        found = read_json(text, _Costs)
+    else:
+        pairs = (part.partition("=") for part in text.split(","))
+        named: dict[str, Any] = {name.strip(): number.strip() for name, _, number in pairs}
+        found = converted(f"--costs {text}", named, _Costs, is_text=True)
+    given = {name: value for name, value in structs.asdict(found).items() if name != "move" and value is not UNSET}
+    try:
+        return Costs.from_mapping(shape, given), found.move
+    except ValueError as error:
+        raise ValueError(f"--costs {text}: {error}") from None

@@ -1,0 +1,56 @@
+"""Lengths in tokens: of the segments of a sequence, and of the sequences of a corpus."""
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from ..schedule import read_bytes, read_text
+from .typed import Count, converted
+
+_Tokens = Annotated[int, Meta(ge=1, lt=10**8)]
+_INDEX = b"MMIDIDX\x00\x00"  # how an index of Megatron starts
+_HEADER = len(_INDEX) + 8 + 1 + 16  # and its version, type, and numbers of sequences and documents
+
+
+class _Row(Struct):
+    tokens: _Tokens
+    sequences: Count = 1
+
+
+def read_segment_lengths(path: str | Path) -> tuple[int, ...]:
+    """Lengths in tokens, first to last: a JSON list, or numbers separated by spaces, commas or new lines, with comments
+    after '#'. Raises ValueError for anything else."""
+    words = re.split(r"[\s,]+", re.sub(r"#.*", "", read_text(path)).strip(" \t\r\n,[]"))
+    if words == [""]:
+        raise ValueError(f"{path}: it has no lengths; give those of the segments in tokens, such as '4096 2048 2048'")
+    return tuple(converted(path, words, list[_Tokens], "lengths", is_text=True))
+
+
+def read_histogram(path: str | Path) -> Mapping[int, int]:
+    """The number of sequences of each length in tokens, from the .idx file of a corpus, or from text with a line
+    `tokens,sequences` or `tokens` for each. Raises ValueError for anything else."""
+    content, found = read_bytes(path), Counter[int]()
+    if content.startswith(_INDEX):
+        number = int.from_bytes(content[_HEADER - 16 : _HEADER - 8], "little")
+        sizes = content[_HEADER : _HEADER + 4 * number]
+        found.update(memoryview(sizes).cast("i") if len(sizes) == 4 * number else ())
+        del found[0]
+        if not found or min(found) < 0:
+            raise ValueError(f"{path}: it is cut off, damaged or without tokens; make the corpus again")
+        return found
+    for number, line in enumerate(read_text(path).splitlines(), start=1):
+        words = line.replace(",", " ").split()
+        if not words or words[0].startswith("#") or (number == 1 and words[0].isalpha()):
+            continue
+        if len(words) > 2:
+            raise ValueError(f"{path}: line {number}: {line.strip()!r} is not 'tokens,sequences'")
+        named = dict(zip(("tokens", "sequences"), words, strict=False))
+        row = converted(path, named, _Row, f"line {number}: ", is_text=True)
+        found[row.tokens] += row.sequences
+    if not found:
+        raise ValueError(f"{path}: it has no lengths; give a line 'tokens,sequences' for each")
+    return found

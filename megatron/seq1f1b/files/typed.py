@@ -1,0 +1,141 @@
+"""Reads files by their declared types. Whatever is wrong is a ValueError of one form: `FILE: place: what is wrong`."""
+
+import csv
+import json
+import re
+import reprlib
+import tomllib
+from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
+from enum import Enum
+from io import StringIO
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import msgspec
+from msgspec import Meta, Struct
+
+from ..schedule import read_text, reason
+
+# No number in a file is larger; this leaves room for products of some of them.
+_MOST = 1e30
+Positive = Annotated[float, Meta(gt=0, lt=_MOST)]
+At0 = Annotated[float, Meta(ge=0, lt=_MOST)]  # from 0 on
+Share = Annotated[float, Meta(gt=0, le=1)]
+Count = Annotated[int, Meta(ge=1, lt=10**12)]
+
+# The types in msgspec's messages, in words.
+_WORDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "text",
+    "null": "nothing",
+    "object": "names with values",
+    "array": "a list",
+}
+_LIMITS = {">": " above {}", ">=": " from {} on", "<": " below {}", "<=": " of at most {}"}
+
+
+def read_toml[T](path: str | Path, kind: type[T]) -> T:
+    """The content of a TOML file, of the type `kind`."""
+    text = read_text(path)
+    try:
+        return converted(path, tomllib.loads(text), kind)
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{path}: it is not TOML: {error}") from None
+    except RecursionError as error:
+        raise ValueError(f"{path}: {reason(error)}") from None
+
+
+def read_json[T](path: str | Path, kind: type[T]) -> T:
+    """The content of a JSON file, of the type `kind`."""
+    text = read_text(path)
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}: line {error.lineno}: {reason(error)}") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: {reason(error)}") from None
+    return converted(path, data, kind)
+
+
+def read_rows[T: Struct](path: str | Path, kind: type[T], content: bytes | None = None) -> Iterator[T]:
+    """The rows of a CSV file under a line with their names; an empty cell is None. The names are those of `kind`, in
+    their order. `content` is what is known of the file already."""
+    names = [field.name for field in msgspec.structs.fields(kind)]
+    lines = csv.reader(StringIO(read_text(path, content), newline=""), strict=True)
+    try:
+        if next(lines, None) != names:
+            raise ValueError(f"{path}: line 1: expected the names {','.join(names)}")
+        for cells in filter(None, lines):
+            place = f"line {lines.line_num}: "
+            if len(cells) != len(names):
+                raise ValueError(f"{path}: {place}expected {len(names)} cells, not {len(cells)}")
+            row = {name: cell or None for name, cell in zip(names, cells, strict=True)}
+            yield converted(path, row, kind, place, is_text=True)
+    except csv.Error as error:
+        raise ValueError(f"{path}: line {lines.line_num}: {error}") from None
+
+
+def converted[T](source: str | Path, data: Any, kind: type[T], place: str = "", is_text: bool = False) -> T:
+    """Plain data as `kind`; where it `is_text`, numbers are written out. Raises ValueError, which starts with the name
+    of the `source` and the place in it: that of the data, such as `line 3: `, and names and positions from there on."""
+    try:
+        return msgspec.convert(data, kind, strict=not is_text)
+    except msgspec.ValidationError as error:
+        message, _, path = str(error).partition(" - at `$")
+        steps = re.findall(r"\[(?:\d+|\.\.\.)\]|[^.\[\]`]+", path)
+        inside = "".join(step if step.startswith("[") else f".{step}" for step in steps).removeprefix(".")
+        where = (place + inside).rstrip(".: ")
+        raise ValueError(": ".join(filter(None, (str(source), where, _in_words(message, data, kind, steps))))) from None
+    except RecursionError as error:
+        raise ValueError(f"{source}: {reason(error)}") from None
+
+
+def _in_words(message: str, data: Any, kind: Any, steps: Sequence[str]) -> str:
+    """A message of msgspec with the value at fault, or with the name that may be meant."""
+    if unknown := re.fullmatch(r"(?:Object contains unknown field|Invalid enum value) [`'](.*)[`']", message):
+        return f"{unknown[1]!r} is unknown; {_meant(unknown[1], kind, steps)}"
+    if missing := re.fullmatch(r"Object missing required field `(.*)`", message):
+        return f"{missing[1]!r} is missing"
+    types = re.match(r"Expected `([^`]*)`", message)
+    if types is None:
+        return message
+    expected = " or ".join(_WORDS.get(name, name) for name in types[1].split(" | "))
+    limit, _, found = message[types.end() :].partition(", got ")
+    if bound := re.fullmatch(r" (>=?|<=?) ([-+.\de]+)", limit):
+        limit = _LIMITS[bound[1]].format(f"{float(bound[2]):,.12g}")
+    return f"expected {expected}{limit}, not {found if found.isdigit() else _value(data, steps)}"
+
+
+def _value(data: Any, steps: Sequence[str]) -> str:
+    """The value at the end of the steps, cut short."""
+    for step in steps:
+        if step == "[...]":
+            return "what is there"
+        data = data[int(step[1:-1])] if step.startswith("[") else data[step]
+    if data is None:
+        return "nothing"
+    if isinstance(data, bool):
+        return str(data).lower()
+    if isinstance(data, dict):
+        return _WORDS["object"]
+    return _WORDS["array"] if isinstance(data, list) else reprlib.repr(data)
+
+
+def _meant(name: str, kind: Any, steps: Sequence[str]) -> str:
+    """The known name that is near, or all of them."""
+    for step in steps:
+        if step.startswith("["):
+            kind = get_args(kind)[0]
+        else:
+            kind = {field.encode_name: field.type for field in msgspec.structs.fields(kind)}[step]
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        known = [str(member.value) for member in kind]
+    elif get_origin(kind) is Literal:
+        known = [*get_args(kind)]
+    else:
+        known = [field.encode_name for field in msgspec.structs.fields(kind)]
+    near = get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]!r}?" if near else f"the names are {', '.join(filter(None, known))}"
