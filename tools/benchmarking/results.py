@@ -5,7 +5,7 @@ import statistics
 from math import sqrt
 from pathlib import Path
 
-from megatron.seq1f1b.schedule import Costs, Kind, Schedule, simulate
+from megatron.seq1f1b.schedule import Costs, Kind, Schedule, simulate, written_whole
 
 from .variants import Variant
 
@@ -93,4 +93,5 @@ def write_profiles(timed: list[Variant], model: dict, path: Path) -> None:
         for variant in timed
         if variant.spans
     ]
-    path.write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
+    with written_whole(path) as unfinished:
+        unfinished.write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")

@@ -62,7 +62,7 @@ def output_path(*endings: str) -> Callable[[str], Path]:
         except OSError as error:
             raise argparse.ArgumentTypeError(f"{path} cannot be written ({error.strerror}); name another") from None
         if is_new:
-            path.unlink()
+            path.resolve().unlink()  # what a link points to, not the link
         return path
 
     return path_of

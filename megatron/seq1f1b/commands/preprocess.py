@@ -7,7 +7,7 @@ byte-level BPE trained here on the same input:
     seq1f1b preprocess --input corpus.jsonl --output-prefix data/corpus \\
         --train-tokenizer 32000 --tokenizer-model data/tokenizer --append-eod
 
-The files get their names when they are complete.
+The files get their names together, when all are complete.
 """
 
 import argparse
@@ -32,13 +32,15 @@ import numpy as np
 from ..arguments.flags import value
 from ..files import converted
 from ..process.ranks import end_with_parent
-from ..schedule import reason, written_whole
-from .parsing import Parser, count
+from ..schedule import reason, written_together
+from .parsing import Parser, count_up_to
 
+MOST_WORDS = 10_000_000  # of a vocabulary
 JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
 BATCH = 64  # documents: worth a message to a worker
 AHEAD = 4  # batches of each worker that are read while those before are written; bounds memory
-EOD, PAD, TOKENIZER = "<|endoftext|>", "<|padding|>", "tokenizer.json"
+EOD, PAD = "<|endoftext|>", "<|padding|>"
+TOKENIZER, CONFIG = "tokenizer.json", "tokenizer_config.json"
 MEND = "mend or remove it, or use --on-error skip"
 
 
@@ -51,7 +53,8 @@ class Document(NamedTuple):
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(__doc__, epilog="All other flags go to Megatron's tokenizers: --tokenizer-type, --vocab-file, ...")
     add = parser.add_argument
-    paths = f"files, or folders of any depth; a document a line of {' '.join(JSON_SUFFIXES)}, else a document a file"
+    lines = f"{' '.join(JSON_SUFFIXES)} (also .jsonl.txt)"
+    paths = f"files, or folders of any depth; a document a line of {lines}, else a document a file"
     add("--input", nargs="+", required=True, metavar="PATH", help=paths)
     add("--glob", default="*", metavar="PATTERN", help="names of files to take from a folder: '*.py'")
     add("--json-key", "--json-keys", default="text", metavar="KEY", help="of the text; default: text")
@@ -61,9 +64,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--append-eod", action="store_true", help="end every document with the tokenizer's end token")
     add("--overwrite", action="store_true", help="replace an existing pair (and, with --train-tokenizer, tokenizer)")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    add("--workers", type=count, default=cores, metavar="N", help="processes (default: one a core)")
+    most = max(64, 4 * cores)
+    add("--workers", type=count_up_to(most), default=cores, metavar="N", help="processes (default: one a core)")
     train = "first train a byte-level BPE of this size on the input and save it in the folder --tokenizer-model"
-    size = value(int, lambda size: size >= 256 + 2, "too small; bytes make 258")
+    problem = f"not from 258, which bytes make, to {MOST_WORDS:,}"
+    size = value(int, lambda size: 256 + 2 <= size <= MOST_WORDS, problem)
     add("--train-tokenizer", type=size, metavar="VOCAB_SIZE", help=train)
     args, of_tokenizer = parser.parse_known_args(argv)
     # Megatron's imports warn of optional packages and of a missing GPU; neither is used here.
@@ -87,15 +92,25 @@ def main(argv: list[str] | None = None) -> None:
         raise ValueError("name a tokenizer's folder with --tokenizer-model DIR; --train-tokenizer makes one")
     if kind != "HuggingFaceTokenizer" and trains:
         raise ValueError(f"--train-tokenizer makes a HuggingFaceTokenizer; drop --tokenizer-type {kind}")
-    made = [f"{prefix}.bin", f"{prefix}.idx", *([f"{args.tokenizer_model}/{TOKENIZER}"] if trains else [])]
-    existing = [path for path in map(Path, made) if path.exists()]
+    made = f"{prefix}.bin", f"{prefix}.idx"
+    taken = [*made, f"{args.tokenizer_model}/{TOKENIZER}"] if trains else made
+    existing = [path for path in map(Path, taken) if path.exists()]
     if existing and not args.overwrite:
         raise ValueError(f"{existing[0]} exists; choose another name, or add --overwrite")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that unfinished files are deleted
     files = find_files(args.input, args.glob)
-    if trains:
-        train_tokenizer(args, files)
-    write_pair(args, files, Encoder(args))
+    if not trains:
+        with written_together(*made) as (binary, index):
+            printed = write_pair(args, files, Encoder(args), binary, index)
+    else:
+        folder = Path(args.tokenizer_model)
+        with written_together(folder / CONFIG, folder / TOKENIZER, *made) as (config, tokenizer, binary, index):
+            size = train_tokenizer(args, files, config, tokenizer)
+            trained = argparse.Namespace(**vars(args) | {"tokenizer_model": str(tokenizer.parent)})
+            printed = write_pair(args, files, Encoder(trained), binary, index)
+        print(f"Tokenizer of {size} tokens saved in {folder}.")
+    print(printed)
+    print(f"Train on it with --data-path {prefix}")
 
 
 def find_files(inputs: Iterable[str], glob: str) -> list[Path]:
@@ -115,7 +130,7 @@ def documents(files: Iterable[Path], progress: Callable[[int], Any] = lambda num
     """The documents of all files, in order; `progress` is called with the size of each."""
     for path in files:
         with path.open("rb") as stream:
-            is_json = path.suffix in JSON_SUFFIXES
+            is_json = any(suffix.lower() in JSON_SUFFIXES for suffix in path.suffixes)
             for number, content in enumerate(stream if is_json else [stream.read()], 1):
                 progress(len(content))
                 yield Document(f"{path}:{number}" if is_json else str(path), content, is_json)
@@ -140,8 +155,9 @@ def _line(key: str) -> Any:
     return msgspec.defstruct("Line", [("text", str)], rename={"text": key})
 
 
-def train_tokenizer(args: argparse.Namespace, files: Sequence[Path]) -> None:
-    """Train a byte-level BPE on all documents; save the folder from which a HuggingFaceTokenizer is loaded."""
+def train_tokenizer(args: argparse.Namespace, files: Sequence[Path], config: Path, path: Path) -> int:
+    """Train a byte-level BPE on all documents; write the two files from whose folder a HuggingFaceTokenizer is loaded.
+    Returns the size of its vocabulary."""
     from tokenizers import ByteLevelBPETokenizer
 
     def texts() -> Iterator[str]:
@@ -154,14 +170,11 @@ def train_tokenizer(args: argparse.Namespace, files: Sequence[Path]) -> None:
 
     tokenizer = ByteLevelBPETokenizer()
     tokenizer.train_from_iterator(texts(), args.train_tokenizer, 0, sys.stderr.isatty(), [EOD, PAD])
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": EOD, "pad_token": PAD}
-    config |= {"clean_up_tokenization_spaces": False, "model_max_length": 1 << 62}
-    folder = Path(args.tokenizer_model)
-    folder.mkdir(parents=True, exist_ok=True)
-    with written_whole(folder / TOKENIZER) as path, written_whole(folder / "tokenizer_config.json") as beside:
-        beside.write_text(json.dumps(config, indent=2))
-        tokenizer.save(str(path))
-    print(f"Tokenizer of {tokenizer.get_vocab_size()} tokens saved in {folder}.", flush=True)
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": EOD, "pad_token": PAD}
+    settings |= {"clean_up_tokenization_spaces": False, "model_max_length": 1 << 62}
+    config.write_text(json.dumps(settings, indent=2))
+    path.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
+    return tokenizer.get_vocab_size()
 
 
 class Encoder:
@@ -210,7 +223,8 @@ def encoded(source: Iterable[Document], encoder: Encoder, num_workers: int) -> I
             made, next_ones = next_ones, pool.map(_work, batches)
             yield from chain.from_iterable(made)
     except BrokenProcessPool:
-        raise ValueError("a worker died (out of memory?); try fewer --workers") from None
+        way_out = f"try fewer than --workers {num_workers}" if num_workers > 1 else "cut the longest documents"
+        raise ValueError(f"a process that tokenizes was killed, as happens where memory is short; {way_out}") from None
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -226,17 +240,13 @@ def _work(batch: Sequence[Document]) -> list[tuple[str, np.ndarray | str]]:
     return [*zip((document.place for document in batch), _work.encoder.encode(batch), strict=True)]
 
 
-def write_pair(args: argparse.Namespace, files: Sequence[Path], encoder: Encoder) -> None:
+def write_pair(args: argparse.Namespace, files: Sequence[Path], encoder: Encoder, binary: Path, index: Path) -> str:
+    """Write tokens and their index; returns what to print of them."""
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
     from tqdm import tqdm
 
-    prefix, num_skipped = args.output_prefix, 0
-    Path(prefix).parent.mkdir(parents=True, exist_ok=True)
-    with (
-        tqdm(total=sum(p.stat().st_size for p in files), unit="B", unit_scale=True, desc=Path(prefix).name) as bar,
-        written_whole(f"{prefix}.idx") as index,
-        written_whole(f"{prefix}.bin") as binary,
-    ):
+    num_skipped, num_bytes = 0, sum(path.stat().st_size for path in files)
+    with tqdm(total=num_bytes, unit="B", unit_scale=True, desc=Path(args.output_prefix).name) as bar:
         builder = IndexedDatasetBuilder(str(binary), dtype=encoder.dtype)
         for place, ids in encoded(documents(files, bar.update), encoder, args.workers):
             if not isinstance(ids, str):
@@ -249,6 +259,4 @@ def write_pair(args: argparse.Namespace, files: Sequence[Path], encoder: Encoder
         if not (lengths := builder.sequence_lengths):
             raise ValueError(f"none of the {num_skipped} document(s) can be used")
         builder.finalize(str(index))
-        Path(f"{prefix}.idx").unlink(missing_ok=True)  # beside another run's .bin it would be wrong
-    print(f"{len(lengths):,} documents, {sum(lengths):,} tokens; {num_skipped:,} skipped.")
-    print(f"Train on it with --data-path {prefix}")
+    return f"{len(lengths):,} documents, {sum(lengths):,} tokens; {num_skipped:,} skipped."

@@ -22,6 +22,7 @@ from msgspec import structs
 
 from ..planning.costs.blocks import pairs
 from ..planning.costs.machine import Device, Link, Machine, machine_names, read_machine
+from ..schedule import written_whole
 from .parsing import Parser, output_path
 
 if TYPE_CHECKING:
@@ -52,7 +53,8 @@ def main(argv: list[str] | None = None) -> None:
     timer.close()
     if timer.rank == 0:
         text = as_toml(found, base)
-        args.output.write_text(text)
+        with written_whole(args.output) as unfinished:
+            unfinished.write_text(text, encoding="utf-8")
         print(f"{text}\n{args.output} written. Predict with it by seq1f1b plan --machine {args.output}")
 
 

@@ -15,9 +15,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from ..files import read_json
 from ..process.patches import Patch, PatchTable, wrapping
 from ..process.ranks import end_with_parent
 from ..report import plot_memory
+from ..schedule import written_whole
 
 # Arguments of Megatron that a rehearsal switches off: it reads no checkpoint and no values, and writes no file.
 _OFF = (
@@ -69,7 +71,7 @@ def _build_empty_tokenizer(build_tokenizer: Callable, args: Namespace) -> Any:
     """Megatron's empty tokenizer in place of the launch's, if its flags have the size of the vocabulary."""
     kind, file = args.tokenizer_type, Path(args.vocab_file or "")
     if kind == "GPT2BPETokenizer" and not args.vocab_size:  # Megatron looks it up at a hub
-        args.vocab_size = len(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else _GPT2_WORDS
+        args.vocab_size = len(read_json(file, dict[str, int])) if file.is_file() else _GPT2_WORDS
     if args.vocab_size:
         args.tokenizer_type = "NullTokenizer"
     try:
@@ -102,7 +104,8 @@ def _rehearse(pretrain: Callable, *args: Any, **kwargs: Any) -> None:
     print(report.as_text(), flush=True)
     if (folder := launch.dry_run_output) is not None:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "rehearsal.json").write_text(json.dumps(report.as_json()) + "\n")
+        with written_whole(folder / "rehearsal.json") as unfinished:
+            unfinished.write_text(json.dumps(report.as_json()) + "\n")
         if find_spec("matplotlib") is None:
             print(f"No picture in {folder}: matplotlib is not installed.")
         else:

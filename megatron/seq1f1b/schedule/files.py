@@ -2,8 +2,9 @@
 
 import json
 import os
+import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _MOST = 2**30  # bytes of a pipe or device, which may have no end
@@ -45,12 +46,38 @@ def reason(error: BaseException) -> str:
 
 @contextmanager
 def written_whole(path: str | Path) -> Iterator[Path]:
-    """Yields a temporary path beside `path`; the complete file is then renamed to `path`. A full disk or an interrupt
-    leaves the earlier file as it was. Raises ValueError, with the name of the file, if it cannot be written."""
-    path = Path(path).resolve()
-    unfinished = path.with_name(f".{os.getpid()}.{path.name}")
-    try:
+    """Yields a temporary path, in a folder beside `path`; the complete file then takes its place. A full disk or an
+    interrupt leaves the earlier file as it was. Raises ValueError, with the name of the file, if it cannot be written.
+    """
+    with written_together(path) as (unfinished,):
         yield unfinished
-        unfinished.replace(path)
+
+
+@contextmanager
+def written_together(*paths: str | Path) -> Iterator[list[Path]]:
+    """As `written_whole`, for several files. They take their places in this order when all are complete; the last of
+    the earlier ones is removed first, so that even a kill in between leaves no complete mixture."""
+    targets = [Path(path).resolve() for path in paths]
+    folders = {target.parent: target.parent / f".{os.getpid()}.unfinished" for target in targets}
+    new = [parent for folder in folders for parent in (folder, *folder.parents) if not parent.exists()]
+    unfinished = [folders[target.parent] / target.name for target in targets]
+    try:
+        for folder in folders.values():
+            folder.mkdir(parents=True)
+        yield unfinished
+        if len(targets) > 1:
+            targets[-1].unlink(missing_ok=True)
+        for source, target in zip(unfinished, targets, strict=True):
+            source.replace(target)
+    except OSError as error:
+        is_of_others = error.filename is not None and Path(error.filename).parent not in folders.values()
+        if is_of_others or isinstance(error, BrokenPipeError):
+            raise
+        names = ", ".join(map(str, paths))
+        raise ValueError(f"{names}: cannot be written: {error.strerror or error}") from error
     finally:
-        unfinished.unlink(missing_ok=True)
+        for folder in folders.values():
+            shutil.rmtree(folder, ignore_errors=True)
+        for folder in new:
+            with suppress(OSError):  # it has what was written, or the folder of somebody else
+                folder.rmdir()

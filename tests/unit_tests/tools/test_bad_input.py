@@ -28,7 +28,43 @@ HEADER = struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, 4, 3, 4)  # of the index 
 LOG = "  seq_length ..... 64\n iteration        1/ 2 | elapsed time per iteration (ms): 1.0 "
 LOG += "| global batch size:     8 | lm loss: 1.0E+00 |\n"
 
+TRACE = {"schedule": "1f1b", "iteration": 1, "peak_memory_bytes": [1]}
+CELL = "7b,a100-80gb,8192,176,2,2,1.5,T2,1.6,P2"
+CELLS = "model,machine,seq_length,bandwidth,gpus,batch,seconds,configuration,megatron_seconds,megatron_configuration\n"
+
+
+def trace(**spoilt):
+    """Of one action, as --pipeline-trace writes it, some of its values spoilt."""
+    found = json.loads(timeline(**spoilt))
+    found["meta"] |= {name: spoilt.get(name, value) for name, value in TRACE.items()}
+    return json.dumps(found)
+
+
+def cells(old, new):
+    return f"{CELLS}{CELL}\n{CELL.replace(old, new)}\n"
+
+
 FILES = {
+    "cell_short.csv": cells(",1.6,P2", ""),
+    "cell_nan.csv": cells("1.6", "nan"),
+    "cell_many.csv": cells("P2", "P2,3"),
+    "cell_batch.csv": cells("8192", "8192.5"),
+    "header.csv": "model,machine\n",
+    **{
+        f"{name}/{path}": text
+        for name, content in {
+            "bytes": trace(peak_memory_bytes=["many"]),
+            "ranks": trace(peak_memory_bytes=[1, 2]),
+            "instant": trace(end=0.0),
+            "unnumbered": trace(iteration="first"),
+            "lengths": trace(segment_lengths=[5]).replace('"schedule"', '"segment_lengths": [1, 2], "schedule"'),
+        }.items()
+        for path, text in {"log.txt": LOG, "trace/iteration-1-pipeline-0.json": content}.items()
+    },
+    "many.json": '{"f": [1, true]}',
+    "unknown.json": '{"f": 1, "messag": 1}',
+    "three.csv": "tokens,sequences\n5,1,2\n",
+    "shares.toml": "[device]\nname = 1\n",
     "deep.json": "[" * 100_000,
     "sizes.json": timeline(num_ranks=10**9),
     "kind.json": timeline(kind="Z"),

@@ -8,6 +8,7 @@ import pytest
 
 from megatron.seq1f1b import commands
 from megatron.seq1f1b.commands import gain_map, plan, plan_text
+from megatron.seq1f1b.commands.parsing import output_path
 from megatron.seq1f1b.commands.plan_text import Gain
 from megatron.seq1f1b.commands.train_time import LAWS, soonest
 from megatron.seq1f1b.files import read_histogram
@@ -140,10 +141,26 @@ def test_a_map_is_continued_where_it_was_left(tmp_path, monkeypatch, capsys):
     assert len(first.splitlines()) == 1 + 8 and " %" in first
     assert output.with_suffix(".png").stat().st_size > 10_000
 
-    lines = output.read_text().splitlines(keepends=True)
-    output.write_text("".join(lines[:-1]))
-    gain_map.main([*MAP.split(), "--output", str(output)])
-    assert computed[8:] == [(100, 4, 4)] and capsys.readouterr().out == first
+    content, lines = output.read_bytes(), output.read_bytes().splitlines(keepends=True)
+    complete = b"".join(lines[:-1])
+    for left in (complete, complete + lines[-1][:30], complete + lines[-1].rstrip()):
+        output.write_bytes(left)
+        gain_map.main([*MAP.split(), "--output", str(output)])
+        assert computed[8:] == [(100, 4, 4)] and capsys.readouterr().out == first
+        assert output.read_bytes() == content
+        del computed[8:]
+
+
+@pytest.mark.parametrize("left", [b"", b"model,mach"], ids=["nothing", "half of the first line"])
+def test_a_map_goes_on_that_was_killed_in_its_first_cell(tmp_path, left):
+    (tmp_path / "gains.csv").write_bytes(left)
+    assert gain_map.read_cells(tmp_path / "gains.csv") == []
+
+
+def test_an_output_that_is_a_link_stays_one(tmp_path):
+    (tmp_path / "link.csv").symlink_to(tmp_path / "later.csv")
+    assert output_path(".csv")(str(tmp_path / "link.csv")) == tmp_path / "link.csv"
+    assert (tmp_path / "link.csv").is_symlink() and not (tmp_path / "later.csv").exists()
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -135,10 +136,51 @@ def test_an_existing_pair_or_tokenizer_is_replaced_on_request(corpus, tmp_path, 
     assert len(pair(corpus / "replaced")[0]) > len(before[0])
 
 
+def test_a_run_that_ends_early_leaves_pair_and_tokenizer_as_they_were(corpus, tmp_path, monkeypatch, capsys):
+    """All files of a run take their places together, so tokens never lie beside the tokenizer of another run."""
+    shutil.copytree(corpus / "tokenizer", tmp_path / "tokenizer")
+    for ending in (".bin", ".idx"):
+        shutil.copy(corpus / f"one{ending}", tmp_path / f"one{ending}")
+    (tmp_path / "a.txt").write_text("another text " * 20_000)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.*")}
+    again = tmp_path, tmp_path / "a.txt", "one", "--overwrite", "--train-tokenizer", "270"
+
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, limits[1]))  # the tokenizer fits, the tokens do not
+    try:
+        assert made(*again) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert f"{tmp_path / 'one.idx'}: cannot be written: " in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*.*")} == before
+
+    monkeypatch.setattr(preprocess, "write_pair", lambda *_: signal.raise_signal(signal.SIGTERM))
+    with pytest.raises(SystemExit):
+        made(*again)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*.*")} == before
+
+    monkeypatch.undo()
+    assert made(*again) == 0
+    assert {path.name for path in before if path.read_bytes() != before[path]} == {
+        "one.bin",
+        "one.idx",
+        "tokenizer.json",
+    }
+
+
+def test_json_lines_are_known_by_any_ending_of_theirs(tmp_path):
+    lines = "a.JSONL", "a.jsonl.txt", "a.Json", "a.ndjson"
+    write_files(tmp_path, dict.fromkeys((*lines, "a.txt", "jsonl"), "{}"))
+    found = {Path(each.place.split(":")[0]).name for each in preprocess.documents(tmp_path.iterdir()) if each.is_json}
+    assert found == {*lines}
+
+
 def test_a_worker_that_dies_ends_the_run(corpus):
     dies = SimpleNamespace(encode=lambda texts: os._exit(1))
-    with pytest.raises(ValueError, match="a worker died"):
+    with pytest.raises(ValueError, match="a process that tokenizes was killed, .*; try fewer than --workers 2"):
         list(preprocess.encoded([preprocess.Document("a", b"text", False)] * 900, dies, 2))
+    with pytest.raises(ValueError, match="; cut the longest documents"):
+        list(preprocess.encoded([preprocess.Document("a", b"text", False)], dies, 1))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
@@ -153,7 +195,7 @@ def test_a_signal_ends_the_run_and_its_workers(corpus, tmp_path, number):
             pipe.write('{"text": "hello"}\n' * 5000)
             pipe.flush()
             until = time.monotonic() + patient(60)
-            while not list(tmp_path.glob(".*.out.bin")):
+            while not list(tmp_path.glob(".*/out.bin")):
                 assert time.monotonic() < until and process.is_alive()
                 time.sleep(0.05)
             os.kill(process.pid, number)
