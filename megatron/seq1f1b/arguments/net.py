@@ -8,6 +8,7 @@ import atexit
 import json
 import os
 import re
+import shutil
 import socket
 import sys
 import tempfile
@@ -24,6 +25,7 @@ from types import FrameType, MappingProxyType, TracebackType
 from typing import Any, TextIO
 
 from ..process.ranks import Peers, is_rank_0, rank
+from ..schedule import ScheduleError
 from .config import refuse_unsupported
 
 # What some functions do, with values of their `args`.
@@ -40,6 +42,7 @@ _ACTIONS: Mapping[str, str] = MappingProxyType(
         "save_checkpoint": "saving a checkpoint to {save}",
     }
 )
+_LITTLE = 2**20  # bytes
 _LONGEST = 400  # characters of an exception's words: some hold whole state dictionaries
 _VALUES = (bool, int, float, str, list, tuple, Enum, type(None))
 _OF_TRAINING = ("megatron", "tokenizers", "torch", "tqdm")  # packages of the extra `train`
@@ -117,7 +120,8 @@ class Net:
             return
         where = "" if failure["rank"] == rank() == 0 else f" (rank {failure['rank']} on {failure['host']})"
         # torch.distributed's own hook wraps this one and holds its output back until it returns.
-        say(failure["sentence"] + where, failure["traceback"], sys.__stderr__)
+        sentence, line_end, picture = failure["sentence"].partition("\n")
+        say(sentence + where + line_end + picture, failure["traceback"], sys.__stderr__)
 
 
 def _facts(args: Namespace) -> dict[str, str]:
@@ -131,11 +135,15 @@ def _facts(args: Namespace) -> dict[str, str]:
 
 
 def say(sentence: str, trace: str | None = None, stream: TextIO | None = None) -> None:
-    """Print one sentence, given without its full stop, and the file into which `trace` is written."""
+    """Print one sentence, given without its full stop, and the file into which `trace` is written. Further lines of it
+    show the place that it speaks of."""
+    sentence, _, picture = sentence.strip().partition("\n")
     ending = "" if trace is None else f"; the traceback is in {_written(trace)}"
-    sentence = sentence.strip().rstrip(".") + ending
-    sys.stdout.flush()  # else its output would come last
-    print(f"error: {sentence}{'' if sentence.endswith('?') else '.'}", file=stream or sys.stderr, flush=True)
+    sentence = sentence.rstrip(".:") + ending
+    lines = [f"error: {sentence}{'' if sentence.endswith('?') else '.'}", *picture.splitlines()]
+    with suppress(OSError):  # what it prints to may be full
+        sys.stdout.flush()  # else its output would come last
+    print("\n".join(lines), file=stream or sys.stderr, flush=True)
 
 
 def _written(trace: str) -> str:
@@ -179,8 +187,10 @@ def sentence_of(error: BaseException) -> str:
 
 
 def _words(error: BaseException) -> str:
-    if isinstance(error, OSError) and error.filename and error.strerror:
-        return f"{error.filename}: {error.strerror}"
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else f"{error.strerror}{_full_disks()}"
+    if isinstance(error, ScheduleError):  # shows the ranks below each other
+        return str(error)
     text = str(error)
     if "Traceback (most recent call last)" in text:  # of another process; its last line has the words
         text = [line for line in text.splitlines() if line.strip() and not line.startswith(" ")][-1]
@@ -193,6 +203,15 @@ def _words(error: BaseException) -> str:
     if " " not in text:  # such as that of a KeyError
         text = f"{type(error).__name__}: {text}" if text else type(error).__name__
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."
+
+
+def _full_disks() -> str:
+    """Of the folders that programs write to unasked."""
+    with suppress(OSError):
+        folders = dict.fromkeys((os.getcwd(), tempfile.gettempdir()))
+        full = [folder for folder in folders if shutil.disk_usage(folder).free < _LITTLE]
+        return f"; the disk of {' and of '.join(full)} is full" if full else ""
+    return ""
 
 
 def _failed_statement(error: BaseException) -> str:

@@ -8,6 +8,7 @@ import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
+from errno import ENOSPC
 from importlib import import_module
 from importlib.metadata import version
 from types import MappingProxyType
@@ -54,11 +55,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(name: str, argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. A mistake of the user becomes one sentence and the code 2."""
     try:
-        return import_module(f".{COMMANDS[name][0]}", __name__).main(argv) or 0
+        code = import_module(f".{COMMANDS[name][0]}", __name__).main(argv) or 0
+        sys.stdout.flush()
+        return code
     except BrokenPipeError:  # the reader of the pipe has closed it, as in `seq1f1b plan-split | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _print_nowhere()
         return 1
     except (Exception, KeyboardInterrupt) as error:
         is_plain = isinstance(error, (OSError, ValueError, ModuleNotFoundError, KeyboardInterrupt))
+        if isinstance(error, OSError) and error.errno == ENOSPC and error.filename is None:  # all files are named
+            _print_nowhere()
+            error = OSError(ENOSPC, error.strerror, "the output")
         say(sentence_of(error), None if is_plain else "".join(traceback.format_exception(error)))
         return 130 if isinstance(error, KeyboardInterrupt) else 2
+
+
+def _print_nowhere() -> None:
+    """So that Python does not fail once more at its end, where it flushes what is left."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

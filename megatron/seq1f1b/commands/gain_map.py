@@ -25,7 +25,7 @@ from ..planning.planner.search import Plan, Search
 from ..planning.planner.space import Question
 from ..report.style import picture
 from ..report.text import aligned
-from ..schedule import read_bytes
+from ..schedule import named, read_bytes
 from .model_flags import PRESETS, preset
 from .parsing import Parser, amount, count, count_up_to, output_path
 from .plan import add_machine, show
@@ -84,25 +84,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     known = {cell.question: cell for cell in read_cells(args.output)}
     if args.output.exists():
         os.truncate(args.output, _size_of_lines(args.output.read_bytes()))
-    with args.output.open("a", encoding="utf-8", newline="") as file:
-        lines = csv.writer(file)
-        if not file.tell():
-            lines.writerow(_NAMES)
-            file.flush()
-        for number, (bandwidth, devices, batch) in enumerate(wanted, start=1):
-            key = (args.model, args.machine, args.seq_length, float(f"{bandwidth:g}"), devices, batch)
-            if key not in known:
-                # One message reaches as large a share of the bandwidth as before.
-                scale = 1e9 * bandwidth / network.bandwidth
-                rates = {"bandwidth": 1e9 * bandwidth, "message_bandwidth": scale * network.message_bandwidth}
-                linked = replace(machine, network=structs.replace(network, **rates))
-                search = Search(Question(preset(args.model), linked, devices, args.seq_length, batch, host_gib=host))
-                ours, megatron = next(iter(search.best(1)), None), search.of_megatron()
-                known[key] = Cell(*key, *_step_and_name(ours), *_step_and_name(megatron))
-                lines.writerow(known[key].named_words().values())
-                file.flush()
-            cells.append(known[key])
-            show(number, len(wanted))
+    for number, (bandwidth, devices, batch) in enumerate(wanted, start=1):
+        key = (args.model, args.machine, args.seq_length, float(f"{bandwidth:g}"), devices, batch)
+        if key not in known:
+            # One message reaches as large a share of the bandwidth as before.
+            scale = 1e9 * bandwidth / network.bandwidth
+            rates = {"bandwidth": 1e9 * bandwidth, "message_bandwidth": scale * network.message_bandwidth}
+            linked = replace(machine, network=structs.replace(network, **rates))
+            search = Search(Question(preset(args.model), linked, devices, args.seq_length, batch, host_gib=host))
+            ours, megatron = next(iter(search.best(1)), None), search.of_megatron()
+            known[key] = Cell(*key, *_step_and_name(ours), *_step_and_name(megatron))
+            append_cell(args.output, known[key])
+        cells.append(known[key])
+        show(number, len(wanted))
     names = ["GB/s a node", "GPUs", "sequences", "step s", "best", "Megatron s", "Megatron's best", "gain"]
     shown = ("bandwidth", "gpus", "batch", "seconds", "configuration", "megatron_seconds", "megatron_configuration")
     rows = ([*(cell.named_words()[name] for name in shown), str(gain_of(cell))] for cell in cells)
@@ -130,6 +124,17 @@ def read_cells(path: Path) -> list[Cell]:
         return list(read_rows(path, Cell, content[:size])) if size else []
     except ValueError as error:
         raise ValueError(f"{error}; mend it, or name another --output") from None
+
+
+def append_cell(path: Path, cell: Cell) -> None:
+    try:
+        with path.open("a", encoding="utf-8", newline="") as file:
+            lines = csv.writer(file)
+            if not file.tell():
+                lines.writerow(_NAMES)
+            lines.writerow(cell.named_words().values())
+    except OSError as error:
+        raise named(error, path) from None
 
 
 def _size_of_lines(content: bytes) -> int:

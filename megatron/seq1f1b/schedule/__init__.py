@@ -11,7 +11,7 @@ from .cost_tables import Costs, peak_memory, sequences_held
 from .csv_file import read_csv, write_csv
 from .dependencies import dependencies
 from .families import FAMILIES
-from .files import read_bytes, read_text, reason, written_together, written_whole
+from .files import named, read_bytes, read_text, reason, written_together, written_whole
 from .lowering import Channel, channels_of, lower, lower_rank, partition_state
 from .moves import moved, units_to_move, with_moves
 from .schedule import PLACEMENTS, Placement, Schedule, Shape

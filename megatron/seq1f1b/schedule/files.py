@@ -44,10 +44,15 @@ def reason(error: BaseException) -> str:
     return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
 
 
+def named(error: OSError, *paths: str | Path) -> OSError:
+    """The error of writing these files, which may have lost their names: a full disk names none."""
+    return OSError(error.errno, f"cannot be written: {error.strerror or error}", ", ".join(map(str, paths)))
+
+
 @contextmanager
 def written_whole(path: str | Path) -> Iterator[Path]:
     """Yields a temporary path, in a folder beside `path`; the complete file then takes its place. A full disk or an
-    interrupt leaves the earlier file as it was. Raises ValueError, with the name of the file, if it cannot be written.
+    interrupt leaves the earlier file as it was. Raises OSError, with the name of the file, if it cannot be written.
     """
     with written_together(path) as (unfinished,):
         yield unfinished
@@ -71,10 +76,9 @@ def written_together(*paths: str | Path) -> Iterator[list[Path]]:
             source.replace(target)
     except OSError as error:
         is_of_others = error.filename is not None and Path(error.filename).parent not in folders.values()
-        if is_of_others or isinstance(error, BrokenPipeError):
+        if is_of_others:
             raise
-        names = ", ".join(map(str, paths))
-        raise ValueError(f"{names}: cannot be written: {error.strerror or error}") from error
+        raise named(error, *paths) from None
     finally:
         for folder in folders.values():
             shutil.rmtree(folder, ignore_errors=True)

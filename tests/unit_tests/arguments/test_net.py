@@ -45,6 +45,11 @@ REMOTE = RuntimeError("ranks: [0]\nTraceback (most recent call last): (RANK 0)\n
         (raised(load_checkpoint, ARGS, KeyError("args")), "loading the checkpoint in /saved failed: KeyError: 'args'"),
         (raised(load_checkpoint, ARGS, REMOTE), "loading the checkpoint in /saved failed: KeyError: 'gone'"),
         (raised(open, "/no/file"), "/no/file: No such file or directory"),
+        (OSError(28, "No space left on device"), "No space left on device"),
+        (
+            raised(load_checkpoint, ARGS, OSError(28, "No space left")),
+            "loading the checkpoint in /saved failed: No space",
+        ),
         (raised(int, "many\n  lines"), "invalid literal for int() with base 10: 'many\\n lines'"),
         (RuntimeError(), "RuntimeError"),
         (RuntimeError("x " * 999), f"{'x ' * 200} ..."),

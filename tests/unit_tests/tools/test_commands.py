@@ -62,3 +62,12 @@ def test_a_reader_that_closes_the_pipe_sees_no_error():
     command.stdout.read(1)
     command.stdout.close()
     assert command.wait(timeout=patient(120)) == 1 and command.stderr.read() == b""
+
+
+PLAN_SPLIT = "import sys; from megatron.seq1f1b import commands; sys.exit(commands.main(['plan-split']))"
+
+
+def test_an_output_without_space_ends_with_a_sentence():
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", PLAN_SPLIT], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (2, "error: the output: No space left on device.\n")

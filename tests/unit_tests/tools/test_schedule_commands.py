@@ -58,15 +58,15 @@ def test_costs_from_a_file_for_auto(tmp_path):
 
 @pytest.mark.parametrize("name", ["a.csv", "a.json", "a.trace.json", "a.png"])
 def test_an_unfinished_file_leaves_what_was_there(name, tmp_path, monkeypatch, capsys):
-    """Where the disk is full before the name is changed."""
+    """A disk that is full before the name is changed names no file itself."""
     (tmp_path / name).write_text("before")
 
     def full(self, target):
-        raise OSError(28, "No space left on device", str(target))
+        raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("pathlib.Path.replace", full)
     assert seq1f1b("plot", *SIZES, "--output", tmp_path / name) == 2
-    assert "No space left on device" in capsys.readouterr().err
+    assert capsys.readouterr().err == f"error: {tmp_path / name}: cannot be written: No space left on device.\n"
     assert (tmp_path / name).read_text() == "before" and list(tmp_path.iterdir()) == [tmp_path / name]
 
 
@@ -81,8 +81,10 @@ def test_the_checker(tmp_path, capsys):
         path.write_text(f"0F0.0,0F0.1,0B0.1,0B0.0\n1F0.0,1F0.1,1{kind}0.0,1{kind}0.1{rest}\n")
         assert seq1f1b("check", path) == 2
         error = capsys.readouterr().err
-        assert error.startswith(f"error: {path}: rank 1, action 2: 1{kind}0.0 comes before 1{kind}0.1")
-        assert "> rank 1" in error
+        sentence, above, below = error.splitlines()
+        assert sentence.startswith(f"error: {path}: rank 1, action 2: 1{kind}0.0 comes before 1{kind}0.1")
+        assert sentence.endswith("descending order.")
+        assert above.startswith("  rank 0    0F0.0") and below.startswith("> rank 1    1F0.0   1F0.1  [1")
 
 
 @pytest.mark.parametrize(
