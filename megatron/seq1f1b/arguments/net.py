@@ -1,7 +1,8 @@
 """The net under a program: an exception that ends it is one sentence on rank 0, and ends all ranks.
 
 The sentence has the current operation, the words of the exception, and the file with its traceback, unless we found the
-mistake. After the first step, the rank that failed first prints its traceback instead; all others print nothing.
+mistake. After the first step, the rank that failed first prints its traceback instead; all others print nothing. An
+error that only says that another rank has ended is a sentence then, too.
 """
 
 import atexit
@@ -26,6 +27,7 @@ from typing import Any, TextIO
 
 from ..process.ranks import Peers, is_rank_0, rank
 from ..schedule import ScheduleError
+from .causes import has_lost_a_peer, hidden_package, name_file, plain, way_out
 from .config import refuse_unsupported
 
 # What some functions do, with values of their `args`.
@@ -86,7 +88,9 @@ class Net:
 
     def caught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Replaces `sys.excepthook`: ends this rank, and with it all others."""
-        is_late = _first_step_is_over() and not isinstance(error, KeyboardInterrupt) and not is_mistake(error)
+        name_file(error)
+        needs_trace = not (isinstance(error, KeyboardInterrupt) or is_mistake(error) or has_lost_a_peer(error))
+        is_late = _first_step_is_over() and needs_trace
         own = {
             "rank": rank(),
             "host": socket.gethostname(),
@@ -103,7 +107,9 @@ class Net:
         waits = first == own and not is_late and not is_rank_0()
         if (self._peers is None or not self._peers.leave(waits)) and waits:
             self._print(own)  # rank 0 has not printed
-        if not is_late and not isinstance(error, KeyboardInterrupt):  # for which Python itself ends by the signal
+        if not first["is_late"] and not isinstance(
+            error, KeyboardInterrupt
+        ):  # for which Python itself ends by the signal
             sys.exit(2)
 
     def _end_with(self, report: str) -> None:
@@ -168,6 +174,8 @@ def sentence_of(error: BaseException) -> str:
     """The current operation and the words of the error, without a full stop."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
+    if (sentence := hidden_package(error)) is not None:
+        return sentence
     if isinstance(error, ModuleNotFoundError) and error.name:
         package = error.name.partition(".")[0]
         what = "'.[train]' in the repository of this package" if package in _OF_TRAINING else package
@@ -177,7 +185,7 @@ def sentence_of(error: BaseException) -> str:
         return words
     while root.__cause__ is not None:
         root = root.__cause__
-    if root is not error:
+    if root is not error and _words(root) not in words:
         words = f"{words} ({_words(root)})"
     for frame in reversed(_frames(error)):
         if action := _ACTIONS.get(frame.f_code.co_name):
@@ -187,11 +195,15 @@ def sentence_of(error: BaseException) -> str:
 
 
 def _words(error: BaseException) -> str:
+    name_file(error)
     if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename}: {error.strerror}" if error.filename else f"{error.strerror}{_full_disks()}"
+        of_file = error.filename and f"{error.filename}: {error.strerror}{way_out(error)}"
+        return of_file or f"{error.strerror}{_full_disks()}"
     if isinstance(error, ScheduleError):  # shows the ranks below each other
         return str(error)
-    text = str(error)
+    if isinstance(error, StopIteration):
+        return "a data iterator ended early; give more data, or run fewer steps (--train-iters, --eval-iters)"
+    text = plain(str(error))
     if "Traceback (most recent call last)" in text:  # of another process; its last line has the words
         text = [line for line in text.splitlines() if line.strip() and not line.startswith(" ")][-1]
         text = re.sub(r"^[\w.]+\.(\w+: )", r"\1", text)

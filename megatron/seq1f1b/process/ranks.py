@@ -1,5 +1,6 @@
 """The rank of this process, reports of one rank only, and the common end of all ranks of a job."""
 
+import importlib
 import logging
 import multiprocessing
 import os
@@ -141,6 +142,7 @@ class Peers:
     """
 
     def __init__(self, on_failure: Callable[[str], None]) -> None:
+        importlib.import_module("torch.distributed")  # by the main thread, whose errors are shown
         self._on_failure = on_failure
         self._store: Any = None
         self._num_shared = 0

@@ -2,6 +2,7 @@
 
 import re
 import runpy
+import sys
 from argparse import Namespace
 from pathlib import Path
 from unittest.mock import Mock
@@ -36,6 +37,10 @@ def load_checkpoint(args, error):
 
 
 ARGS = Namespace(hidden_size=65, num_attention_heads=4, load="/saved")
+GLOO = "[/pytorch/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.7]:39336. This is typical. GLHF! 🏖️"
+LATE = RuntimeError(
+    "0RECV_B0.0 did not come: [/gloo/buffer.cc:76] Timed out waiting 600000ms for recv operation to complete"
+)
 REMOTE = RuntimeError("ranks: [0]\nTraceback (most recent call last): (RANK 0)\n  File 1\nKeyError: 'gone'\n")
 
 
@@ -51,6 +56,15 @@ REMOTE = RuntimeError("ranks: [0]\nTraceback (most recent call last): (RANK 0)\n
             "loading the checkpoint in /saved failed: No space",
         ),
         (raised(int, "many\n  lines"), "invalid literal for int() with base 10: 'many\\n lines'"),
+        (
+            RuntimeError(GLOO),
+            "the connection to another rank on 10.0.0.7 broke, so that rank has ended; its own last w",
+        ),
+        (
+            LATE,
+            "0RECV_B0.0 did not come: nothing moved for 600 s; another rank hangs, or needs a longer --distributed-",
+        ),
+        (StopIteration(), "a data iterator ended early; give more data"),
         (RuntimeError(), "RuntimeError"),
         (RuntimeError("x " * 999), f"{'x ' * 200} ..."),
         (ModuleNotFoundError("no", name="datasets"), "the package datasets is missing; pip install"),
@@ -93,6 +107,45 @@ def test_the_sentence_names_the_file_of_the_traceback(tmp_path, monkeypatch, cap
     caught(ERROR)
     ending = "KeyError: 'args'; the traceback is in no file, since none can be written.\n"
     assert capfd.readouterr().err.endswith(ending)
+
+
+def write(path: Path) -> None:
+    with path.open("wb") as file, open("/dev/full", "wb", buffering=0) as full:
+        assert file.name != full.name
+        full.write(b"x")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a disk that is always full")
+def test_a_full_disk_is_named_with_its_file(tmp_path):
+    error = raised(write, tmp_path / "first")
+    assert re.fullmatch(r"/dev/full: No space left on device; /dev has \d+ MiB free: make room, .*", sentence_of(error))
+    assert str(error) == "[Errno 28] No space left on device: '/dev/full'", "in a traceback, too"
+
+
+@pytest.mark.parametrize("code", ["import wrapped.gone", "import wrapped; wrapped.gone"])
+def test_a_file_that_hides_a_package_is_named(tmp_path, monkeypatch, code):
+    installed, hiding = tmp_path / "installed", tmp_path / "hiding"
+    for folder in (installed / "wrapped", installed / "wrapped-1.dist-info", hiding / "wrapped"):
+        folder.mkdir(parents=True)
+    (installed / "wrapped-1.dist-info" / "METADATA").write_text("Name: wrapped\nVersion: 1\n")
+    (installed / "wrapped-1.dist-info" / "top_level.txt").write_text("wrapped\n")
+    for folder in (installed, hiding):
+        (folder / "wrapped" / "__init__.py").write_text("")
+        monkeypatch.syspath_prepend(folder)
+    sentence = sentence_of(raised(exec, code))
+    sys.modules.pop("wrapped")
+    assert sentence == (
+        f"{hiding}/wrapped/__init__.py is imported as wrapped and hides {installed}/wrapped; take its folder out of "
+        "PYTHONPATH, or rename it"
+    )
+
+
+def test_after_the_first_step_a_lost_rank_is_still_a_sentence(monkeypatch, capfd):
+    monkeypatch.setattr(net, "_first_step_is_over", lambda: True)
+    assert caught(RuntimeError(GLOO)) == 2
+    assert re.fullmatch(
+        r"error: the connection to another rank .*; the traceback is in \S+\.\n", capfd.readouterr().err
+    )
 
 
 def test_after_the_first_step_a_traceback_is_printed(monkeypatch, capfd):

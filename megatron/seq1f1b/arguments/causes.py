@@ -1,0 +1,114 @@
+"""What lies behind the errors of libraries: a rank that is gone, a package that another one hides, a full disk."""
+
+import errno
+import io
+import math
+import re
+import shutil
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import suppress
+from importlib.metadata import distribution, packages_distributions
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+# gloo's and NCCL's words for a rank that has ended.
+_LOST_PEER = re.compile(
+    r"(?:Connection closed by peer|Read error|Write error) \[(?P<host>[^\]]*)\]:\d+.*"
+    r"|(?:NCCL communicator was aborted|ncclRemoteError|remote process exited).*",
+    re.DOTALL,
+)
+_TIMED_OUT = re.compile(r"Timed out waiting (\d+)ms for \w+ operation to complete\.?")
+_PLACE_IN_C = re.compile(r"\[\S+\.(?:cc|cpp|cu|h):\d+\]:? ?")
+
+# Errors of a file system, which come without the name of the file if they end a write.
+_OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+
+
+def has_lost_a_peer(error: BaseException) -> bool:
+    """Whether the error only says that another rank has ended: then its traceback explains nothing."""
+    return isinstance(error, RuntimeError) and _LOST_PEER.search(str(error)) is not None
+
+
+def plain(text: str) -> str:
+    """The words of a library for communication, in those of the person who started the job."""
+
+    def lost(found: re.Match[str]) -> str:
+        place = f" on {found['host']}" if found["host"] else ""
+        return (
+            f"the connection to another rank{place} broke, so that rank has ended; its own last words, or those of "
+            "what started it, say why"
+        )
+
+    def timed_out(found: re.Match[str]) -> str:
+        return (
+            f"nothing moved for {int(found[1]) / 1000:g} s; another rank hangs, or needs a longer "
+            "--distributed-timeout-minutes"
+        )
+
+    return _TIMED_OUT.sub(timed_out, _LOST_PEER.sub(lost, _PLACE_IN_C.sub("", text)))
+
+
+def name_file(error: BaseException) -> None:
+    """Give an error of a full disk the name of the file that was being written, which Python leaves out."""
+    if not isinstance(error, OSError) or error.filename or error.errno not in _OF_DISKS:
+        return
+    for frame, _ in reversed([*traceback.walk_tb(error.__traceback__)]):
+        if written := [*filter(_is_written, frame.f_locals.values())]:
+            error.filename = min((file.name for file in written), key=_free_bytes)
+            return
+
+
+def _is_written(value: Any) -> bool:
+    """Whether a value is a file with a name that is open for writing, or was."""
+    is_file = isinstance(value, io.IOBase) and isinstance(getattr(value, "name", None), str)
+    return is_file and getattr(value, "mode", "w") not in ("r", "rb")
+
+
+def _free_bytes(file: str) -> float:
+    """Of the disk that holds the file; infinite if that cannot be read."""
+    with suppress(OSError):
+        return shutil.disk_usage(_folder_of(file)).free
+    return math.inf
+
+
+def _folder_of(file: str) -> Path:
+    return next(each for each in Path(file).absolute().parents if each.is_dir())
+
+
+def way_out(error: OSError) -> str:
+    """What to do about an error of a file, to be added to its words; empty if these say all."""
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return ""
+    free = _free_bytes(error.filename) / 2**20
+    return f"; {_folder_of(error.filename)} has {free:.0f} MiB free: make room, or write elsewhere"
+
+
+def hidden_package(error: BaseException) -> str | None:
+    """A sentence about the file that hides the installed package whose import or use has failed, if one does."""
+    if isinstance(error, ImportError):
+        name = error.name
+    elif isinstance(error, AttributeError) and isinstance(error.obj, ModuleType):
+        name = error.obj.__name__
+    else:
+        return None
+    for module, file, installed in _copies(name or ""):
+        if not Path(file).resolve().is_relative_to(installed.resolve()):
+            return (
+                f"{file} is imported as {module} and hides {installed}; take its folder out of PYTHONPATH, or rename it"
+            )
+    return None
+
+
+def _copies(name: str) -> Iterator[tuple[str, str, Path]]:
+    """For a module and the packages that hold it: its name, the file that was imported, and the installed folder."""
+    parts = name.split(".")
+    for distribution_name in packages_distributions().get(parts[0], ()):
+        for depth in range(1, len(parts) + 1):
+            module = ".".join(parts[:depth])
+            file = getattr(sys.modules.get(module), "__file__", None)
+            installed = Path(str(distribution(distribution_name).locate_file("/".join(parts[:depth]))))
+            if file and installed.is_dir():
+                yield module, file, installed
