@@ -18,4 +18,4 @@ if ! grep -qs "\"version\": \"$version\"" build/pyodide/package.json; then
     tar -xzf "build/$archive" --strip-components 1 -C build/pyodide
     rm "build/$archive"
 fi
-"$PYTHON" -m mkdocs build --quiet --strict --site-dir "${1:-build/site}"
+NO_MKDOCS_2_WARNING=1 "$PYTHON" -m mkdocs build --quiet --strict --site-dir "${1:-build/site}"

@@ -1,0 +1,86 @@
+"""The documentation as a site, in a browser: no page has an error or is wider than the screen, and its search finds."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from support.browser import served
+from support.launch import ROOT
+
+# The playground needs Pyodide, and has a test of its own.
+PAGES = sorted({"", "contributing/", *(f"{page.stem}/" for page in ROOT.glob("docs/*.md"))} - {"index/", "playground/"})
+PHONE = 390, 844
+# To the end and back, so that what follows the scrolling has run.
+SCROLLED = """new Promise((done) => {
+    scrollTo(0, document.body.scrollHeight);
+    requestAnimationFrame(() => requestAnimationFrame(() => { scrollTo(0, 0); requestAnimationFrame(done); }));
+})"""
+LINKS = "[...document.querySelectorAll('.md-search-result__link')].map((each) => each.href)"
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    pytest.importorskip("material")
+    folder = tmp_path_factory.mktemp("site")
+    build = [sys.executable, "-m", "mkdocs", "build", "--quiet", "-d", folder]
+    subprocess.run(build, cwd=ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, check=True)
+    with served(folder) as address:
+        yield address
+
+
+@pytest.mark.parametrize(
+    "words, found",
+    [
+        ("--sequence-splits", "/flags/ "),
+        ("OOM", "/troubleshooting/ #out-of-memory-oom"),
+        ("NaN", "/troubleshooting/ #the-loss-is-nan-or-infinite"),
+        ("loss differs", "/troubleshooting/ #the-loss-differs-from-an-earlier-run"),
+        ("hangs", "/troubleshooting/ #it-hangs-in-the-first-step"),
+    ],
+)
+def test_a_search_finds(words, found, site, page):
+    page.open(f"{site}/?q={words}")
+    page.wait_for(f"{LINKS}.length > 0")
+    path, _, heading = found.partition(" ")
+    links = page.evaluate(LINKS)
+    assert any(path in link and link.endswith(heading) for link in links[:8]), links
+    assert not page.problems, page.problems
+
+
+def test_a_picture_opens_and_code_is_copied(site, page):
+    page.open(f"{site}/planning/")
+    blocks = page.evaluate("document.querySelectorAll('.highlight pre').length")
+    page.wait_for(f"document.querySelectorAll('[data-clipboard-target]').length === {blocks}")
+    assert blocks > 3 and page.evaluate("document.querySelectorAll('.highlight pre span.w').length > 3")
+    page.evaluate("document.querySelector('.md-content a.glightbox').click()")
+    page.wait_for("!!document.querySelector('.gslide-image img')?.complete")
+    assert not page.problems, page.problems
+
+
+def test_the_dark_site_is_dark(site, page):
+    page.open(f"{site}/")
+    background = "getComputedStyle(document.body).backgroundColor.match(/[0-9]+/g).map(Number)"
+    light = page.evaluate(background)
+    page.evaluate("document.querySelector('input[data-md-color-scheme=slate]').click()")
+    page.wait_for(f"{background}[0] < 64")
+    assert light == [255, 255, 255]
+
+
+@pytest.mark.parametrize("is_phone", [False, True], ids=["desktop", "phone"])
+def test_no_page_has_an_error_or_is_wider_than_the_screen(is_phone, site, page):
+    """After the others, since the page stays as narrow as a phone."""
+    assert len(PAGES) > 20
+    if is_phone:
+        page.resize(*PHONE)
+    for name in PAGES:
+        page.problems.clear()
+        page.open(f"{site}/{name}")
+        page.evaluate(SCROLLED)
+        assert not page.problems, (name, page.problems)
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), name
+        shown = page.evaluate(
+            "getComputedStyle(document.querySelector('.tests th:last-child') ?? document.body).display"
+        )
+        assert (shown == "none") == (is_phone and name == "compatibility/")
