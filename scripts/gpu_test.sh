@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# The checks that need a GPU: one of them, 9 minutes at most, no network, nothing to compile. PYTHON needs torch and
+# The checks that need a GPU: one of them, 10 minutes at most, no network, nothing to compile. PYTHON needs torch and
 # megatron-core, from their wheels. Without a GPU it ends with a sentence. Arguments go to tests/gpu_tests/run.py (see its --help).
 #
 #   bash scripts/gpu_test.sh                       # or PYTHON=/path/to/python bash scripts/gpu_test.sh
+#   PACKED=gpu_packed bash scripts/gpu_test.sh     # with what scripts/pack_gpu_test.sh has packed: torch is enough
 #   bash scripts/gpu_test.sh --device cpu --tiny   # shows on a CPU that the checks themselves run
 set -euo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
@@ -10,7 +11,24 @@ cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
 source scripts/checks.sh
 
 PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
+PACKED=${PACKED:-}
+export PYTHONPATH=$PWD:$PWD/tests${PYTHONPATH:+:$PYTHONPATH}
+
+preload=()
+if [ -n "$PACKED" ]; then
+    wheels=("$PACKED"/megatron_core-*.whl)
+    [ -f "${wheels[0]}" ] || die "PACKED=$PACKED has no wheel of megatron-core: bash scripts/pack_gpu_test.sh makes it."
+    unpacked=$(mktemp -d)
+    trap 'rm -rf "$unpacked"' EXIT
+    "$PYTHON" -m zipfile -e "${wheels[0]}" "$unpacked"
+    export PYTHONPATH=$PYTHONPATH:$unpacked
+    if [ -f "$PACKED/libnccl.so.2.xz" ]; then
+        "$PYTHON" -c 'import lzma, shutil, sys; shutil.copyfileobj(lzma.open(sys.argv[1]), open(sys.argv[2], "wb"))' \
+            "$PACKED/libnccl.so.2.xz" "$unpacked/libnccl.so.2"
+        preload=("LD_PRELOAD=$unpacked/libnccl.so.2")
+    fi
+fi
 "$PYTHON" -c 'from importlib.util import find_spec; find_spec("megatron.core").name' 2>/dev/null || {
     die "$PYTHON has no megatron-core: run bash scripts/setup.sh, or set PYTHON."
 }
-exec "$PYTHON" tests/gpu_tests/run.py "$@"
+env "${preload[@]}" "$PYTHON" -m gpu_tests.run "$@"

@@ -1,4 +1,4 @@
-"""What the sections of the GPU suite share: flags, checks, clocks, and process groups."""
+"""What the programs of the GPU suite share: flags, reports, clocks, and process groups."""
 
 import argparse
 import json
@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,21 +23,22 @@ import torch.distributed as dist  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 
+GIB = 2**30
 
-def parse(**extra: Any) -> argparse.Namespace:
-    """`--device` and `--tiny`, which makes every size small enough for a CPU; `extra` are further flags' defaults."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--output", type=Path, required=True)
-    for name, default in extra.items():
-        parser.add_argument(f"--{name}", type=type(default), default=default)
-    return parser.parse_args()
+
+def parser(doc: str | None) -> argparse.ArgumentParser:
+    """`--device` and `--tiny`, which makes every size small enough for a CPU, and `--output`, a JSON."""
+    found = argparse.ArgumentParser(description=doc)
+    found.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    found.add_argument("--tiny", action="store_true")
+    found.add_argument("--output", type=Path, required=True)
+    return found
 
 
 @dataclass
 class Report:
-    """Checks and figures of one section, written after each so that a time limit loses none."""
+    """Checks and figures of one program, written after each, so that a time limit loses none. A figure is written
+    before it is judged."""
 
     path: Path
     checks: list[dict] = field(default_factory=list)
@@ -48,8 +49,9 @@ class Report:
         self.checks.append({"name": name, "passed": passed if passed is None else bool(passed), "found": found})
         self._write()
 
-    def figure(self, **values: Any) -> None:
-        self.figures.append(values)
+    def figure(self, table: str, **values: Any) -> None:
+        """A row of a table of docs/measured.md, or of none."""
+        self.figures.append({"table": table, **values})
         self._write()
 
     @contextmanager
@@ -62,9 +64,8 @@ class Report:
             self.check(name, False, f"{type(error).__name__}: {first_line}")
 
     def _write(self) -> None:
-        content = {name: value for name, value in asdict(self).items() if name != "path"}
         unfinished = self.path.with_suffix(".unfinished")  # the time may be up in the middle of it
-        unfinished.write_text(json.dumps(content, indent=1))
+        unfinished.write_text(json.dumps({"checks": self.checks, "figures": self.figures}, indent=1))
         unfinished.replace(self.path)
 
 
@@ -82,9 +83,19 @@ def synchronise(device: str) -> None:
         torch.cuda.synchronize()
 
 
+def dtype_of(device: str) -> torch.dtype:
+    """In which speed is measured."""
+    return torch.float32 if device == "cpu" else torch.bfloat16
+
+
 def patience(device: str) -> timedelta:
     """How long ranks wait for each other: less than a section takes, so that one that hangs fails."""
     return timedelta(seconds=30 if device == "cuda" else 120)
+
+
+def use_own_or_shared_gpu() -> None:
+    """Make the GPU of this rank the current one; ranks share GPUs if there are more ranks."""
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
 
 
 def start_megatron(device: str, backend: str = "gloo", chunks: int = 1) -> None:

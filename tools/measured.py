@@ -1,0 +1,327 @@
+#!/usr/bin/env python3
+"""What bash scripts/gpu_test.sh has measured on a GPU, as docs/measured.md.
+
+    python tools/measured.py gpu_test.json
+
+keeps the file as docs/measured.json, and draws docs/images/measured.svg (which needs matplotlib). Without a file it
+writes the page anew from docs/measured.json; where there is none, the page says that nothing has been measured.
+"""
+
+import argparse
+import json
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.seq1f1b.report.style import picture
+
+DOCS = Path(__file__).parents[1] / "docs"
+PAGE = DOCS / "measured.md"
+KEPT = PAGE.with_suffix(".json")
+PICTURE = DOCS / "images" / "measured.svg"
+
+Figure = Mapping[str, Any]
+
+HEAD = "# Measured\n\nWritten by `python tools/measured.py gpu_test.json`, of what [`bash scripts/gpu_test.sh`]"
+HEAD += "(first-gpu.md) found on one GPU.\n"
+NOTHING_YET = f"""\
+{HEAD}
+There is no measurement yet: no GPU was at hand. All figures of GPUs in these pages are predicted; [Results](results.md)
+and [Published tables](paper_tables.md) show how, and how far predictions are off. Ten minutes on one GPU fill this page
+with time and memory of a stage over the number of segments, the speed of attention, the longest sequences, what the
+host needs, and the errors of the planner. [Your first GPUs](first-gpu.md) shows how, also without a network.
+"""
+
+
+@dataclass(frozen=True)
+class Column:
+    title: str
+    value: Callable[[Figure], str]
+
+
+def number(name: str, digits: str, factor: float = 1.0) -> Callable[[Figure], str]:
+    """The figure `name` in this format; empty where there is none."""
+
+    def text(figure: Figure) -> str:
+        value = figure.get(name)
+        return "" if value is None else format(factor * value, digits)
+
+    return text
+
+
+def words(name: str) -> Callable[[Figure], str]:
+    def text(figure: Figure) -> str:
+        value = figure.get(name)
+        return "" if value is None else str(value)
+
+    return text
+
+
+def off(measured: str, predicted: str) -> Callable[[Figure], str]:
+    """How far a prediction is off, in percent."""
+    return lambda figure: f"{100 * (figure[predicted] / figure[measured] - 1):+.0f} %"
+
+
+def or_out_of_memory(value: Callable[[Figure], str]) -> Callable[[Figure], str]:
+    return lambda figure: "out of memory" if figure.get("out_of_memory") else value(figure)
+
+
+@dataclass(frozen=True)
+class Table:
+    """A section of the page: the figures of the table `name` of gpu_test.json."""
+
+    title: str
+    name: str
+    text: str
+    columns: tuple[Column, ...]
+    picture: str = ""
+
+
+TOKENS = Column("tokens", number("length", ",.0f"))
+SEGMENTS = Column("segments", words("segments"))
+SECONDS = Column("s a sequence", or_out_of_memory(number("seconds_per_sequence", ".3f")))
+
+TABLES = (
+    Table(
+        "A stage over the number of segments",
+        "stage",
+        "The first of 8 stages of the 2.7b model (4 layers, hidden size 2560, 32 heads), in the order of its "
+        "pipeline rank under Seq1F1B, alone: it computes and keeps what a rank of the pipeline does, and never waits. "
+        "Memory is above weights and the state of the optimizer.",
+        (
+            TOKENS,
+            SEGMENTS,
+            SECONDS,
+            Column("tokens/s", number("tokens_per_second", ",.0f")),
+            Column("GiB", number("peak_gib", ".2f")),
+            Column("GiB with what the allocator holds", number("reserved_gib", ".1f")),
+        ),
+        "![Time and memory of a stage over the number of segments](images/measured.svg)",
+    ),
+    Table(
+        "Beside the prediction",
+        "prediction",
+        "The same steps by the costs of `seq1f1b plan`: seconds in compute, and what the planner counts beside "
+        "weights, gradients, the state of the optimizer and what the allocator holds back.",
+        (
+            TOKENS,
+            SEGMENTS,
+            SECONDS,
+            Column("predicted", number("predicted_seconds", ".3f")),
+            Column("off", off("seconds_per_sequence", "predicted_seconds")),
+            Column("GiB", number("peak_gib", ".2f")),
+            Column("predicted GiB", number("predicted_gib", ".2f")),
+            Column("GiB off", off("peak_gib", "predicted_gib")),
+            Column("constants of", words("machine")),
+        ),
+    ),
+    Table(
+        "The longest sequence",
+        "longest",
+        "That fits the same stage on this card, in steps of 4,096 tokens.",
+        (SEGMENTS, Column("tokens", number("longest_sequence", ",.0f"))),
+    ),
+    Table(
+        "Attention",
+        "attention speed",
+        "Causal attention, one sequence, bf16, forward and backward; cuDNN's runs on the whole sequence, with expanded "
+        "keys and values. *Of own whole*: the speed beside that of the same kernel on the whole sequence.",
+        (
+            TOKENS,
+            Column("heads", words("heads")),
+            Column("kernel", words("kernel")),
+            SEGMENTS,
+            Column("TFLOPS forward", number("forward_tflops", ".0f")),
+            Column("backward", number("backward_tflops", ".0f")),
+            Column("both", number("tflops", ".0f")),
+            Column("of own whole", number("of_own_whole", ".2f")),
+        ),
+    ),
+    Table(
+        "The loss in pieces",
+        "loss",
+        "The projection to the vocabulary and the loss of one sequence; all its segments go forward before one goes "
+        "backward.",
+        (
+            Column("tokens", number("tokens", ",.0f")),
+            Column("hidden size", words("hidden")),
+            Column("vocabulary", number("vocabulary", ",.0f")),
+            SEGMENTS,
+            Column("loss", words("loss")),
+            Column("s", or_out_of_memory(number("seconds", ".3f"))),
+            Column("GiB", number("peak_gib", ".2f")),
+        ),
+    ),
+    Table(
+        "Activations on the host",
+        "offload",
+        "The stage above with a share of its activations in the memory of the host. *Hidden*: the part of the copies "
+        "that runs beside compute.",
+        (
+            TOKENS,
+            SEGMENTS,
+            Column("share", number("share", "g")),
+            SECONDS,
+            Column("GiB", number("peak_gib", ".2f")),
+            Column("GiB on the host", number("host_gib", ".2f")),
+            Column("GiB moved a step", number("moved_gib", ".2f")),
+            Column("link, GB/s each way", number("link_gb_per_s", ".0f")),
+            Column("hidden", number("hidden_share", ".0%")),
+        ),
+    ),
+    Table(
+        "What the host needs",
+        "host",
+        "Microseconds a layer and unit to issue a forward and a backward, and until the GPU has computed them, at the "
+        "shapes of a rank of this tensor parallelism. Where the first is the longer, shorter segments gain nothing.",
+        (
+            Column("tokens of a segment", number("tokens", ",.0f")),
+            Column("TP", words("tensor_parallel")),
+            Column("host", number("host_us_per_layer_and_unit", ".0f")),
+            Column("until computed", number("all_us_per_layer_and_unit", ".0f")),
+        ),
+    ),
+    Table(
+        "A stage with experts",
+        "experts",
+        "Eight experts, two for each token; their dispatcher makes the host wait in each layer and segment.",
+        (TOKENS, SEGMENTS, SECONDS),
+    ),
+    Table(
+        "Several ranks over NCCL",
+        "nccl",
+        "The settings of NCCL that were tried for ranks that share one GPU, in this order, until some work.",
+        (
+            Column("settings", words("settings")),
+            Column("work", lambda figure: "yes" if figure["works"] else "no"),
+            Column("found", words("found")),
+        ),
+    ),
+    Table(
+        "Steps of several ranks",
+        "pipelines",
+        "Median seconds of a step of a small model. Ranks that share a GPU take turns: a proof of order, not of speed.",
+        (
+            Column("ranks", words("run")),
+            Column("schedule", words("variant")),
+            Column("s in fp32", number("float32_seconds", ".2f")),
+            Column("s in bf16", number("bfloat16_seconds", ".2f")),
+        ),
+    ),
+    Table(
+        "Errors of attention",
+        "attention errors",
+        "Against fp64, relative, root mean square; the worst of output and gradients.",
+        (
+            Column("kernel", words("package")),
+            Column("case", words("case")),
+            Column("whole", number("whole", ".1e")),
+            Column("segments", number("segments", ".1e")),
+        ),
+    ),
+)
+
+
+def figures_of(result: Mapping[str, Any], table: str) -> list[Figure]:
+    return [figure for section in result["sections"] for figure in section["figures"] if figure["table"] == table]
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    for row in (head, ["---"] * len(head), *rows):
+        yield f"| {' | '.join(cell.replace('|', '/') for cell in row)} |"
+
+
+def page_of(result: Mapping[str, Any] | None) -> str:
+    """The page, from the content of gpu_test.json or without one."""
+    if result is None:
+        return NOTHING_YET
+    lines = [HEAD]
+    lines.append(f"Measured on {result['date']}, on {result['device']}.")
+    lines += ["", *summary(result), ""]
+    for table in TABLES:
+        rows = [[column.value(figure) for column in table.columns] for figure in figures_of(result, table.name)]
+        if not rows:
+            continue
+        lines += [f"## {table.title}", "", table.text, ""]
+        if table.picture:
+            lines += [table.picture, ""]
+        lines += [*markdown([column.title for column in table.columns], rows), ""]
+    lines += ["## All checks", "", *checks(result), ""]
+    return "\n".join(lines)
+
+
+def summary(result: Mapping[str, Any]) -> Iterator[str]:
+    """Versions, what the device can do at most, and how many checks passed."""
+    for versions in figures_of(result, "versions"):
+        rows = [[name, str(value)] for name, value in versions.items() if name != "table"]
+        yield from markdown(["what", "version"], rows)
+        yield ""
+    for found in figures_of(result, "ceilings"):
+        product, copy, link = found["product_tflops"], found["copy_gb_per_s"], found["link_gb_per_s"]
+        yield f"A product of large matrices reaches {product:.0f} TFLOPS in bf16, a copy on the card {copy:,.0f} GB/s"
+        yield f"(read and written), the link to the host {link:.0f} GB/s each way while both are in use."
+        yield ""
+    verdicts = Counter(verdict(check) for section in result["sections"] for check in section["checks"])
+    yield f"Checks: {', '.join(f'{count} {each}' for each, count in verdicts.items())}."
+
+
+def verdict(check: Mapping[str, Any]) -> str:
+    if check["found"].startswith("not run: "):
+        return "not run"
+    return {None: "not judged", True: "ok", False: "FAILED"}[check["passed"]]
+
+
+def checks(result: Mapping[str, Any]) -> Iterator[str]:
+    """A table of all checks, those that failed first."""
+    found = [check for section in result["sections"] for check in section["checks"]]
+    found.sort(key=lambda check: check["passed"] is not False)
+    yield from markdown(["", "check", "found"], [[verdict(each), each["name"], each["found"]] for each in found])
+
+
+def plot(result: Mapping[str, Any], path: Path) -> None:
+    """Time and memory of a stage over the number of segments, a line for each length."""
+    figures = [figure for figure in figures_of(result, "stage") if not figure.get("out_of_memory")]
+    lengths = sorted({figure["length"] for figure in figures})
+    with picture(path, 7, 2.6) as canvas:
+        panels = canvas.subplots(1, 2)
+        names = ("tokens_per_second", "peak_gib")
+        for axes, name, title in zip(panels, names, ("tokens/s", "activations, GiB"), strict=True):
+            for length in lengths:
+                points = [(figure["segments"], figure[name]) for figure in figures if figure["length"] == length]
+                axes.plot(*zip(*points, strict=True), marker="o", label=f"{length:,} tokens")
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(sorted({figure["segments"] for figure in figures}))
+            axes.xaxis.set_major_formatter("{x:.0f}")
+            axes.set_ylim(bottom=0)
+            axes.set_xlabel("segments")
+            axes.set_title(title)
+        panels[0].legend()
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "json", type=Path, nargs="?", help="written by scripts/gpu_test.sh; default: docs/measured.json"
+    )
+    args = parser.parse_args(argv)
+    source = args.json or KEPT
+    result = None
+    if args.json or KEPT.exists():
+        try:
+            result = json.loads(source.read_text(encoding="utf-8"))
+            is_measured = result["device"] != "CPU" and not result["tiny"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise SystemExit(f"error: {source} is no file of scripts/gpu_test.sh: {error}") from error
+        if not is_measured:
+            raise SystemExit(f"error: {source} has sizes that measure nothing: run scripts/gpu_test.sh on a GPU.")
+        plot(result, PICTURE)
+        if source != KEPT:
+            shutil.copyfile(source, KEPT)
+    PAGE.write_text(page_of(result), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
