@@ -95,7 +95,7 @@ def main() -> None:
         sizes = keep_architecture(content, args.architecture)
     except (OSError, ValueError, zipfile.BadZipFile) as error:
         raise SystemExit(f"error: {error}") from error
-    args.output.write_bytes(lzma.compress(content, preset=9))
+    args.output.write_bytes(lzma.compress(content, preset=6))
     found = ", ".join(f"{name} {size >> 20} MiB" for name, size in sorted(sizes.items()))
     print(f"{args.output}: {args.output.stat().st_size / 2**20:.1f} MiB, of {found}")
 

@@ -137,7 +137,7 @@ HEAD = """\
 # Results
 
 Written by `python tools/results.py --output docs/results.md`. All times are predicted; how far predictions are off is
-shown in [Published tables](paper_tables.md).
+shown in [Published tables](paper_tables.md). [Measured](measured.md) is the page of what has run on a GPU.
 
 """
 

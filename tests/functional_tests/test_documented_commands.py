@@ -17,7 +17,7 @@ ELSEWHERE = {
     r"seq1f1b (?!compare).*": "unit_tests/test_docs_site.py",
     r"seq1f1b compare .*": "functional_tests/test_quickstart.py",
     r"bash scripts/quickstart\.sh": "functional_tests/test_quickstart.py",
-    r"bash scripts/gpu_test\.sh.*": "functional_tests/test_gpu_suite.py",
+    r"bash scripts/(pack_)?gpu_test\.sh.*": "functional_tests/test_gpu_suite.py",
     r"bash scripts/site\.sh": "functional_tests/test_playground.py",
     r"bash scripts/test\.sh.*": "unit_tests/test_contributing.py",  # and CI, which starts with it
     r"sbatch .* scripts/slurm/pretrain_gpt\.sbatch": "functional_tests/test_slurm.py",

@@ -1,10 +1,12 @@
 """The code of scripts/gpu_test.sh runs on a CPU, at sizes that measure nothing: what it measures needs a GPU."""
 
 import json
+import lzma
 import os
 import subprocess
 import sys
 import time
+import zipfile
 from pathlib import Path
 from threading import Event, Thread
 
@@ -140,6 +142,12 @@ def test_a_slow_start_takes_from_the_last_sections(monkeypatch, now, number, lim
     assert budget.until([sections[number]], sections[number + 1 :]) - now == limit
 
 
+def test_nothing_but_the_end_limits_the_start_and_sizes_for_a_cpu():
+    start, *others = run.sections_for(1)
+    assert run.Budget(end=100).until([start], others) == 100
+    assert run.Budget(end=100, is_planned=False).until(others[:1], others[1:]) == 100
+
+
 def test_sections_that_cannot_run_plan_no_time():
     """All others share what the suite has by default."""
     runnable = [section for section in run.sections_for(1) if section.lacks(gpus=1) is None]
@@ -189,3 +197,36 @@ def test_an_older_nccl_is_told_what_is_needed(monkeypatch, tmp_path, version, wo
     (check,) = found.checks
     assert not tried and suite.verdict(check) == "not run"
     assert f"needs NCCL 2.30 or later (here: {words})" in check["found"]
+
+
+def test_what_is_packed_is_used_in_place_of_what_python_lacks(tmp_path):
+    """A Python with torch alone finds Megatron in the packed wheel, and NCCL in the packed library."""
+    packed, bare = tmp_path / "packed", tmp_path / "python"
+    packed.mkdir()
+    with zipfile.ZipFile(packed / "megatron_core-0.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("megatron/core/__init__.py", "")
+    (packed / "libnccl.so.2.xz").write_bytes(lzma.compress(b"a library"))
+    # Instead of the suite it tells what it was given.
+    bare.write_text(
+        "#!/usr/bin/env bash\n"
+        'case "$*" in\n'
+        '    *gpu_tests.run*) LIBRARY=$LD_PRELOAD; unset LD_PRELOAD; cat "$LIBRARY"; echo " at $PYTHONPATH" ;;\n'
+        f'    *) exec {sys.executable} -S "$@" ;;\n'
+        "esac\n"
+    )
+    bare.chmod(0o755)
+    command = ["bash", ROOT / "scripts" / "gpu_test.sh"]
+
+    def start(**settings: str) -> subprocess.CompletedProcess[str]:
+        environment = os.environ | ENVIRONMENT | {"PYTHON": str(bare), "PYTHONPATH": ""} | settings
+        return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+    ended = start(PACKED=str(packed))
+    assert ended.returncode == 0, ended.stderr
+    library, _, path = ended.stdout.strip().partition(" at ")
+    assert library == "a library" and path.startswith(f"{ROOT}:{ROOT}/tests:")
+    assert not Path(path.rpartition(":")[2]).exists()  # what was unpacked is gone
+    without = start()
+    assert without.returncode == 1 and "has no megatron-core" in without.stderr
+    empty = start(PACKED=str(tmp_path / "empty"))
+    assert empty.returncode == 1 and "has no wheel of megatron-core" in empty.stderr

@@ -17,7 +17,8 @@ PATHS = {
     "scripts/slurm/pretrain_gpt.sbatch": "LOG_DIR CHECKPOINT_PATH REPOSITORY CONTAINER_MOUNTS",
     "scripts/paper/seq1f1b_7b.sh": "LOGS REPOSITORY",
     "scripts/check_cluster.sh": "FOLDER",
-    "scripts/gpu_test.sh": "PYTHON",
+    "scripts/gpu_test.sh": "PYTHON PACKED",
+    "scripts/pack_gpu_test.sh": "FOLDER",
 }
 
 

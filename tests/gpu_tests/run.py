@@ -37,6 +37,7 @@ class Section:
     beside: bool = False
     gpus: int = 1
     module: str = "torch"
+    warms_up: bool = False  # loads what others load, so it may take as long as it needs
 
     def lacks(self, gpus: int) -> str | None:
         """What this machine would need to run it."""
@@ -51,8 +52,7 @@ def program(name: str, *flags: str) -> Callable[[Suite], Found]:
 
 def sections_for(gpus: int) -> tuple[Section, ...]:
     return (
-        # Also loads what others load, so its time is no limit of its own.
-        Section("versions, and what the device can do at most", 40, program("start")),
+        Section("versions, and what the device can do at most", 40, program("start"), warms_up=True),
         Section(
             "attention by segments is as exact as that of the whole, with dropout, windows and sinks",
             35,
@@ -86,13 +86,17 @@ def sections_for(gpus: int) -> tuple[Section, ...]:
 
 @dataclass
 class Budget:
-    """Seconds that the sections share, until `end` of the monotonic clock."""
+    """Seconds that the sections share, until `end` of the monotonic clock. What sections plan is for a GPU: on a CPU
+    (not `is_planned`) nothing but the end limits them."""
 
     end: float
+    is_planned: bool = True
 
     def until(self, sections: Sequence[Section], later: Sequence[Section]) -> float:
         """When the time of `sections`, which run side by side, is over: they have what they plan and what nobody plans.
         Where less is left than all plan, it is `later` ones that go short."""
+        if not self.is_planned or any(section.warms_up for section in sections):
+            return self.end
         left = max(0.0, self.end - time.monotonic())
         planned = sum(section.seconds for section in sections)
         spare = left - planned - sum(section.seconds for section in later)
@@ -158,7 +162,7 @@ def run(sections: list[Section], args: argparse.Namespace, gpus: int, head: dict
     folder = args.output.with_suffix("").resolve()
     folder.mkdir(parents=True, exist_ok=True)
     compiling = COMPILING if args.device == "cuda" and is_installed(COMPILES) else 0
-    budget = Budget(time.monotonic() + args.seconds + compiling)
+    budget = Budget(time.monotonic() + args.seconds + compiling, is_planned=not args.tiny)
     cores = Cores(os.cpu_count() or 1)
     results: list[dict] = []
     later = list(sections)

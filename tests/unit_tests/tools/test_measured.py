@@ -1,0 +1,105 @@
+"""The page of what a GPU has shown, with and without figures."""
+
+import json
+
+import pytest
+
+import measured
+
+
+def result(**more) -> dict:
+    """What scripts/gpu_test.sh writes, in a few figures."""
+    stage = [
+        {"table": "stage", "length": 16384, "segments": 1, "out_of_memory": True},
+        *(
+            {
+                "table": "stage",
+                "length": 16384,
+                "segments": k,
+                "seconds_per_sequence": 0.125 * k,
+                "tokens_per_second": 131072 / k,
+                "peak_gib": 12 / k,
+                "reserved_gib": 14.0,
+            }
+            for k in (2, 4)
+        ),
+    ]
+    prediction = {
+        "table": "prediction",
+        "machine": "h100-80gb",
+        "length": 16384,
+        "segments": 2,
+        "seconds_per_sequence": 0.25,
+        "predicted_seconds": 0.2,
+        "peak_gib": 6.0,
+        "predicted_gib": 6.6,
+    }
+    checks = [
+        {"name": "first", "passed": True, "found": "a | b"},
+        {"name": "second", "passed": False, "found": "1.7 times"},
+        {"name": "third", "passed": None, "found": "not run: time"},
+    ]
+    versions = {"table": "versions", "PyTorch": "2.11.0"}
+    ceilings = {"table": "ceilings", "product_tflops": 650.4, "copy_gb_per_s": 2600.0, "link_gb_per_s": 48.2}
+    section = {"checks": checks, "figures": [versions, ceilings, *stage, prediction]}
+    return {"date": "2027-01-31", "device": "1 x NVIDIA H100", "tiny": False, "sections": [section]} | more
+
+
+def test_figures_become_tables():
+    page = measured.page_of(result())
+    assert "Measured on 2027-01-31, on 1 x NVIDIA H100." in page and "| PyTorch | 2.11.0 |" in page
+    assert "reaches 650 TFLOPS in bf16, a copy on the card 2,600 GB/s" in page
+    assert "| 16,384 | 1 | out of memory |  |  |  |" in page
+    assert "| 16,384 | 4 | 0.500 | 32,768 | 3.00 | 14.0 |" in page
+    assert "| 16,384 | 2 | 0.250 | 0.200 | -20 % | 6.00 | 6.60 | +10 % | h100-80gb |" in page
+    assert "Checks: 1 ok, 1 FAILED, 1 not run." in page
+    # Failures first; a bar would end a cell.
+    assert page.index("| FAILED | second |") < page.index("| ok | first | a / b |") < page.index("| not run | third |")
+    assert "## Attention" not in page  # there is no figure of it
+
+
+def test_the_page_is_that_of_the_figures_that_are_kept():
+    """Without any it says so, and links to what is predicted."""
+    kept = json.loads(measured.KEPT.read_text(encoding="utf-8")) if measured.KEPT.exists() else None
+    assert measured.PAGE.read_text(encoding="utf-8") == measured.page_of(kept)
+    assert measured.PICTURE.exists() == (kept is not None)
+    assert "There is no measurement yet" in measured.page_of(None)
+
+
+@pytest.fixture
+def docs(tmp_path, monkeypatch):
+    for name in ("PAGE", "KEPT", "PICTURE"):
+        monkeypatch.setattr(measured, name, tmp_path / getattr(measured, name).name)
+    return tmp_path
+
+
+def test_a_file_becomes_the_page_and_its_picture(docs):
+    pytest.importorskip("matplotlib")
+    given = docs / "gpu_test.json"
+    given.write_text(json.dumps(result()))
+    measured.main([str(given)])
+    page = measured.PAGE.read_text()
+    assert page == measured.page_of(result()) and "<svg" in measured.PICTURE.read_text()
+    given.unlink()
+    measured.main([])  # from the copy
+    assert measured.PAGE.read_text() == page
+
+
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        (json.dumps(result(device="CPU")), "sizes that measure nothing"),
+        (json.dumps(result(tiny=True)), "sizes that measure nothing"),
+        ("{}", "is no file of scripts/gpu_test.sh"),
+        ("[", "is no file of scripts/gpu_test.sh"),
+        (None, "is no file of scripts/gpu_test.sh"),
+    ],
+    ids=["cpu", "tiny", "empty", "cut", "missing"],
+)
+def test_a_file_that_measures_nothing_is_refused(docs, content, words):
+    given = docs / "gpu_test.json"
+    if content is not None:
+        given.write_text(content)
+    with pytest.raises(SystemExit, match=words):
+        measured.main([str(given)])
+    assert not measured.PAGE.exists() and not measured.KEPT.exists()
