@@ -14,6 +14,7 @@ import pytest
 
 import measured
 from gpu_tests import nccl, pipelines, run, suite
+from support.fat_binaries import LIBRARY
 from support.launch import ENVIRONMENT, ROOT
 
 
@@ -142,7 +143,7 @@ def test_a_slow_start_takes_from_the_last_sections(monkeypatch, now, number, lim
     assert budget.until([sections[number]], sections[number + 1 :]) - now == limit
 
 
-def test_nothing_but_the_end_limits_the_start_and_sizes_for_a_cpu():
+def test_nothing_but_the_end_limits_the_start_and_a_cpu():
     start, *others = run.sections_for(1)
     assert run.Budget(end=100).until([start], others) == 100
     assert run.Budget(end=100, is_planned=False).until(others[:1], others[1:]) == 100
@@ -175,7 +176,7 @@ def on_one_gpu(monkeypatch, tmp_path, version, works=(), has_mps=False):
     return pipelines.over_nccl(of_one, gpus=1), tried
 
 
-def test_ranks_share_a_gpu_by_the_first_settings_of_nccl_that_work(monkeypatch, tmp_path, capsys):
+def test_ranks_share_a_gpu_by_the_first_settings_that_work(monkeypatch, tmp_path, capsys):
     found, tried = on_one_gpu(monkeypatch, tmp_path, (2, 30, 7), works=(2, 3))
     assert tried == [settings.name for settings in nccl.LADDER[:3]]
     assert found.checks[0]["passed"] and "sockets" in found.checks[0]["found"]
@@ -230,3 +231,35 @@ def test_what_is_packed_is_used_in_place_of_what_python_lacks(tmp_path):
     assert without.returncode == 1 and "has no megatron-core" in without.stderr
     empty = start(PACKED=str(tmp_path / "empty"))
     assert empty.returncode == 1 and "has no wheel of megatron-core" in empty.stderr
+
+
+def test_the_folder_that_is_carried_to_a_gpu(tmp_path):
+    """By a stand-in for pip, which copies the wheels that it would download."""
+    nccl_wheel = tmp_path / "nvidia_nccl_cu13-2.30.7-py3-none-any.whl"
+    with zipfile.ZipFile(nccl_wheel, "w") as wheel:
+        wheel.writestr("nvidia/nccl/lib/libnccl.so.2", LIBRARY)
+    (tmp_path / "megatron_core-0.0-py3-none-any.whl").write_bytes(b"a wheel")
+    python = tmp_path / "python"
+    python.write_text(
+        "#!/usr/bin/env bash\n"
+        f'if [ "$2" != pip ]; then exec {sys.executable} "$@"; fi\n'
+        "package=${*: -1} folder=${*: -2:1}\n"
+        "name=${package%%==*}\n"
+        f'cp {tmp_path}/"${{name//-/_}}"-*.whl "$folder"\n'
+    )
+    python.chmod(0o755)
+    folder = tmp_path / "packed"
+    command = ["bash", ROOT / "scripts" / "pack_gpu_test.sh", folder]
+
+    def pack(**settings: str) -> subprocess.CompletedProcess[str]:
+        environment = os.environ | ENVIRONMENT | {"PYTHON": str(python)} | settings
+        return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+    ended = pack()
+    assert ended.returncode == 0, ended.stderr
+    names = {path.name for path in folder.iterdir()} - {".made-by-seq1f1b"}
+    assert names == {"megatron_core-0.0-py3-none-any.whl", "libnccl.so.2.xz"}
+    library = lzma.decompress((folder / "libnccl.so.2.xz").read_bytes())
+    assert b"h" * 64 in library and b"a" * 64 not in library
+    wrong = pack(ARCHITECTURE="100")
+    assert wrong.returncode == 1 and "no code for sm_100" in wrong.stderr

@@ -9,31 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from support.fat_binaries import LIBRARY, SASS, fat_binary
+
 PATH = Path(__file__).parents[3] / "scripts" / "one_architecture.py"
 SPEC = importlib.util.spec_from_file_location("one_architecture", PATH)
 one_architecture = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(one_architecture)
-PTX, SASS = 1, 2
-
-
-def fat_binary(*codes: tuple[int, int, bytes]) -> bytes:
-    """Kind, architecture and content of each."""
-    entries = b""
-    for kind, architecture, code in codes:
-        header = struct.pack("<HHIQ", kind, 1, 32, len(code))
-        entries += header + bytes(12) + struct.pack("<I", architecture) + code
-    return one_architecture.MAGIC + struct.pack("<HHQ", 1, 16, len(entries)) + entries
-
-
-LIBRARY = b"".join(
-    [
-        b"host code" + one_architecture.MAGIC + bytes(40),  # the number by chance
-        fat_binary((SASS, 80, b"a" * 64), (SASS, 90, b"h" * 64), (PTX, 90, b"p" * 32)),
-        b"more host code",
-        fat_binary((SASS, 90, b"H" * 128)),
-        b"the end",
-    ]
-)
 
 
 def test_code_of_other_gpus_becomes_zeros():
