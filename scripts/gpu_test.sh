@@ -16,11 +16,13 @@ export PYTHONPATH=$PWD:$PWD/tests${PYTHONPATH:+:$PYTHONPATH}
 
 preload=()
 if [ -n "$PACKED" ]; then
-    wheels=("$PACKED"/megatron_core-*.whl)
-    [ -f "${wheels[0]}" ] || die "PACKED=$PACKED has no wheel of megatron-core: bash scripts/pack_gpu_test.sh makes it."
+    wheels=("$PACKED"/*.whl)
+    [ -f "${wheels[0]}" ] || die "PACKED=$PACKED has no wheels: bash scripts/pack_gpu_test.sh makes such a folder."
     unpacked=$(mktemp -d)
     trap 'rm -rf "$unpacked"' EXIT
-    "$PYTHON" -m zipfile -e "${wheels[0]}" "$unpacked"
+    for wheel in "${wheels[@]}"; do
+        "$PYTHON" -m zipfile -e "$wheel" "$unpacked"
+    done
     export PYTHONPATH=$PYTHONPATH:$unpacked
     if [ -f "$PACKED/libnccl.so.2.xz" ]; then
         "$PYTHON" -c 'import lzma, shutil, sys; shutil.copyfileobj(lzma.open(sys.argv[1]), open(sys.argv[2], "wb"))' \

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Pack what scripts/gpu_test.sh needs on a machine that has torch, a GPU and no network, into a folder of 42 MB: the wheel
-# of megatron-core, and an NCCL that lets several ranks share one GPU, with the code of one architecture.
+# Pack what scripts/gpu_test.sh needs on a machine that has torch, a GPU and no network, into a folder of 40 MB: the wheels
+# of megatron-core and msgspec, and an NCCL that lets several ranks share one GPU, with the code of one architecture.
 #
 #   bash scripts/pack_gpu_test.sh gpu_packed                # here, with a network
 #   PACKED=gpu_packed bash scripts/gpu_test.sh              # there, after copying the repository and the folder
@@ -22,12 +22,14 @@ emptied_folder "$1"
 # download PACKAGE FOLDER: its wheel for Linux on x86-64.
 download() {
     "$PYTHON" -m pip download --quiet --no-deps --only-binary :all: --python-version 3.12 \
-        --platform manylinux_2_28_x86_64 --platform manylinux_2_18_x86_64 --platform any --dest "$2" "$1" ||
+        --platform manylinux_2_28_x86_64 --platform manylinux_2_18_x86_64 --platform manylinux_2_17_x86_64 \
+        --platform any --dest "$2" "$1" ||
         die "$PYTHON could not download $1 with pip."
 }
 
-megatron=$(grep '^megatron-core==' constraints.txt)
-download "$megatron" "$1"
+for package in megatron-core msgspec; do
+    download "$(grep "^$package==" constraints.txt)" "$1"
+done
 whole=$(mktemp -d)
 trap 'rm -rf "$whole"' EXIT
 download "$NCCL" "$whole"
