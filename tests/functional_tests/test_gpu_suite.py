@@ -8,10 +8,13 @@ import sys
 import time
 import tomllib
 import zipfile
+from argparse import Namespace
 from pathlib import Path
 from threading import Event, Thread
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 import measured
 from gpu_tests import nccl, pipelines, run, suite
@@ -67,6 +70,26 @@ def test_the_code_of_the_sections_runs(launch, monkeypatch, tmp_path, sections):
 )
 def test_a_run_is_judged_by_the_numbers_of_all_its_steps(ours, passed):
     assert suite.agree("norms of gradients", ours, [2.0, 1.51], 1e-2)["passed"] is passed
+
+
+def test_the_peak_of_a_variant_is_its_own(monkeypatch):
+    """Not that of an earlier one, which CUDA's counters still have."""
+    from gpu_tests import ranks  # imports Megatron
+
+    memory = SimpleNamespace(now=100, peak=5000)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: setattr(memory, "peak", memory.now))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: memory.now)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: memory.peak)
+    model = torch.nn.Linear(1, 1)
+
+    def step(**arguments: object) -> list:
+        memory.peak = max(memory.peak, memory.now + 30)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        return []
+
+    args = Namespace(device="cpu", tiny=True, unequal=False, segments=2, backend="gloo")
+    assert ranks.train(step, [model], 8, args).peak == 30
 
 
 def suite_of(folder: Path, until: float, cores: int = 2) -> suite.Suite:
