@@ -65,7 +65,7 @@ def get_batch(data_iterator, micro_batch_size, vp_stage=None):
     """
     args = get_args()
     is_packed = in_packed_format(args)
-    if not is_packed and not reads_data(vp_stage):
+    if not reads_batches(vp_stage):
         return (None,) * 6
 
     batch = None
@@ -100,15 +100,18 @@ def get_batch(data_iterator, micro_batch_size, vp_stage=None):
         batch,
         is_hybrid_cp=False,
         cp_group=mpu.get_context_parallel_group(),
-        use_per_sequence_balancing=args.dataloader_inter_document_masking,
+        # Our attention exchanges heads, so documents may be divided anywhere.
+        use_per_sequence_balancing=args.dataloader_inter_document_masking or pipeline_config().follows_documents,
     )
     inputs = tuple(batch.get(name) for name in INPUTS)
     return *inputs, packed_seq_params(batch) if is_packed else None
 
 
-def reads_data(vp_stage):
-    """Whether a stage needs batches."""
-    return is_first_or_last_pipeline_stage(vp_stage) or predicts_tokens(vp_stage)
+def reads_batches(vp_stage):
+    """Whether a stage needs batches: for tokens or labels, or for where documents end, which our schedules tell their
+    stages."""
+    needs_documents = in_packed_format(get_args()) and not pipeline_config().follows_documents
+    return needs_documents or is_first_or_last_pipeline_stage(vp_stage) or predicts_tokens(vp_stage)
 
 
 def predicts_tokens(vp_stage):
@@ -148,9 +151,8 @@ def check_tokens(batch, args):
 
 
 def in_packed_format(args):
-    """Whether the model gets documents as cumulative lengths. Our schedules handle documents
-    themselves, on every stage."""
-    return (args.sft or args.dataloader_inter_document_masking) and not pipeline_config().follows_documents
+    """Whether the model gets documents as cumulative lengths."""
+    return args.sft or args.dataloader_inter_document_masking
 
 
 def packed_seq_params(batch):
@@ -247,8 +249,7 @@ def train_valid_test_datasets_provider(num_samples, vp_stage=None):
     )
 
     def is_built_here():
-        needs_data = reads_data(vp_stage) or in_packed_format(args)
-        return needs_data and mpu.get_tensor_model_parallel_rank() == 0
+        return reads_batches(vp_stage) and mpu.get_tensor_model_parallel_rank() == 0
 
     kind = SFTDataset if args.sft else MockGPTDataset if args.mock_data else GPTDataset
     print_rank_0("> building train, validation, and test datasets for GPT ...")
@@ -279,7 +280,7 @@ def main(model_config_from_args: Callable[..., Any], unsupported: dict[str, str]
             raise ValueError(f"--{name.replace('_', '-')} {why}")
     if not (args.mock_data or args.dry_run) and get_blend_and_blend_per_split(args) == (None, None):
         raise ValueError("there are no data; give --data-path, or --mock-data for made-up tokens")
-    if in_packed_format(args) and args.transformer_impl == "local":
+    if in_packed_format(args) and not config.follows_documents and args.transformer_impl == "local":
         raise ValueError(
             "Megatron's own local layers do not take packed documents; add --sequence-splits or "
             "--pipeline-schedule, or use --transformer-impl transformer_engine."

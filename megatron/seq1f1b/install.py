@@ -204,10 +204,10 @@ class Overlay:
     def use(self, config: PipelineConfig) -> None:
         """Take the configuration of validated arguments, before Megatron builds its process groups and its model."""
         from .runtime import partitioned_state, v_chunks
-        from .runtime.from_config import segment_of
+        from .runtime.from_config import sequences_of
 
         def communicators_of_segments(initialize: Callable[[], None]) -> None:
-            with segment_of(_megatron_args(), 0, config.lengths[0]):  # all are equally long
+            with sequences_of(_megatron_args(), 0, config.lengths[0]):  # all are equally long
                 initialize()
 
         self.config = config

@@ -18,7 +18,6 @@ from .attention import SegmentAttention
 from .head_exchange import HeadExchange
 from .kernels import KernelChoice
 from .latents import keep_latents
-from .packed_documents import KEEP_APART
 from .segment import SegmentContext
 
 # Modules that depend on the running segment, with their patches.
@@ -31,8 +30,6 @@ def attach(chunks: Iterable[torch.nn.Module], context: SegmentContext) -> None:
     others = [chunk for chunk in chunks if getattr(chunk, "segment_context", None) is not context]
     for chunk in use_segment_attention(others):
         is_new = not hasattr(chunk, "segment_context")
-        if is_new:
-            chunk.register_forward_pre_hook(_without_packed_format, with_kwargs=True)
         chunk.segment_context = context
         for path, module in chunk.named_modules():
             keep_latents(module)
@@ -91,19 +88,6 @@ def _attention_layers(chunk: torch.nn.Module) -> Iterator[tuple[str, Attention]]
 
 def _is_causal(layer: Attention) -> bool:
     return isinstance(layer, (SelfAttention, MLASelfAttention)) and layer.attn_mask_type is AttnMaskType.causal
-
-
-def _without_packed_format(chunk: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """The arguments of a model chunk without `packed_seq_params`, since modules follow the documents of the segment."""
-    segment = chunk.segment_context.segment
-    if segment is None or kwargs.get("packed_seq_params") is None:
-        return args, kwargs
-    if segment.documents is None:
-        raise ValueError(
-            f"the model got packed_seq_params, but segments attend across documents; {KEEP_APART}, or drop "
-            "--sequence-splits"
-        )
-    return args, {name: value for name, value in kwargs.items() if name != "packed_seq_params"}
 
 
 def _with_gradient(_: torch.nn.Module, args: tuple, kwargs: dict) -> None:

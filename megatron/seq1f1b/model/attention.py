@@ -71,9 +71,6 @@ class SegmentAttention(torch.nn.Module):
                 f"attention got packed_seq_params, a bias or a mask of type {getattr(attn_mask_type, 'name', None)}, "
                 f"but segments attend causally and across documents; {KEEP_APART}, or drop --sequence-splits"
             )
-        # The kernel applies the triangle by itself, within each of the documents of the segment.
-        if attention_mask is not None and segment is not None and segment.documents is None:
-            context.check_mask(attention_mask)
         sink = self.softmax_offset
         if self.exchange is not None:
             query, key, value = self.exchange.to_heads(query, key, value)

@@ -3,7 +3,7 @@
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,11 +63,17 @@ class MaskCheck:
     def __init__(self) -> None:
         self._doubts: list[tuple[Tensor, str]] = []
 
-    def require_causal(self, mask: Tensor, where: str, may_be_inverted: bool = False) -> None:
-        """Raise ValueError unless `mask`, booleans [..., s, s], hides from each token exactly those after it, or shows
-        exactly those if it `may_be_inverted`. `where` names the mask in the error; `settle` raises it for a GPU's."""
-        mask = mask.bool().view(-1, *mask.shape[-2:])
-        doubt = differs(mask) & differs(~mask) if may_be_inverted else differs(mask)
+    def require_causal(self, mask: Any, length: int, where: str) -> None:
+        """Raise ValueError unless a mask of sequences of `length` (s) tokens hides nothing but later tokens, booleans
+        [..., s, s], or padding behind them: [b, s], True for tokens, as Hugging Face's models take it, or
+        [b, 1, 1, s], True for padding, as Megatron's. `where` names it in the error; `settle` raises it for a GPU's."""
+        if not isinstance(mask, Tensor) or mask.shape[-1] != length:
+            return
+        if mask.dim() > 2 and mask.shape[-2] == length:
+            doubt = differs(mask.bool().reshape(-1, length, length))
+        else:
+            is_padding = ~mask.bool() if mask.dim() == 2 else mask.bool()
+            doubt = (is_padding[..., :-1] & ~is_padding[..., 1:]).any()
         self._doubts.append((doubt, where))
         if not mask.is_cuda:
             self.settle()
@@ -77,8 +83,8 @@ class MaskCheck:
         doubts, self._doubts = self._doubts, []
         if doubts and torch.stack([doubt for doubt, _ in doubts]).any():
             raise ValueError(
-                f"{next(where for doubt, where in doubts if doubt)} is not plain causal attention, and segments of a "
-                f"sequence compute nothing else; {KEEP_APART}, or drop --sequence-splits"
+                f"{next(where for doubt, where in doubts if doubt)} is not plain causal attention, with padding at the "
+                f"end, and segments of a sequence compute nothing else; {KEEP_APART}, or drop --sequence-splits"
             )
 
 

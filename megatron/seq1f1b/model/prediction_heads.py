@@ -68,7 +68,7 @@ class PredictionHeads:
         return shifted, ahead.counts[shift].to(tensor.dtype)
 
     def _embeddings(self, upstream: Callable[..., Any], layer: Any, *args: Any, **options: Any) -> Any:
-        self._shifts = iter([("tokens", layer.layer_number), ("position_ids", layer.layer_number)])
+        self._shifts = iter([("input_ids", layer.layer_number), ("position_ids", layer.layer_number)])
         return upstream(layer, *args, **options)
 
     def _loss(self, upstream: Callable[..., Tensor], *, labels: Tensor, config: Any, **options: Any) -> Tensor:

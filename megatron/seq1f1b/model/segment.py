@@ -71,7 +71,6 @@ class SegmentContext:
         self.splits_backwards = False  # if so, inputs and output gradients are kept for the weight gradients
         self.kept_attention: dict[Hashable, Any] | None = None  # from first forwards, if recomputation keeps attention
         self.masks = MaskCheck()
-        self._checked_mask: Tensor | None = None
         self._caches: dict[tuple[Any, int], Any] = {}
 
     @contextmanager
@@ -80,19 +79,13 @@ class SegmentContext:
     ) -> Iterator[None]:
         """Inside, `segment` runs; no backward follows (evaluation) unless `keeps_for_backward`. A split backward leaves
         weight gradients for `unit`. If the unit `moves`, the tensors that its forward saves may go to the host."""
-        self.segment, self.keeps_for_backward, self._checked_mask = segment, keeps_for_backward, None
+        self.segment, self.keeps_for_backward = segment, keeps_for_backward
         self.weight_gradients.unit = unit
         try:
             with self.host_memory.keeping(unit) if moves else nullcontext():
                 yield
         finally:
-            self.segment = self._checked_mask = self.weight_gradients.unit = None
-
-    def check_mask(self, mask: Tensor) -> None:
-        """Raise ValueError unless the mask of the running segment is causal; compared once for all layers."""
-        if mask is not self._checked_mask:
-            self._checked_mask = mask
-            self.masks.require_causal(mask, f"the attention mask of micro-batch {self.segment.microbatch}")
+            self.segment = self.weight_gradients.unit = None
 
     def cache(self, layer: Any, make: Callable[[], Any]) -> Any:
         """The cache of `layer` for the running micro-batch, made at its first segment."""

@@ -25,10 +25,11 @@ from ..model import (
 from ..process.patches import patched
 from ..process.ranks import OneCaller, check_agreement
 from ..schedule import CostsOfLengths, ScheduleChoice
+from .call import Calls
 from .communication import Communicator
 from .gradient_sync import add_up_tied_embeddings, gradient_syncs
 from .interpreter import Interpreter
-from .loss import LossLedger
+from .loss import Losses
 from .partitioned_state import is_partitioned
 from .prediction import prediction_patches
 from .program import Program, Programs
@@ -40,10 +41,10 @@ from .tracer import Recorder, Tracer
 class PipelineExecutor:
     """Called like Megatron's `forward_backward_func`; made once, used for every step.
 
-    `auto` plans for `costs(lengths)`, for equal costs if it is None. `around_forward(stage, length)` is entered around
-    the user's forward step, for code that derives shapes or the entries to read from globals. No wait for a message is
-    longer than `timeout`. With `reports_on_last_rank` the last rank gets the reports of another one, too. The loss is
-    computed in pieces of `piece` logits (model/loss_pieces.py); None keeps all logits.
+    `auto` plans for `costs(lengths)`, for equal costs if it is None. `around_program` and `divides_documents` are those
+    of `Calls`. No wait for a message is longer than `timeout`. With `reports_on_last_rank` the last rank gets the
+    reports of another one, too. The loss is computed in pieces of `piece` logits (model/loss_pieces.py); None keeps all
+    logits.
 
     No state of a step survives it. After a step that failed every call raises RuntimeError: the other ranks stopped in
     the middle of it, and their messages no longer match.
@@ -54,7 +55,8 @@ class PipelineExecutor:
         schedule: ScheduleChoice,
         segmentation: Segmentation,
         costs: CostsOfLengths | None = None,
-        around_forward: Callable[[int, int], AbstractContextManager] = lambda stage, length: nullcontext(),
+        around_program: Callable[[int, int], AbstractContextManager] = lambda stage, length: nullcontext(),
+        divides_documents: bool = False,
         timeout: timedelta = timedelta(minutes=10),
         reports_on_last_rank: bool = False,
         piece: int | None = PIECE,
@@ -66,7 +68,8 @@ class PipelineExecutor:
         self.segmentation = segmentation
         self.tracer: Tracer | None = None  # records training steps
         self.recorder: Recorder | None = None  # of the last training step
-        self._around_forward = around_forward
+        self._around_program = around_program
+        self._divides_documents = divides_documents
         self._reports_on_last_rank = reports_on_last_rank
         self._piece = piece
         self._communicator = cache(partial(Communicator, timeout=timeout))
@@ -96,7 +99,9 @@ class PipelineExecutor:
             )
         step = Step(style=self.programs.placement, **arguments)
         segmentation, context = self.segmentation, self.context
-        cuts_sequences, lengths = segmentation.num_segments != 1, tuple(segmentation.lengths(step.seq_length))
+        cuts_sequences, follows_segments = segmentation.num_segments != 1, segmentation.follows_segments
+        # Those of a step of which nothing but its arguments is known.
+        lengths = () if segmentation.from_calls else tuple(segmentation.lengths(step.seq_length))
         if cuts_sequences:
             refuse_attention_to_later_tokens(step.chunks)
             if step.decoder_seq_length not in (None, step.seq_length):
@@ -111,20 +116,20 @@ class PipelineExecutor:
         # messages are kernels, none is in flight in that step while another kernel starts.
         kernels = step.placement, lengths, step.micro_batch_size, step.forward_only
         communicator.goes_in_turn = communicator.is_on_device and kernels not in self._ran_before
-        if cuts_sequences or segmentation.packed or context.kept_attention is not None:
+        if follows_segments or context.kept_attention is not None:
             attach(step.chunks, context)  # else the model keeps its own attention
         add_up_all_weight_gradients(step.chunks)
-        num_tokens = step.seq_length * (step.micro_batch_size or 0) // step.groups.cp.size()
-        compute_loss_in_pieces(step.chunks, num_tokens, self._piece)
 
         if timers := step.config.timers:
             timers("forward-backward", log_level=1).start(barrier=step.config.barrier_with_L1_time)
         try:
-            segmentation.cut_step(step, partial(context.masks.require_causal, may_be_inverted=True))
-            how = step.rank, step.forward_only, communicator.goes_in_turn, is_partitioned(step.chunks)
-            program = self.programs.program(step.shape, lengths, *how)
-            context.splits_backwards = program.splits_backwards
-            reports = self._run(step, program, communicator)
+            with Calls(step, self._around_program, self._divides_documents) as calls:
+                segmentation.cut_step(step, calls)
+                compute_loss_in_pieces(step.chunks, most_tokens(step), self._piece)
+                how = step.rank, step.forward_only, communicator.goes_in_turn, is_partitioned(step.chunks)
+                program = self.programs.program(step.shape, longest_lengths(step), *how)
+                context.splits_backwards = program.splits_backwards
+                reports = self._run(step, calls, program, communicator)
             self._ran_before.add(kernels)
         except BaseException as error:
             if not is_alone:
@@ -141,18 +146,18 @@ class PipelineExecutor:
             timers("forward-backward").stop()
         return reports
 
-    def _run(self, step: Step, program: Program, communicator: Communicator) -> list[Any]:
+    def _run(self, step: Step, calls: Calls, program: Program, communicator: Communicator) -> list[Any]:
         """Run the actions of this rank, then Megatron's end of the step."""
         config = step.config
-        losses = LossLedger(config.calculate_per_token_loss, step.groups.cp)
+        losses = Losses(step)
         syncs = gradient_syncs(config, step.chunks, ends_last=len(step.chunks) == 1 and step.rank == 0)
         with ExitStack() as around:
             for sync in syncs:
                 around.callback(sync.close)  # also after a failure
             if program.splits_backwards:
                 around.enter_context(defer_weight_gradients(self.context.weight_gradients, step.chunks))
-            if step.shape.num_segments > 1 or step.groups.cp.size() > 1 or self.segmentation.packed:
-                around.enter_context(patched(prediction_patches(step, self.context)))
+            if self.segmentation.follows_segments or step.groups.cp.size() > 1:
+                around.enter_context(patched(prediction_patches(step, self.context, calls)))
             if self.tracer is None or step.forward_only:
                 recorder = around.enter_context(Recorder(step.device))
             else:
@@ -161,11 +166,19 @@ class PipelineExecutor:
                 recorder = around.enter_context(tracing)
             if not step.forward_only:
                 self.recorder = recorder
-            around_model = self.context, losses, syncs, self._around_forward, recorder
-            Interpreter(step, program, communicator, *around_model).run()
+            Interpreter(
+                step,
+                program,
+                communicator,
+                context=self.context,
+                calls=calls,
+                losses=losses,
+                syncs=syncs,
+                recorder=recorder,
+                follows_segments=self.segmentation.follows_segments,
+            ).run()
             for sync in syncs:
                 sync.close()
-            losses.make_up_checks()
             self.context.masks.settle()
             if config.finalize_model_grads_func is not None and not step.forward_only:
                 num_tokens = losses.total_num_tokens(step.device) if config.calculate_per_token_loss else None
@@ -194,12 +207,25 @@ class PipelineExecutor:
     def _agree(self, step: Step, lengths: tuple[int, ...]) -> None:
         """Compare the plan of this step with that of the other ranks, once for each plan."""
         placement, config = step.placement, step.config
-        parts = "segments" if self.segmentation.num_segments else "units"
+        sizes = f"of {step.micro_batch_size} sequences, segments of {list(lengths)} tokens"
+        if self.segmentation.from_calls:
+            sizes = "of the sizes that the first stage tells"
+        within = " within documents" if self.segmentation.packed else ""
         self._check_agreement(
             f"{self.programs.name}, {'evaluation' if step.forward_only else 'training'} on {placement.num_ranks} "
             f"ranks with {placement.num_chunks} model chunks ({placement.style}), {step.num_microbatches} "
-            f"micro-batches of {step.micro_batch_size} sequences, {parts} of {list(lengths)} "
-            f"tokens{' within documents' if self.segmentation.packed else ''}, of a model with "
-            f"{getattr(config, 'num_layers', 'its own')} layers and messages of {config.hidden_size} "
-            f"{config.pipeline_dtype}"
+            f"micro-batches {sizes}{within}, of a model with {getattr(config, 'num_layers', 'its own')} layers and "
+            f"messages of {config.hidden_size} {config.pipeline_dtype}"
         )
+
+
+def most_tokens(step: Step) -> int:
+    """The tokens that a context-parallel rank has of the largest micro-batch."""
+    sizes = zip(step.num_sequences, step.segments, strict=True)
+    return max(number * segments[0].sequence_length for number, segments in sizes) // step.groups.cp.size()
+
+
+def longest_lengths(step: Step) -> tuple[int, ...]:
+    """The lengths of the segments of the longest micro-batch, for whose costs a step is planned."""
+    longest = max(step.segments, key=lambda segments: (len(segments), segments[0].sequence_length))
+    return tuple(segment.length for segment in longest)

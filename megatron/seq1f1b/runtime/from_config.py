@@ -22,11 +22,19 @@ from .tracer import Tracer, run_traced
 from .v_chunks import in_forward_step
 
 
-def training_executor(config: PipelineConfig, args: Namespace, end_of_document: Callable[[], int]) -> PipelineExecutor:
-    """The executor for Megatron's training loop and `args`; `end_of_document()` is the token that ends a document."""
-    around_forward = partial(_segment_in_a_v if config.schedule.placement == "v" else segment_of, args)
-    timeout = timedelta(minutes=args.distributed_timeout_minutes)
-    return _executor(config, end_of_document, around_forward=around_forward, timeout=timeout, reports_on_last_rank=True)
+def training_executor(
+    config: PipelineConfig, args: Namespace, end_of_document: Callable[[], int], divides_documents: bool = False
+) -> PipelineExecutor:
+    """The executor for Megatron's training loop and `args`; `end_of_document()` is the token that ends a document. A
+    script that `divides_documents` gives context-parallel ranks a share of each document, else of whole sequences."""
+    return _executor(
+        config,
+        end_of_document,
+        around_program=partial(_in_a_v if config.schedule.placement == "v" else sequences_of, args),
+        divides_documents=divides_documents,
+        timeout=timedelta(minutes=args.distributed_timeout_minutes),
+        reports_on_last_rank=True,
+    )
 
 
 def attention_kernel(config: PipelineConfig) -> str:
@@ -118,8 +126,9 @@ def _segmentation(config: PipelineConfig, end_of_document: Callable[[], int] | N
 
 
 @contextmanager
-def segment_of(args: Namespace, stage: int, length: int) -> Iterator[None]:
-    """Inside, Megatron's `seq_length` is that of a segment: tensor-parallel ranks without data allocate by it."""
+def sequences_of(args: Namespace, stage: int, length: int) -> Iterator[None]:
+    """Inside, Megatron's `seq_length` is `length`, that of a pack in units or of a segment: its functions for
+    tensor-parallel ranks without data allocate by it."""
     whole, args.seq_length = args.seq_length, length
     try:
         yield
@@ -128,6 +137,6 @@ def segment_of(args: Namespace, stage: int, length: int) -> Iterator[None]:
 
 
 @contextmanager
-def _segment_in_a_v(args: Namespace, stage: int, length: int) -> Iterator[None]:
-    with segment_of(args, stage, length), in_forward_step(stage):
+def _in_a_v(args: Namespace, stage: int, length: int) -> Iterator[None]:
+    with sequences_of(args, stage, length), in_forward_step(stage):
         yield

@@ -1,8 +1,6 @@
 """Multi-token prediction (DeepSeek-V3, arXiv 2412.19437): the stage of its layers, and the tokens after those of this
 rank, which these layers read and predict."""
 
-from collections.abc import Sequence
-from math import prod
 from typing import Any
 
 import torch
@@ -13,10 +11,12 @@ from torch import Tensor
 from ..model import LookAhead, PredictionHeads, Segment, SegmentContext
 from ..process.patches import PatchTable
 from ..schedule import Placement
-from .data import SegmentIterator
+from .call import Calls
+from .cut import Arguments
 from .step import Step
 
-_ENTRIES = ("tokens", "position_ids", "labels", "loss_mask")
+# Arguments of the model that these layers read further on.
+_ENTRIES = ("input_ids", "position_ids", "labels", "loss_mask")
 
 
 def prediction_stage(config: Any, placement: Placement) -> int | None:
@@ -38,44 +38,58 @@ def rows_per_token(config: Any, placement: Placement, stage: int) -> int:
     return 1 if predicting is None or stage < predicting else 1 + config.mtp_num_layers
 
 
-def prediction_patches(step: Step, context: SegmentContext) -> PatchTable:
+def prediction_patches(step: Step, context: SegmentContext, calls: Calls) -> PatchTable:
     """The patches of a rank with the layers of multi-token prediction, or with its loss; empty elsewhere."""
     placement = step.placement
     predicting = prediction_stage(step.config, placement)
     stages = set() if predicting is None else {predicting, placement.num_stages - 1}
-    readers = [step.batches[placement.chunk_of(stage)] for stage in stages if placement.rank_of(stage) == step.rank]
+    if all(placement.rank_of(stage) != step.rank for stage in stages):
+        return ()
 
     def ahead(segment: Segment) -> LookAhead:
-        running = next(each for each in readers if each is None or each.segment is segment)
-        return look_ahead(running, segment, step)
+        return look_ahead(calls.running.arguments, segment, step)
 
-    return PredictionHeads(context, ahead, step.groups.cp.size()).patches() if readers else ()
+    return PredictionHeads(context, ahead, step.groups.cp.size()).patches()
 
 
-def look_ahead(batches: SegmentIterator | None, segment: Segment, step: Step) -> LookAhead:
-    """The LookAhead of a segment, called on all tensor-parallel ranks of a stage; the first has the `batches`, dicts
-    with tokens, position_ids and labels, and broadcasts.
+def look_ahead(arguments: Arguments, segment: Segment, step: Step) -> LookAhead:
+    """The LookAhead of a segment, from the arguments of the call with the whole micro-batch.
 
-    As in Megatron, predictions stay within documents only in batches of its packed format, which have `cu_seqlens`.
+    As in Megatron, predictions stay within documents only if the call has `packed_seq_params`.
     """
-    depth, tensor, runs = step.config.mtp_num_layers, step.groups.tp, _runs(segment, step.groups.cp)
-    number = torch.zeros(step.micro_batch_size, segment.sequence_length, dtype=torch.long)  # of each token's document
+    depth, length = step.config.mtp_num_layers, segment.sequence_length
+    num_sequences = step.num_sequences[segment.microbatch]
+    entries = arguments.by_name()
+    stays_within = entries.get("packed_seq_params") is not None and segment.documents is not None
+    number = torch.zeros(num_sequences, length, dtype=torch.long)  # of each token's document
     for row, starts in zip(number, segment.documents or (), strict=False):
         row[list(starts)] = 1
-    number = number.cumsum(dim=1)
-    shape = len(_ENTRIES), len(runs), step.micro_batch_size, depth
-    packed = torch.empty(prod(shape) + depth + 2, dtype=torch.float64, device=step.device)
-    if tensor.rank() == 0:
-        packed.copy_(_packed(batches.latest, number, [end for _, end in runs], depth), non_blocking=True)
-    if tensor.size() > 1:
-        dist.broadcast(packed, dist.get_global_rank(tensor, 0), group=tensor)
-    entries, counts, stays_within = packed.split((packed.numel() - depth - 2, depth + 1, 1))
+    number = number.cumsum(dim=1).to(step.device, non_blocking=True) * stays_within
+    mask = entries.get("loss_mask")
+    if mask is None:
+        mask = torch.ones(num_sequences, length, device=step.device)
+    runs = _runs(segment, step.groups.cp)
+    following = {
+        name: torch.stack([_following(entry, end, depth, number) for _, end in runs])
+        for name, entry in {**entries, "loss_mask": mask}.items()
+        if name in _ENTRIES and entry is not None
+    }
+    counts = []
+    for shift in range(depth + 1):
+        is_same = number[:, shift:] == number[:, : length - shift]
+        counts.append((mask[:, shift:] * is_same).double().sum())
     ends_document = None
-    if segment.documents is not None:
+    if stays_within:
         is_last = torch.nn.functional.pad(number[:, 1:] != number[:, :-1], (0, 1))
-        of_runs = torch.cat([is_last[:, start:end] for start, end in runs], dim=1)
-        ends_document = of_runs.to(step.device, non_blocking=True) & (stays_within > 0)
-    return LookAhead(dict(zip(_ENTRIES, entries.view(shape), strict=True)), counts, ends_document)
+        ends_document = torch.cat([is_last[:, start:end] for start, end in runs], dim=1)
+    return LookAhead(following, torch.stack(counts), ends_document)
+
+
+def _following(entry: Tensor, end: int, depth: int, number: Tensor) -> Tensor:
+    """The `depth` columns of an entry [b, s] behind `end`, zeros beyond the sequence and in another document."""
+    is_same = number[:, end : end + depth] == number[:, end - 1 : end]
+    columns = entry[:, end : end + depth] * is_same
+    return torch.nn.functional.pad(columns, (0, depth - columns.shape[1]))
 
 
 def _runs(segment: Segment, context: dist.ProcessGroup) -> list[tuple[int, int]]:
@@ -85,25 +99,3 @@ def _runs(segment: Segment, context: dist.ProcessGroup) -> list[tuple[int, int]]
     part = segment.length // (2 * context.size())
     first, last = segment.start + context.rank() * part, segment.end - context.rank() * part
     return [(first, first + part), (last - part, last)]
-
-
-def _packed(batch: Any, number: Tensor, ends: Sequence[int], depth: int) -> Tensor:
-    """The message of `look_ahead`, in numbers that fp64 holds exactly: entries that follow the `ends` of runs, sums of
-    the shifted loss mask, and whether both stay within documents of one `number` [b, s]."""
-    entries = dict(batch)
-    if entries.get("loss_mask") is None:
-        entries["loss_mask"] = torch.ones_like(entries["labels"])
-    stays_within = any("cu_seqlens" in name for name in entries)
-    if not stays_within:
-        number = torch.zeros_like(number)
-    parts = []
-    for name in _ENTRIES:
-        for end in ends:
-            is_same = number[:, end : end + depth] == number[:, end - 1 : end]
-            following = entries[name][:, end : end + depth].double().cpu() * is_same
-            parts.append(torch.nn.functional.pad(following, (0, depth - following.shape[1])).flatten())
-    mask, length = entries["loss_mask"].double().cpu(), number.shape[1]
-    for shift in range(depth + 1):
-        is_same = number[:, shift:] == number[:, : length - shift]
-        parts.append((mask[:, shift:] * is_same).sum().view(1))
-    return torch.cat((*parts, torch.tensor([float(stays_within)])))

@@ -13,12 +13,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from ..model import Segment
+from ..model import Segment, differs
 from ..process.ranks import Outcome
-from .data import SegmentIterator
+from .call import Calls
 from .partitioned_state import is_partitioned
-from .segmentation import Cut, Segmentation, document_starts, on_all_ranks, segments_of
+from .segmentation import Cut, Segmentation, on_all_ranks, segments_of
 from .step import Step
+
+# The entries of a batch that may mark documents; the first one present is used.
+_MARKS = ("cu_seqlens_padded", "cu_seqlens", "attention_mask", "tokens")
 
 # Entries of a batch that follow from the lengths of its sequences.
 BOUNDS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
@@ -38,8 +41,8 @@ class Repacking(Segmentation):
         super().__init__(0, cut, packed=True, end_of_document=end_of_document)
         self._pack = pack
 
-    def cut_step(self, step: Step, check: Callable[[Tensor, str], None]) -> None:
-        """Give the step micro-batches of one row each, as many as this replica has."""
+    def cut_step(self, step: Step, calls: Calls) -> None:
+        """Give the step micro-batches of one row each, as many as this replica has, before the program reads them."""
         reading = Outcome(lambda: self._read(step))
         lengths = _of_all_replicas(step, Outcome(lambda: list(map(_length, reading.result()[1]))))
         sample, sequences = reading.result()
@@ -53,13 +56,14 @@ class Repacking(Segmentation):
         if not step.forward_only:
             self.apart = len(packs), [flat[number] for pack in packs for number in pack.sequences]
         owners = {number: owner for owner, share in enumerate(shares) for pack in share for number in pack.sequences}
-        step.batches = [None] * len(step.iterators)
         if sample is not None:
             read_here = dict(enumerate(sequences, sum(map(len, lengths[:replica]))))
             own = _exchanged(step, sample, read_here, owners, flat, readers)
             whole = [_joined(sample, [own[number] for number in pack.sequences], sum(pack.lengths)) for pack in packs]
-            step.batches = [iterator and SegmentIterator(map(dict, whole)) for iterator in step.iterators]
-        step.num_microbatches, step.micro_batch_size = len(packs), 1
+            # A copy for each chunk, since Megatron's functions divide a batch in place.
+            step.iterators = [iterator and map(dict, whole) for iterator in step.iterators]
+        step.num_microbatches = len(packs)
+        step.num_sequences = [1] * len(packs)
         step.segments = [_segments(number, pack, flat) for number, pack in enumerate(packs)]
 
     def reports(self, of_microbatches: list[Any], step: Step) -> list[Any]:
@@ -100,6 +104,47 @@ class Repacking(Segmentation):
                 for start, end in pairwise([*of_row.nonzero().view(-1).tolist(), step.seq_length])
             ]
         return [each for each in map(_trimmed, found) if _length(each)]
+
+
+def document_starts(batch: Any, shape: tuple[int, int], end_of_document: int | None) -> Tensor:
+    """Which tokens of a batch of `shape` = (b, s) are the first of a document: booleans [b, s].
+
+    The first of these entries counts: `cu_seqlens` (b rows of ascending positions, 0 and s among them); a boolean
+    `attention_mask` [b, 1, s, s], True where hidden; `tokens`, in which `end_of_document` ends a document, as in
+    Megatron's GPTDataset. Raises ValueError if the batch has none of them, or one of another shape.
+    """
+    given = {name: entry for name, entry in batch.items() if entry is not None} if isinstance(batch, dict) else {}
+    name = next((name for name in _MARKS if name in given), None)
+    if name is None or (name == "tokens" and end_of_document is None):
+        raise ValueError(
+            "documents are to be kept apart, but a batch is no dict with cu_seqlens, attention_mask or tokens that end "
+            "them; drop --sequence-splits and --pipeline-schedule to run Megatron's own schedule"
+        )
+    num_sequences, length = shape
+    entry = given[name][:, 0] if name == "attention_mask" else given[name]
+    starts = torch.zeros(shape, dtype=torch.bool)
+    starts[:, 0] = True
+    if name.startswith("cu_seqlens"):
+        positions = entry.cpu().view(-1, entry.shape[-1]).long()
+        if len(positions) != num_sequences or (positions[:, -1] != length).any():
+            raise ValueError(
+                f"{name} {list(positions.shape)} in a batch reaches to token {positions.max()}, but must have a row "
+                f"that ends at {length} for each of the {num_sequences} sequences of a micro-batch"
+            )
+        return torch.nn.functional.pad(starts, (0, 1)).scatter_(1, positions, True)[:, :length]
+    expected = (*shape, length) if name == "attention_mask" else shape
+    if entry.shape != expected:
+        raise ValueError(f"{name} {list(entry.shape)} in a batch does not fit micro-batches of {list(expected)} tokens")
+    if name == "tokens":
+        starts[:, 1:] = entry[:, :-1].cpu() == end_of_document
+        return starts
+    starts[:, 1:] = entry.diagonal(-1, 1, 2).cpu()
+    if differs(entry, starts.cumsum(1).to(entry.device)):
+        raise ValueError(
+            "the attention_mask of a batch hides more or less than other documents and later tokens, but segments hide "
+            "exactly these; drop --sequence-splits"
+        )
+    return starts
 
 
 def _sample(batch: Any) -> _Sequence:

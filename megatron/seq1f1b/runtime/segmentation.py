@@ -2,40 +2,62 @@
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from ..model import Documents, Segment, differs
 from ..process.ranks import Outcome
-from .data import SegmentIterator
+from .call import Arguments, Calls
+from .cut import bounds_of, size_of
 from .step import Step
-
-# The entries of a batch that may mark documents; the first one present is used.
-_MARKS = ("cu_seqlens_padded", "cu_seqlens", "attention_mask", "tokens")
 
 # Lengths of segments by that of a sequence, and by the documents of a micro-batch if there are any.
 Cut = Callable[..., Sequence[int]]
 
 
-class Segmentation:
-    """`num_segments` segments of the lengths `cut(sequence_length)`; whole sequences by default.
+class Sequences(NamedTuple):
+    """The data of one micro-batch: sequences side by side, their length in tokens, and the documents in them."""
 
-    In `packed` sequences attention stays within documents, and the lengths are `cut(sequence_length, documents)`. The
-    token `end_of_document` ends a document unless batches mark them in another way. `apart` then holds the number of
-    micro-batches of the last training step and the lengths of all its documents.
+    number: int
+    length: int
+    documents: Documents | None = None
+
+
+class Segmentation:
+    """How the micro-batches of a step are cut: by default, whole sequences of the length that the step is called with.
+
+    With `num_segments` other than 1 a micro-batch has segments of the lengths `cut(sequence_length)`. `from_calls`: its
+    length and its documents are those of the program's call of the model on the first stage, and the lengths of the
+    segments `cut(sequence_length, documents)`; all calls of a step are then started before its plan is made.
+
+    In `packed` sequences documents are kept apart also if the call names none: they begin where `position_ids` start
+    anew, or after a token `end_of_document`. `apart` then holds the number of micro-batches of the last training step
+    and the lengths of all its documents.
     """
 
     def __init__(
-        self, num_segments: int = 1, cut: Cut = lambda *_: (), packed: bool = False, end_of_document: int | None = None
+        self,
+        num_segments: int = 1,
+        cut: Cut = lambda *_: (),
+        packed: bool = False,
+        end_of_document: int | None = None,
+        from_calls: bool = False,
     ) -> None:
         self.num_segments = num_segments
         self.packed = packed
         self.end_of_document = end_of_document
+        self.from_calls = from_calls or packed
         self.apart: tuple[int, list[int]] | None = None
         self._cut = cut
+
+    @property
+    def follows_segments(self) -> bool:
+        """Whether attention is that of segments; if not, the model keeps its own, which reads masks."""
+        return self.num_segments != 1 or self.packed
 
     def lengths(self, sequence_length: int, documents: Documents | None = None) -> Sequence[int]:
         """Tokens of each segment, first to last, of a micro-batch with these documents or unpacked."""
@@ -43,27 +65,66 @@ class Segmentation:
             return (sequence_length,)
         return self._cut(sequence_length) if documents is None else self._cut(sequence_length, documents)
 
-    def cut_step(self, step: Step, check: Callable[[Tensor, str], None]) -> None:
-        """Set the segments and the batches of a step. If segments attend to everything before them, `check(mask,
-        where)` is called for the masks of batches."""
-        checks = self.num_segments > 1 and not self.packed
-        step.batches = [
-            iterator and SegmentIterator(iterator, check if checks else None) for iterator in step.iterators
-        ]
-        documents: Sequence[Documents | None] = [None] * step.num_microbatches
-        if self.packed:
-            documents = packed = documents_of_step(step, self.end_of_document)
-            if not step.forward_only:
-                bounds = (pairwise((*row, step.seq_length)) for rows in packed for row in rows)
-                self.apart = step.num_microbatches, [end - start for row in bounds for start, end in row]
+    def cut_step(self, step: Step, calls: Calls) -> None:
+        """Set the segments of a step."""
+        if self.from_calls:
+            starting = Outcome(calls.start_all)  # the others wait for what the first stage tells
+            found = on_all_ranks(step, lambda: starting.result() or self._of_calls(step, calls))
+            starting.result()
+        else:
+            found = [Sequences(step.micro_batch_size or 0, step.seq_length)] * step.num_microbatches
+        if self.packed and not step.forward_only:
+            self.apart = step.num_microbatches, [length for each in found for length in _lengths_of_documents(each)]
+        step.num_sequences = [each.number for each in found]
         step.segments = [
-            segments_of(number, self.lengths(step.seq_length, within), within)
-            for number, within in enumerate(documents)
+            segments_of(number, self.lengths(each.length, each.documents), each.documents)
+            for number, each in enumerate(found)
         ]
 
     def reports(self, of_microbatches: list[Any], step: Step) -> list[Any]:
         """The return value of a step."""
         return of_microbatches
+
+    def _of_calls(self, step: Step, calls: Calls) -> list[Sequences]:
+        """What the calls of the first stage are for, by micro-batch."""
+        chunk = step.placement.chunk_of(0)
+        return [
+            self._of_call(calls.at(chunk, number).arguments, number, step) for number in range(step.num_microbatches)
+        ]
+
+    def _of_call(self, arguments: Arguments, microbatch: int, step: Step) -> Sequences:
+        size = size_of(arguments)
+        if size is None:
+            raise ValueError(
+                f"the forward step of micro-batch {microbatch} calls the model on the first stage without data to cut; "
+                "pass it tokens [sequences, tokens], or drop --sequence-splits"
+            )
+        number, length = size
+        named = arguments.by_name()
+        documents = None
+        if self.follows_segments:
+            where = f"the attention mask of micro-batch {microbatch}"
+            documents = documents_of(named, number, length, where)
+            if documents is None and self.packed:
+                documents = self._marked_documents(named, number, length, microbatch)
+        return Sequences(number, length, documents)
+
+    def _marked_documents(self, named: dict[str, Any], number: int, length: int, microbatch: int) -> Documents:
+        """Documents of a call that has neither a packed format nor a mask of them."""
+        tokens, positions = named.get("input_ids"), named.get("position_ids")
+        starts = torch.zeros(number, length, dtype=torch.bool)
+        starts[:, 0] = True
+        if self.end_of_document is not None and isinstance(tokens, Tensor):
+            starts[:, 1:] = (tokens[:, :-1] == self.end_of_document).cpu()
+        elif isinstance(positions, Tensor) and positions.shape[-1] == length:
+            starts |= (positions.expand(number, length) == 0).cpu()
+        else:
+            raise ValueError(
+                f"documents are to be kept apart, but the call of the model in micro-batch {microbatch} has neither "
+                "packed_seq_params, an attention_mask nor position_ids that start anew; drop --sequence-splits and "
+                "--pipeline-schedule to run Megatron's own schedule"
+            )
+        return _documents_at(starts)
 
 
 def segments_of(microbatch: int, lengths: Sequence[int], documents: Documents | None) -> list[Segment]:
@@ -74,57 +135,44 @@ def segments_of(microbatch: int, lengths: Sequence[int], documents: Documents | 
     ]
 
 
-def document_starts(batch: Any, shape: tuple[int, int], end_of_document: int | None) -> Tensor:
-    """Which tokens of a batch of `shape` = (b, s) are the first of a document: booleans [b, s].
-
-    The first of these entries counts: `cu_seqlens` (b rows of ascending positions, 0 and s among them); a boolean
-    `attention_mask` [b, 1, s, s], True where hidden; `tokens`, in which `end_of_document` ends a document, as in
-    Megatron's GPTDataset. Raises ValueError if the batch has none of them, or one of another shape.
-    """
-    given = {name: entry for name, entry in batch.items() if entry is not None} if isinstance(batch, dict) else {}
-    name = next((name for name in _MARKS if name in given), None)
-    if name is None or (name == "tokens" and end_of_document is None):
-        raise ValueError(
-            "documents are to be kept apart, but a batch is no dict with cu_seqlens, attention_mask or tokens that end "
-            "them; drop --sequence-splits and --pipeline-schedule to run Megatron's own schedule"
-        )
-    num_sequences, length = shape
-    entry = given[name][:, 0] if name == "attention_mask" else given[name]
-    starts = torch.zeros(shape, dtype=torch.bool)
-    starts[:, 0] = True
-    if name.startswith("cu_seqlens"):
-        positions = entry.cpu().view(-1, entry.shape[-1]).long()
-        if len(positions) != num_sequences or (positions[:, -1] != length).any():
+def documents_of(named: dict[str, Any], number: int, length: int, where: str) -> Documents | None:
+    """The documents that a call of the model keeps apart, for `number` (b) sequences of `length` (s) tokens, by its
+    arguments' names: those of `packed_seq_params`, else of an `attention_mask` [b, 1, s, s], True where hidden. None if
+    there is just one. Raises ValueError for a mask that hides anything else; waits for the GPU."""
+    packed, mask = named.get("packed_seq_params"), named.get("attention_mask")
+    if isinstance(packed, PackedSeqParams) and packed.qkv_format == "thd":
+        if number != 1:
             raise ValueError(
-                f"{name} {list(positions.shape)} in a batch reaches to token {positions.max()}, but must have a row "
-                f"that ends at {length} for each of the {num_sequences} sequences of a micro-batch"
+                f"packed_seq_params mark documents in one row of tokens, but the call of the model has {number} rows; "
+                "flatten them to one"
             )
-        return torch.nn.functional.pad(starts, (0, 1)).scatter_(1, positions, True)[:, :length]
-    expected = (*shape, length) if name == "attention_mask" else shape
-    if entry.shape != expected:
-        raise ValueError(f"{name} {list(entry.shape)} in a batch does not fit micro-batches of {list(expected)} tokens")
-    if name == "tokens":
-        starts[:, 1:] = entry[:, :-1].cpu() == end_of_document
-        return starts
-    starts[:, 1:] = entry.diagonal(-1, 1, 2).cpu()
-    if differs(entry, starts.cumsum(1).to(entry.device)):
+        starts = sorted({bound for bound in bounds_of(packed) if bound < length})
+        return (tuple(starts),)
+    if not isinstance(mask, Tensor):
+        return None
+    if mask.dim() == 2 or mask.shape[-2:] != (length, length):
+        return None  # of padding, which is checked with every call
+    hidden = mask.bool().reshape(-1, length, length).expand(number, length, length)
+    if not differs(hidden):
+        return None
+    starts = torch.zeros(number, length, dtype=torch.bool)
+    starts[:, 0] = True
+    starts[:, 1:] = hidden.diagonal(-1, 1, 2).cpu()
+    if differs(hidden, starts.cumsum(1).to(hidden.device)):
         raise ValueError(
-            "the attention_mask of a batch hides more or less than other documents and later tokens, but segments hide "
-            "exactly these; drop --sequence-splits"
+            f"{where} hides more or less than other documents and later tokens, but segments hide exactly these; drop "
+            "--sequence-splits"
         )
-    return starts
+    return _documents_at(starts)
 
 
-def documents_of_step(step: Step, end_of_document: int | None) -> list[Documents]:
-    """The documents of every micro-batch of a step, on all ranks of a model; the first stage reads its data ahead."""
+def _documents_at(starts: Tensor) -> Documents:
+    return tuple(tuple(row.nonzero().view(-1).tolist()) for row in starts)
 
-    def found() -> list[Documents]:
-        batches = step.batches[step.placement.chunk_of(0)].read_ahead(step.num_microbatches)
-        shape = step.micro_batch_size, step.seq_length
-        starts = [document_starts(batch, shape, end_of_document) for batch in batches]
-        return [tuple(tuple(row.nonzero().view(-1).tolist()) for row in rows) for rows in starts]
 
-    return on_all_ranks(step, found)
+def _lengths_of_documents(sequences: Sequences) -> list[int]:
+    rows = sequences.documents or ((0,),) * sequences.number
+    return [end - start for row in rows for start, end in pairwise((*row, sequences.length))]
 
 
 def on_all_ranks(step: Step, make: Callable[[], Any]) -> Any:

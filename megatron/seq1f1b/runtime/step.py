@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import InitVar, dataclass
 from functools import cached_property
 from typing import Any
@@ -15,7 +16,6 @@ from megatron.core.utils import get_model_config
 
 from ..model import Segment
 from ..schedule import Placement, Shape
-from .data import SegmentIterator
 
 
 @dataclass(kw_only=True)
@@ -24,7 +24,7 @@ class Step:
 
     `chunks` are the model chunks of this rank, `iterators` their data. `seq_length` is 0 if Megatron leaves it out
     because no message is sent. `Segmentation.cut_step` sets `segments[m][s]`, segment s of micro-batch m, and
-    `batches`, the data of the chunks by segments. Raises ValueError for a call that our schedules cannot follow.
+    `num_sequences[m]`, how many it has side by side. Raises ValueError for a call that our schedules cannot follow.
     """
 
     forward_step_func: Callable
@@ -44,7 +44,7 @@ class Step:
     style: InitVar[str] = "looped"
 
     segments: Sequence[Sequence[Segment]] = ()
-    batches: Sequence[SegmentIterator | None] = ()
+    num_sequences: Sequence[int] = ()
 
     def __post_init__(self, data_iterator: Any, model: Any, pg_collection: Any, style: str) -> None:
         self.chunks: list[torch.nn.Module] = model if isinstance(model, list) else [model]
@@ -60,11 +60,10 @@ class Step:
         if self.p2p_communicator is not None and pg_collection is None:
             raise ValueError("a p2p_communicator needs its pg_collection")
         is_known = type(self.p2p_communicator) in (type(None), P2PCommunicator)
-        if not is_known or self.adjust_tensor_shapes_fn is not None or self.config.variable_seq_lengths:
+        if not is_known or self.adjust_tensor_shapes_fn is not None:
             raise ValueError(
-                "a p2p_communicator of its own kind, adjust_tensor_shapes_fn and variable_seq_lengths change the "
-                "messages between stages, which our schedules fix in advance; run this model with Megatron's own "
-                "schedule"
+                "a p2p_communicator of its own kind and adjust_tensor_shapes_fn change the messages between stages, "
+                "which our schedules fix in advance; run this model with Megatron's own schedule"
             )
         if self.config.num_microbatches_with_partial_activation_checkpoints is not None:
             raise ValueError(
@@ -84,6 +83,16 @@ class Step:
     @cached_property
     def shape(self) -> Shape:
         return Shape.of(self.placement, [len(each) for each in self.segments])
+
+    def length_of(self, microbatch: int) -> int:
+        """Tokens of a sequence of a micro-batch: those of its segments, or of the call where it is not cut yet."""
+        return self.segments[microbatch][0].sequence_length if self.segments else self.seq_length
+
+    def autocast(self) -> AbstractContextManager:
+        """The context in which Megatron runs a program's forward step."""
+        if self.config.enable_autocast:
+            return torch.autocast("cuda", dtype=self.config.autocast_dtype)
+        return nullcontext()
 
 
 def refuse_waits(config: Any, pipeline: dist.ProcessGroup) -> None:

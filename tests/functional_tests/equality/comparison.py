@@ -193,8 +193,9 @@ def segmentation(case: Case) -> Segmentation:
     """Where our run cuts its sequences."""
 
     def lengths(length, documents=None):
+        rows = length // SEQUENCE  # one behind the other in the packed format
         if documents is None or case.split != "documents":
-            return case.lengths
+            return [each * rows for each in case.lengths]
         # They differ from one micro-batch to the next.
         cost = AnalyticTime(per_token=1.0, per_pair=0.5)
         return balanced(length, case.k, cost, multiple_of=2, documents=documents)

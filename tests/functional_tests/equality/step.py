@@ -10,7 +10,7 @@ from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.utils import get_batch_on_this_cp_rank
+from megatron.core.utils import flatten_batch_for_packed_sequences, get_batch_on_this_cp_rank
 
 from functional_tests.equality.cases import Case
 from functional_tests.equality.layout import named
@@ -23,6 +23,7 @@ def forward_step(data_iterator, model):
     module = model.module
     batch = next(data_iterator) if module.pre_process or module.post_process or module.mtp_process else {}
     group = parallel_state.get_context_parallel_group()
+    batch = flatten_batch_for_packed_sequences(dict(batch))
     batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=group, use_per_sequence_balancing=True)
     packing = {}
     if "cu_seqlens" in batch:

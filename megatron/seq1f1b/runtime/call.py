@@ -1,0 +1,238 @@
+"""A program's forward step, suspended where it calls its model.
+
+`forward_step_func(iterator, model)` runs once for every micro-batch and model chunk, in a greenlet. The model that it
+calls is a door: the call hands its arguments to the interpreter, which runs the model on segments of them, and returns
+when the micro-batch is through. Whatever the program does before and after, it does with whole sequences.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextvars import copy_context
+from inspect import signature
+from itertools import chain, islice, repeat
+from typing import Any, NamedTuple
+
+import torch
+from greenlet import getcurrent, greenlet
+
+from ..process.patches import patched_on, wrapping
+from .context_shares import ContextShares, whole_arguments
+from .cut import Arguments
+from .step import Step
+
+_PATIENCE = 8  # times that a program may go on after it was told to end
+
+
+class Call(greenlet):
+    """One call of `forward_step_func`, for one micro-batch on one model chunk."""
+
+    def __init__(self, forward_step: Callable[[], Any], model: torch.nn.Module, where: str) -> None:
+        super().__init__()
+        self.gr_context = copy_context()  # a greenlet begins with an empty one
+        self.model = model
+        self.arguments = Arguments((), {}, ())
+        self.shares: ContextShares | None = None  # where the arguments were divided among context-parallel ranks
+        self._forward_step = forward_step
+        self._where = where
+        self._state: _ThreadState | None = None  # of the program, if it differs from that of the interpreter
+
+    def run(self) -> Any:
+        return self._forward_step()
+
+    def start(self) -> None:
+        """Run the program until it calls its model. Raises ValueError if it does not, or where it cannot wait."""
+        was_inferring = torch.is_inference_mode_enabled()
+        asked = self._switch()
+        if self.dead:
+            raise ValueError(
+                f"the forward step of {self._where} returned without a call of its model, and segments are cut at that "
+                "call; call the model that the schedule was given, or drop --sequence-splits"
+            )
+        if torch.is_inference_mode_enabled() and not was_inferring:
+            raise ValueError(
+                f"the forward step of {self._where} calls its model under torch.inference_mode, whose tensors cannot "
+                "pass from segment to segment; use torch.no_grad"
+            )
+        self.arguments = asked
+
+    @contextmanager
+    def as_program(self) -> Iterator[None]:
+        """Inside, gradients and autocast are on or off as where the program called its model."""
+        if self._state is None:
+            yield
+            return
+        own = _ThreadState.now()
+        self._state.restore()
+        try:
+            yield
+        finally:
+            own.restore()
+
+    def finish(self, output: Any) -> Any:
+        """Let the call of the model return `output`; what the program's forward step returns. Raises ValueError if it
+        calls the model again."""
+        result = self._switch(output)
+        if not self.dead:
+            raise ValueError(
+                f"the forward step of {self._where} calls its model twice, and segments are cut at one call; put both "
+                "batches into one call or into two micro-batches, or drop --sequence-splits"
+            )
+        return result
+
+    def close(self) -> None:
+        """End a program that is suspended, after a failure elsewhere: its `finally` blocks run."""
+        for _ in range(_PATIENCE):
+            if not self:  # not started, or at its end
+                break
+            self.parent = getcurrent()
+            with suppress(Exception):  # the failure itself is the one to report
+                self.throw()
+
+    def _switch(self, *given: Any) -> Any:
+        """Go on with the program until it calls its model or ends; the state of this thread is that of whoever runs."""
+        self.parent = getcurrent()
+        own = _ThreadState.now()
+        if self._state is not None:
+            self._state.restore()
+        try:
+            return self.switch(*given)
+        finally:
+            left = _ThreadState.now()
+            self._state = left if left != own else None
+            own.restore()
+
+
+class _ThreadState(NamedTuple):
+    """What PyTorch keeps for a thread, which greenlets share."""
+
+    has_gradients: bool
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    caches_casts: bool
+    stream: Any
+
+    @classmethod
+    def now(cls) -> "_ThreadState":
+        return cls(
+            has_gradients=torch.is_grad_enabled(),
+            autocast=tuple(
+                (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+                for device in ("cuda", "cpu")
+            ),
+            caches_casts=torch.is_autocast_cache_enabled(),
+            stream=torch.cuda.current_stream() if torch.cuda.is_available() else None,
+        )
+
+    def restore(self) -> None:
+        before = _ThreadState.now()
+        if before == self:
+            return
+        torch.set_grad_enabled(self.has_gradients)
+        for device, is_enabled, dtype in self.autocast:
+            torch.set_autocast_enabled(device, is_enabled)
+            torch.set_autocast_dtype(device, dtype)
+        torch.set_autocast_cache_enabled(self.caches_casts)
+        if before.stream != self.stream:
+            # What the one has begun on its stream is input of the other.
+            self.stream.wait_stream(before.stream)
+            torch.cuda.set_stream(self.stream)
+
+
+class Calls:
+    """The calls of a program's forward step in one step. Within it, the models of all chunks are doors.
+
+    `around_program(stage, length)` is entered while the program runs for sequences of `length` tokens, for code that
+    derives shapes or the entries to read from globals. A program that `divides_documents` gives context-parallel ranks
+    a share of each document of a pack, else of whole sequences.
+    """
+
+    def __init__(
+        self, step: Step, around_program: Callable[[int, int], AbstractContextManager], divides_documents: bool
+    ) -> None:
+        self.models = [model_of(chunk) for chunk in step.chunks]
+        self.running: Call | None = None  # whose model runs forward
+        self._step = step
+        self._around_program = around_program
+        self._divides_documents = divides_documents
+        self._started: list[list[Call]] = [[] for _ in step.chunks]
+        self._doors = ExitStack()
+
+    def __enter__(self) -> "Calls":
+        self._forwards = [model.forward for model in self.models]
+        door = wrapping("torch.nn.Module.forward", _at_the_door, "runs on whole sequences")
+        self._doors.enter_context(patched_on(self.models, [door]))
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._doors.close()
+        for call in (call for calls in self._started for call in calls):
+            call.close()
+        self._started.clear()
+        self.running = None
+
+    def at(self, chunk: int, microbatch: int) -> Call:
+        """The call of a micro-batch on a model chunk. A program reads micro-batches in order, whatever the schedule, so
+        those before it are started, too."""
+        started = self._started[chunk]
+        while len(started) <= microbatch:
+            started.append(self._start(chunk, len(started)))
+        return started[microbatch]
+
+    def start_all(self) -> None:
+        """Start the calls of all micro-batches on all chunks of this rank."""
+        for chunk in range(len(self.models)):
+            self.at(chunk, self._step.num_microbatches - 1)
+
+    def run(self, chunk: int, call: Call, arguments: Arguments) -> Any:
+        """The output of the model of a chunk for a part of the call's arguments."""
+        self.running = call
+        with call.as_program():
+            return self._forwards[chunk](*arguments.positional, **arguments.named)
+
+    def finish(self, chunk: int, microbatch: int, output: Any) -> Any:
+        """What the forward step of a micro-batch returns if its model returns `output`."""
+        with self._around(chunk, microbatch):
+            return self._started[chunk][microbatch].finish(output)
+
+    def _start(self, chunk: int, microbatch: int) -> Call:
+        step, model = self._step, self.models[chunk]
+
+        def forward_step() -> Any:
+            with step.autocast():
+                return step.forward_step_func(step.iterators[chunk], step.chunks[chunk])
+
+        call = Call(forward_step, model, f"micro-batch {microbatch}")
+        with self._around(chunk, microbatch):
+            call.start()
+        if step.groups.cp.size() > 1:
+            given = call.arguments, step.groups.cp, self._divides_documents, step.device
+            call.arguments, call.shares = whole_arguments(*given)
+        return call
+
+    def _around(self, chunk: int, microbatch: int) -> AbstractContextManager:
+        stage = self._step.placement.stage_of(self._step.rank, chunk)
+        return self._around_program(stage, self._step.length_of(microbatch))
+
+
+def model_of(chunk: torch.nn.Module) -> torch.nn.Module:
+    """The model in the wrappers of a model chunk, which takes the input of its stage by `set_input_tensor`. Raises
+    ValueError if it was compiled as a whole."""
+    for module in chunk.modules():
+        if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
+            raise ValueError(
+                "the model was compiled as a whole by torch.compile, and segments are cut at its call; compile its "
+                "layers instead"
+            )
+        if hasattr(type(module), "set_input_tensor") and not hasattr(module, "module"):
+            return module
+    raise ValueError(
+        f"a {type(chunk).__name__} holds no model with a set_input_tensor, by which schedules of Megatron pass the input"
+    )
+
+
+def _at_the_door(model: torch.nn.Module, forward: Callable, *args: Any, **kwargs: Any) -> Any:
+    """A call by a program waits for the interpreter; any other one runs the model."""
+    call = getcurrent()
+    if isinstance(call, Call) and call.model is model:
+        names = tuple(islice(chain(signature(forward).parameters, repeat("")), len(args)))
+        return call.parent.switch(Arguments(args, kwargs, names))
+    return forward(*args, **kwargs)

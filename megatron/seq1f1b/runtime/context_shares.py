@@ -1,0 +1,116 @@
+"""The tokens of a micro-batch on the ranks of a context-parallel group: as a program divides them, and by segments.
+
+A program gives every rank its share of whole sequences, or of each document of a pack; a segment needs the share of its
+own tokens. Both shares are zigzags: of 2c equal parts, rank r has part r and part 2c-1-r (Megatron's
+`get_batch_on_this_cp_rank`). What the model gets is gathered once a call, numbers for each token; what it returns goes
+back to the ranks that the program expects it on, row by row.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.mappings import all_to_all
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from ..model import Segment
+from .cut import Arguments, bounds_of, size_of, token_dimensions
+
+Runs = Sequence[tuple[int, int]]  # start and end of consecutive tokens
+
+
+def zigzag(runs: Runs, rank: int, size: int) -> Tensor:
+    """The positions of the tokens of one rank, where each run of tokens is divided among `size` ranks."""
+    found = []
+    for start, end in runs:
+        part = (end - start) // (2 * size)
+        found.append(torch.arange(start + rank * part, start + (rank + 1) * part))
+        found.append(torch.arange(end - (rank + 1) * part, end - rank * part))
+    return torch.cat(found)
+
+
+class ContextShares:
+    """The two divisions of one micro-batch among the ranks of `group`: of the `runs` of the program, each of which is a
+    sequence or a document, and of its segments."""
+
+    def __init__(self, group: dist.ProcessGroup, runs: Runs, device: torch.device) -> None:
+        self._group = group
+        self._size = group.size()
+        self._device = device
+        for start, end in runs:
+            if (end - start) % (2 * self._size):
+                raise ValueError(
+                    f"{end - start} tokens cannot be divided into the {2 * self._size} parts that context parallelism "
+                    f"needs; pad sequences or documents to a multiple of {2 * self._size}"
+                )
+        self._of_program = [zigzag(runs, rank, self._size) for rank in range(self._size)]
+        self._order = torch.argsort(torch.cat(self._of_program)).to(device)
+
+    def gathered(self, own: Tensor, dimension: int) -> Tensor:
+        """The tokens of all ranks in order, of this rank's share along a dimension."""
+        rows = own.movedim(dimension, 0).contiguous()
+        parts = [torch.empty_like(rows) for _ in range(self._size)]
+        dist.all_gather(parts, rows, group=self._group)
+        return torch.cat(parts).index_select(0, self._order).movedim(0, dimension)
+
+    def part(self, whole: Tensor, dimension: int, segment: Segment) -> Tensor:
+        """This rank's share of a segment along a dimension of a gathered tensor."""
+        own = zigzag([(segment.start, segment.end)], self._group.rank(), self._size)
+        return whole.index_select(dimension, own.to(whole.device, non_blocking=True))
+
+    def rearranged(self, own: Tensor, dimension: int, segments: Sequence[Segment]) -> Tensor:
+        """The program's share, of this rank's shares of all segments one after the other; gradients go back."""
+        runs = [(segment.start, segment.end) for segment in segments]
+        by_segments = [zigzag(runs, rank, self._size) for rank in range(self._size)]
+        rank = self._group.rank()
+        order, counts = _by_peer(by_segments[rank], _holders(self._of_program))
+        arriving, arriving_counts = _by_peer(self._of_program[rank], _holders(by_segments))
+        rows = own.movedim(dimension, 0).index_select(0, order.to(self._device))
+        arrived = all_to_all(self._group, rows, arriving_counts, counts)
+        places = torch.argsort(arriving)  # of what arrives, in the order of the program
+        return arrived.index_select(0, places.to(self._device)).movedim(0, dimension)
+
+
+def _holders(shares: Sequence[Tensor]) -> Tensor:
+    """The rank that holds each position of a sequence, from the positions on each rank."""
+    holders = torch.empty(sum(map(len, shares)), dtype=torch.long)
+    for rank, positions in enumerate(shares):
+        holders[positions] = rank
+    return holders
+
+
+def _by_peer(positions: Tensor, peers: Tensor) -> tuple[Tensor, list[int]]:
+    """The order in which rows at these positions are exchanged, and the number for each peer. The rows of a peer are in
+    ascending order of their positions, so that both sides know which is which."""
+    peer = peers[positions]
+    order = torch.argsort(peer * len(peers) + positions)
+    return order, torch.bincount(peer, minlength=int(peers.max()) + 1).tolist()
+
+
+def whole_arguments(
+    arguments: Arguments, group: dist.ProcessGroup, by_document: bool, device: torch.device
+) -> tuple[Arguments, ContextShares | None]:
+    """The arguments of a call with the tokens of all ranks, in order, and how the program divided them: by the
+    documents of a pack if `by_document`. A call without data has no shares. A collective of the group."""
+    named = arguments.by_name()
+    size = size_of(arguments)
+    if size is None:
+        return arguments, None
+    number, length = size
+    packed, tokens = named.get("packed_seq_params"), named.get("input_ids")
+    is_packed = isinstance(packed, PackedSeqParams)
+    if not is_packed or isinstance(tokens, Tensor) and not tokens.is_nested:
+        length *= group.size()  # else it is the end of the pack
+    runs = [(0, length)]
+    if is_packed and by_document:
+        runs = list(pairwise(sorted({*bounds_of(packed), length})))
+    shares = ContextShares(group, runs, device)
+    leaves, tree = tree_flatten((list(arguments.positional), arguments.named))
+    for place, leaf in enumerate(leaves):
+        if dimensions := token_dimensions(leaf, number, length // group.size()):
+            leaves[place] = shares.gathered(leaf, dimensions[0])
+    positional, options = tree_unflatten(leaves, tree)
+    return Arguments(tuple(positional), options, arguments.names), shares

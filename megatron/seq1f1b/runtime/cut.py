@@ -1,0 +1,127 @@
+"""The arguments of a call of the model, cut into segments."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from ..model import Segment
+
+# Masks and packed formats, which the attention of segments does without: it hides later tokens and other documents.
+_OF_ATTENTION = "attention_mask", "packed_seq_params"
+
+
+class Arguments(NamedTuple):
+    """The arguments of a call of the model; `names` are those of the positional ones."""
+
+    positional: tuple[Any, ...]
+    named: dict[str, Any]
+    names: tuple[str, ...]
+
+    def by_name(self) -> dict[str, Any]:
+        return dict(zip(self.names, self.positional, strict=True)) | self.named
+
+
+class CutArguments:
+    """The arguments of one call, for `num_sequences` (b) sequences of `length` (s) tokens.
+
+    A tensor is cut along every dimension but the first that has s elements, or along the first if it is [s, b, ...];
+    all else passes through. `part(tensor, dimension, segment)` is what a segment has of a tensor. With
+    `follows_segments` the attention layers know segments and documents, and get no masks.
+    """
+
+    def __init__(
+        self,
+        arguments: Arguments,
+        num_sequences: int,
+        length: int,
+        part: Callable[[Tensor, int, Segment], Tensor],
+        follows_segments: bool,
+    ) -> None:
+        self._part = part
+        dropped = _OF_ATTENTION if follows_segments else ()
+        pairs = zip(arguments.names, arguments.positional, strict=True)
+        positional = [None if name in dropped else value for name, value in pairs]
+        named = {name: None if name in dropped else value for name, value in arguments.named.items()}
+        self._names = arguments.names
+        self._leaves, self._tree = tree_flatten((positional, named))
+        self._cuts = [
+            (place, dimensions)
+            for place, leaf in enumerate(self._leaves)
+            if (dimensions := token_dimensions(leaf, num_sequences, length))
+        ]
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether any argument has a part for each segment."""
+        return bool(self._cuts)
+
+    def of(self, segment: Segment) -> Arguments:
+        """The arguments for one segment."""
+        leaves = list(self._leaves)
+        if not segment.is_whole_sequence:
+            for place, dimensions in self._cuts:
+                for dimension in dimensions:
+                    leaves[place] = self._part(leaves[place], dimension, segment)
+                leaves[place] = leaves[place].contiguous()
+        positional, named = tree_unflatten(leaves, self._tree)
+        return Arguments(tuple(positional), named, self._names)
+
+
+def token_dimensions(leaf: Any, num_sequences: int, length: int) -> Sequence[int]:
+    """The dimensions of an argument that count the `length` tokens of a sequence; empty if it has none."""
+    if not isinstance(leaf, Tensor) or leaf.is_nested:
+        return ()
+    found = [dimension for dimension in range(1, leaf.dim()) if leaf.shape[dimension] == length]
+    if not found and leaf.shape[:2] == (length, num_sequences):
+        return (0,)
+    return found
+
+
+def narrowed(leaf: Tensor, dimension: int, segment: Segment) -> Tensor:
+    """The tokens of a segment."""
+    return leaf.narrow(dimension, segment.start, segment.length)
+
+
+def size_of(arguments: Arguments) -> tuple[int, int] | None:
+    """The number of sequences and of tokens in each that a call is for: those of its `input_ids`, else of its packed
+    format, else of its first tensor [b, s, ...]; None for a call without data."""
+    named = arguments.by_name()
+    packed = named.get("packed_seq_params")
+    tokens = named.get("input_ids")
+    if isinstance(tokens, Tensor) and not tokens.is_nested and tokens.dim() == 2:
+        return tokens.shape[0], tokens.shape[1]
+    if isinstance(packed, PackedSeqParams):
+        return 1, bounds_of(packed)[-1]
+    for leaf in tree_flatten((arguments.positional, arguments.named))[0]:
+        if isinstance(leaf, Tensor) and not leaf.is_nested and leaf.dim() >= 2:
+            return leaf.shape[0], leaf.shape[1]
+    return None
+
+
+def require_size(arguments: Arguments, num_sequences: int, length: int, microbatch: int) -> None:
+    """Raise ValueError for a call on the first stage with data of another size than the step is cut for."""
+    found = size_of(arguments)
+    if found is None or found in ((num_sequences, length), (length, num_sequences)):
+        return
+    raise ValueError(
+        f"the forward step of micro-batch {microbatch} calls its model with {found[0]} sequences of {found[1]} tokens, "
+        f"but segments are cut from {num_sequences} of {length}, as micro_batch_size and seq_length say; correct "
+        "these, or set variable_seq_lengths in the model's configuration"
+    )
+
+
+def bounds_of(packed: PackedSeqParams) -> list[int]:
+    """Where the documents of a pack start, padded if they are, and where the last one ends. Waits for the GPU."""
+    given = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
+    bounds = torch.as_tensor(given).flatten().tolist()
+    # Entries behind the last end have no meaning: some data sets fill up with -1, others repeat the end.
+    meant = bounds[:1]
+    for bound in bounds[1:]:
+        if bound < meant[-1]:
+            break
+        meant.append(bound)
+    return meant
