@@ -20,6 +20,7 @@ from .context_shares import ContextShares, whole_arguments
 from .cut import Arguments
 from .step import Step
 
+_NO_ARGUMENTS = Arguments((), {}, ())
 _PATIENCE = 8  # times that a program may go on after it was told to end
 
 
@@ -30,7 +31,7 @@ class Call(greenlet):
         super().__init__()
         self.gr_context = copy_context()  # a greenlet begins with an empty one
         self.model = model
-        self.arguments = Arguments((), {}, ())
+        self.arguments = _NO_ARGUMENTS
         self.shares: ContextShares | None = None  # where the arguments were divided among context-parallel ranks
         self._forward_step = forward_step
         self._where = where
@@ -71,6 +72,7 @@ class Call(greenlet):
     def finish(self, output: Any) -> Any:
         """Let the call of the model return `output`; what the program's forward step returns. Raises ValueError if it
         calls the model again."""
+        self.arguments = _NO_ARGUMENTS  # which nothing else holds now
         result = self._switch(output)
         if not self.dead:
             raise ValueError(
@@ -225,7 +227,7 @@ def model_of(chunk: torch.nn.Module) -> torch.nn.Module:
         if hasattr(type(module), "set_input_tensor") and not hasattr(module, "module"):
             return module
     raise ValueError(
-        f"a {type(chunk).__name__} holds no model with a set_input_tensor, by which schedules of Megatron pass the input"
+        f"a {type(chunk).__name__} holds no model with a set_input_tensor, which gets the input of its stage by it"
     )
 
 

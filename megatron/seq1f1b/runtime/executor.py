@@ -27,6 +27,8 @@ from ..process.ranks import OneCaller, check_agreement
 from ..schedule import CostsOfLengths, ScheduleChoice
 from .call import Calls
 from .communication import Communicator
+from .forward_segments import SegmentForwards
+from .forward_whole import WholeForwards
 from .gradient_sync import add_up_tied_embeddings, gradient_syncs
 from .interpreter import Interpreter
 from .loss import Losses
@@ -123,7 +125,10 @@ class PipelineExecutor:
         if timers := step.config.timers:
             timers("forward-backward", log_level=1).start(barrier=step.config.barrier_with_L1_time)
         try:
-            with Calls(step, self._around_program, self._divides_documents) as calls:
+            with ExitStack() as around:
+                calls = None
+                if segmentation.from_calls or cuts_sequences or step.groups.cp.size() > 1:
+                    calls = around.enter_context(Calls(step, self._around_program, self._divides_documents))
                 segmentation.cut_step(step, calls)
                 compute_loss_in_pieces(step.chunks, most_tokens(step), self._piece)
                 how = step.rank, step.forward_only, communicator.goes_in_turn, is_partitioned(step.chunks)
@@ -146,7 +151,7 @@ class PipelineExecutor:
             timers("forward-backward").stop()
         return reports
 
-    def _run(self, step: Step, calls: Calls, program: Program, communicator: Communicator) -> list[Any]:
+    def _run(self, step: Step, calls: Calls | None, program: Program, communicator: Communicator) -> list[Any]:
         """Run the actions of this rank, then Megatron's end of the step."""
         config = step.config
         losses = Losses(step)
@@ -156,7 +161,10 @@ class PipelineExecutor:
                 around.callback(sync.close)  # also after a failure
             if program.splits_backwards:
                 around.enter_context(defer_weight_gradients(self.context.weight_gradients, step.chunks))
-            if self.segmentation.follows_segments or step.groups.cp.size() > 1:
+            if calls is None:
+                forwards: Any = WholeForwards(step, self.context, losses, self._around_program)
+            else:
+                forwards = SegmentForwards(step, self.context, losses, calls, self.segmentation.follows_segments)
                 around.enter_context(patched(prediction_patches(step, self.context, calls)))
             if self.tracer is None or step.forward_only:
                 recorder = around.enter_context(Recorder(step.device))
@@ -166,17 +174,7 @@ class PipelineExecutor:
                 recorder = around.enter_context(tracing)
             if not step.forward_only:
                 self.recorder = recorder
-            Interpreter(
-                step,
-                program,
-                communicator,
-                context=self.context,
-                calls=calls,
-                losses=losses,
-                syncs=syncs,
-                recorder=recorder,
-                follows_segments=self.segmentation.follows_segments,
-            ).run()
+            Interpreter(step, program, communicator, self.context, forwards, syncs, recorder).run()
             for sync in syncs:
                 sync.close()
             self.context.masks.settle()

@@ -1,5 +1,6 @@
 """The loss of each micro-batch, computed once by the program, and what the program reports of it."""
 
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -17,13 +18,17 @@ class Losses:
     def __init__(self, step: Step) -> None:
         self._step = step
         self._num_tokens: list[Tensor] = []
-        self._reports: dict[int, list[Any]] = {}  # by micro-batch
+        # By micro-batch, lists to which Megatron's functions append what the program reports.
+        self.reports_of: dict[int, list[Any]] = defaultdict(list)
+
+    def count(self, num_tokens: Any) -> None:
+        """Add the tokens of a micro-batch, as its loss function counts them."""
+        self._num_tokens.append(torch.as_tensor(num_tokens))
 
     def add(self, chunk: int, microbatch: int, output: Any, loss_func: Callable | None) -> None:
         """Compute the loss of a micro-batch from what its forward step returned; its gradient goes back to the joined
         output of the model."""
         step, config = self._step, self._step.config
-        reports = self._reports[microbatch] = []
         if config.timers is not None:
             config.timers("forward-compute", log_level=2).start()  # Megatron's function stops it
         loss, num_tokens = forward_step_calc_loss(
@@ -34,11 +39,11 @@ class Losses:
             vp_stage=chunk if len(step.chunks) > 1 else None,
             collect_non_loss_data=step.collect_non_loss_data,
             num_microbatches=step.num_microbatches,
-            forward_data_store=reports,
+            forward_data_store=self.reports_of[microbatch],
             cp_group_size=step.groups.cp.size(),
             is_last_stage=True,
         )
-        self._num_tokens.append(torch.as_tensor(num_tokens))
+        self.count(num_tokens)
         if step.forward_only or not isinstance(loss, Tensor) or not loss.requires_grad:
             return
         if config.grad_scale_func is not None:
@@ -52,7 +57,7 @@ class Losses:
 
     def reports(self) -> list[Any]:
         """What the program reported of each micro-batch, in its order."""
-        return [report for microbatch in sorted(self._reports) for report in self._reports[microbatch]]
+        return [report for microbatch in sorted(self.reports_of) for report in self.reports_of[microbatch]]
 
     def _over_shares(self, loss_func: Callable) -> Callable:
         """A loss function whose mean is over the tokens of all context-parallel ranks. Megatron averages the means of

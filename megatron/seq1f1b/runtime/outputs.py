@@ -136,6 +136,6 @@ def _token_dimension(leaf: Any, segment_length: int, is_whole: bool) -> int | No
     if is_whole:
         return None
     raise ValueError(
-        f"the model returns a tensor {list(leaf.shape)} for a segment of {segment_length} tokens, which cannot be joined "
-        "to one of the whole sequence; let it return values for each token, or drop --sequence-splits"
+        f"the model returns a tensor {list(leaf.shape)} for a segment of {segment_length} tokens, which cannot be "
+        "joined to one of the whole sequence; let it return values for each token, or drop --sequence-splits"
     )

@@ -1,0 +1,130 @@
+"""Segments of micro-batches: the model runs on parts of what the program called it with."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel.schedules import check_first_val_step, forward_step
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from ..model import Segment, SegmentContext
+from .call import Call, Calls
+from .cut import CutArguments, narrowed, require_size
+from .loss import Losses
+from .outputs import Outputs
+from .step import Step
+
+
+class SegmentForwards:
+    """Runs the model on one segment after the other. With the last one the program's call of the model returns, and on
+    the last stage the program computes its loss, whose gradient waits for the backwards of the segments.
+
+    If the attention of the model `follows_segments`, it hides later tokens and other documents by itself.
+    """
+
+    def __init__(
+        self, step: Step, context: SegmentContext, losses: Losses, calls: Calls, follows_segments: bool
+    ) -> None:
+        self._step = step
+        self._context = context
+        self._losses = losses
+        self._calls = calls
+        self._follows_segments = follows_segments
+        self._last_stage = step.placement.num_stages - 1
+        self._started_chunks: set[int] = set()
+        # The arguments of the calls that are under way, by (model chunk, micro-batch).
+        self._arguments: dict[tuple[int, int], CutArguments] = {}
+        # What the last stage returned, by micro-batch, until the backward of its first segment.
+        self._outputs: dict[int, Outputs] = {}
+
+    def forward(self, stage: int, segment: Segment, arrived: Tensor | None, moves: bool) -> Tensor:
+        """The output of a stage for a segment whose input has `arrived`, or the scalar that stands for that of the last
+        stage in the backward."""
+        step, microbatch = self._step, segment.microbatch
+        chunk = step.placement.chunk_of(stage)
+        call = self._calls.at(chunk, microbatch)
+        with self._context.running(segment, not step.forward_only, (stage, microbatch, segment.index), moves):
+            output = self._run_model(call, chunk, segment, arrived)
+        kept = output
+        if stage == self._last_stage:
+            kept = self._outputs_of(call, segment).add(output, segment)
+        if segment.is_last:
+            del self._arguments[chunk, microbatch]
+            self._return_to_program(chunk, stage, microbatch, output)
+        return kept
+
+    def loss_gradient(self, output: Tensor, segment: Segment) -> Tensor:
+        """The gradient of the scalar that stands for what the last stage returned for a segment."""
+        if segment.is_first:
+            del self._outputs[segment.microbatch]  # the graph of the segment holds it
+        return torch.ones_like(output)
+
+    def assert_empty(self) -> None:
+        left = [*self._arguments, *self._outputs]
+        assert not left, f"calls outlived the step: {left}"
+
+    def _run_model(self, call: Call, chunk: int, segment: Segment, arrived: Tensor | None) -> Any:
+        """The output of a model chunk, by Megatron's `forward_step` without a loss."""
+        step = self._step
+        arguments = self._arguments_of(call, chunk, segment).of(segment)
+        outputs: list[Any] = []
+
+        def run_model(*_: Any) -> tuple[Tensor, None]:
+            outputs.append(self._calls.run(chunk, call, arguments))
+            return next(filter(torch.is_tensor, tree_leaves(outputs))), None
+
+        is_first_of_chunk = chunk not in self._started_chunks
+        self._started_chunks.add(chunk)
+        forward_step(
+            run_model,
+            None,
+            step.chunks[chunk],
+            step.num_microbatches,
+            arrived,
+            [],
+            step.config,
+            cp_group_size=step.groups.cp.size(),
+            is_first_microbatch=check_first_val_step(step.first_val_step, step.forward_only, is_first_of_chunk),
+            current_microbatch=segment.microbatch,
+            vp_stage=chunk if len(step.chunks) > 1 else None,
+            is_last_stage=False,
+        )
+        return outputs[0]
+
+    def _arguments_of(self, call: Call, chunk: int, segment: Segment) -> CutArguments:
+        key = chunk, segment.microbatch
+        if key not in self._arguments:
+            is_first_stage = self._step.placement.stage_of(self._step.rank, chunk) == 0
+            number, length = self._step.num_sequences[segment.microbatch], segment.sequence_length
+            if is_first_stage and not segment.is_whole_sequence:
+                require_size(call.arguments, number, length, segment.microbatch)
+            if self._follows_segments and segment.documents is None:
+                where = f"the attention mask of micro-batch {segment.microbatch}"
+                self._context.masks.require_causal(call.arguments.by_name().get("attention_mask"), length, where)
+            part = narrowed if call.shares is None else call.shares.part
+            self._arguments[key] = CutArguments(call.arguments, number, length, part, self._follows_segments)
+        return self._arguments[key]
+
+    def _outputs_of(self, call: Call, segment: Segment) -> Outputs:
+        microbatch = segment.microbatch
+        if segment.is_first:
+            rearranged = call.shares and partial(call.shares.rearranged, segments=self._step.segments[microbatch])
+            self._outputs[microbatch] = Outputs(segment.sequence_length, self._step.groups.cp.size(), rearranged)
+        return self._outputs[microbatch]
+
+    def _return_to_program(self, chunk: int, stage: int, microbatch: int, output: Any) -> None:
+        """Let the program go on behind its call of the model: on the last stage, to its loss."""
+        if stage == self._last_stage:
+            joined = self._outputs[microbatch].joined()
+            self._losses.add(chunk, microbatch, *self._calls.finish(chunk, microbatch, joined))
+            if self._step.forward_only:
+                del self._outputs[microbatch]
+            return
+        handed = output.detach()
+        returned, _ = self._calls.finish(chunk, microbatch, handed)
+        if returned is not handed:
+            raise ValueError(
+                f"the forward step of micro-batch {microbatch} changes the output of a stage before the last, which "
+                "has already gone to the next stage in segments; return it as the model gave it"
+            )

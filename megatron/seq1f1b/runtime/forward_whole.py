@@ -1,0 +1,62 @@
+"""Whole micro-batches: a program's forward step runs as in Megatron's own schedules."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+from megatron.core.pipeline_parallel.schedules import check_first_val_step, forward_step
+from torch import Tensor
+
+from ..model import Segment, SegmentContext
+from .loss import Losses
+from .step import Step
+
+
+class WholeForwards:
+    """Runs the program's forward step with its loss, once for each micro-batch and model chunk, for steps that cut
+    nothing. Any forward step that Megatron takes will do; `around_program` is that of `Calls`."""
+
+    def __init__(
+        self,
+        step: Step,
+        context: SegmentContext,
+        losses: Losses,
+        around_program: Callable[[int, int], AbstractContextManager],
+    ) -> None:
+        self._step = step
+        self._context = context
+        self._losses = losses
+        self._around_program = around_program
+        self._started_chunks: set[int] = set()
+
+    def forward(self, stage: int, segment: Segment, arrived: Tensor | None, moves: bool) -> Tensor:
+        """The output of a stage, or the loss, for a micro-batch whose input has `arrived`."""
+        step, microbatch = self._step, segment.microbatch
+        chunk = step.placement.chunk_of(stage)
+        is_first_of_chunk = chunk not in self._started_chunks
+        self._started_chunks.add(chunk)
+        unit = stage, microbatch, segment.index
+        running = self._context.running(segment, not step.forward_only, unit, moves)
+        with running, self._around_program(stage, segment.sequence_length):
+            output, num_tokens = forward_step(
+                step.forward_step_func,
+                step.iterators[chunk],
+                step.chunks[chunk],
+                step.num_microbatches,
+                arrived,
+                self._losses.reports_of[microbatch],
+                step.config,
+                cp_group_size=step.groups.cp.size(),
+                collect_non_loss_data=step.collect_non_loss_data,
+                is_first_microbatch=check_first_val_step(step.first_val_step, step.forward_only, is_first_of_chunk),
+                current_microbatch=microbatch,
+                vp_stage=chunk if len(step.chunks) > 1 else None,
+                is_last_stage=stage == step.placement.num_stages - 1,
+            )
+        self._losses.count(num_tokens)
+        return output
+
+    def loss_gradient(self, output: Tensor, segment: Segment) -> None:
+        """A loss goes backward by itself."""
+
+    def assert_empty(self) -> None:
+        """There is nothing that could outlive a step."""
