@@ -44,9 +44,11 @@ from megatron.core.pipeline_parallel.schedules import backward_step, forward_ste
 from megatron.seq1f1b.model import Segment, SegmentContext  # noqa: E402
 from megatron.seq1f1b.model.attention import SegmentAttention  # noqa: E402
 from megatron.seq1f1b.model.kernels import DocumentKernel, Gradients, Kernel  # noqa: E402
+from megatron.seq1f1b.runtime.call import Calls  # noqa: E402
+from megatron.seq1f1b.runtime.forward_segments import SegmentForwards  # noqa: E402
 from megatron.seq1f1b.runtime.gradient_sync import GradientSync  # noqa: E402
 from megatron.seq1f1b.runtime.interpreter import Interpreter  # noqa: E402
-from megatron.seq1f1b.runtime.loss import LossLedger  # noqa: E402
+from megatron.seq1f1b.runtime.loss import Losses  # noqa: E402
 from megatron.seq1f1b.runtime.program import Program  # noqa: E402
 from megatron.seq1f1b.runtime.step import Step  # noqa: E402
 from megatron.seq1f1b.runtime.tracer import Recorder  # noqa: E402
@@ -115,7 +117,8 @@ def step_of(model: Nothing, num_microbatches: int, num_segments: int) -> Step:
         micro_batch_size=1,
         pg_collection=groups,
     )
-    step.placement, step.rank, step.batches = Placement(RANKS), RANK, [None]
+    step.placement, step.rank = Placement(RANKS), RANK
+    step.num_sequences = [1] * num_microbatches
     step.segments = [
         [Segment(number, index, index, index + 1, num_segments) for index in range(num_segments)]
         for number in range(num_microbatches)
@@ -124,18 +127,17 @@ def step_of(model: Nothing, num_microbatches: int, num_segments: int) -> Step:
 
 
 def scheduled(step: Step, actions: Program) -> None:
-    model = step.chunks[0]
-    interpreter = Interpreter(
-        step,
-        actions,
-        communicator=Messages(),
-        context=SegmentContext(),
-        losses=LossLedger(per_token_loss=False),
-        syncs=[GradientSync(model)],
-        around_forward=lambda stage, length: nullcontext(),
-        recorder=Recorder(torch.device("cpu")),
-    )
-    interpreter.run()
+    context = SegmentContext()
+    with Calls(step, lambda stage, length: nullcontext(), divides_documents=False) as calls:
+        Interpreter(
+            step,
+            actions,
+            communicator=Messages(),
+            context=context,
+            forwards=SegmentForwards(step, context, Losses(step), calls, follows_segments=True),
+            syncs=[GradientSync(step.chunks[0])],
+            recorder=Recorder(torch.device("cpu")),
+        ).run()
 
 
 def bare(step: Step, actions: Program) -> None:

@@ -5,8 +5,8 @@ calls is a door: the call hands its arguments to the interpreter, which runs the
 when the micro-batch is through. Whatever the program does before and after, it does with whole sequences.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, suppress
 from contextvars import copy_context
 from inspect import signature
 from itertools import chain, islice, repeat
@@ -25,22 +25,22 @@ _PATIENCE = 8  # times that a program may go on after it was told to end
 
 
 class Call(greenlet):
-    """One call of `forward_step_func`, for one micro-batch on one model chunk."""
+    """One call of `forward_step()`, the program's for one micro-batch on one model chunk. `parameters` are the names of
+    those of the model, and `where` says which call it is."""
 
-    def __init__(self, forward_step: Callable[[], Any], model: torch.nn.Module, where: str) -> None:
-        super().__init__()
+    def __init__(
+        self, forward_step: Callable[[], Any], model: torch.nn.Module, parameters: Sequence[str], where: str
+    ) -> None:
+        super().__init__(forward_step)
         self.gr_context = copy_context()  # a greenlet begins with an empty one
         self.model = model
+        self.parameters = parameters
         self.arguments = _NO_ARGUMENTS
         self.shares: ContextShares | None = None  # where the arguments were divided among context-parallel ranks
-        self._forward_step = forward_step
         self._where = where
         self._state: _ThreadState | None = None  # of the program, if it differs from that of the interpreter
 
-    def run(self) -> Any:
-        return self._forward_step()
-
-    def start(self) -> None:
+    def start(self, needs_gradients: bool) -> None:
         """Run the program until it calls its model. Raises ValueError if it does not, or where it cannot wait."""
         was_inferring = torch.is_inference_mode_enabled()
         asked = self._switch()
@@ -54,18 +54,21 @@ class Call(greenlet):
                 f"the forward step of {self._where} calls its model under torch.inference_mode, whose tensors cannot "
                 "pass from segment to segment; use torch.no_grad"
             )
+        if needs_gradients and self._state is not None and not self._state.has_gradients:
+            raise ValueError(
+                f"the forward step of {self._where} calls its model without gradients in a training step; run it with "
+                "forward_only=True, or call the model outside of torch.no_grad"
+            )
         self.arguments = asked
 
-    @contextmanager
-    def as_program(self) -> Iterator[None]:
-        """Inside, gradients and autocast are on or off as where the program called its model."""
+    def run_model(self, forward: Callable[..., Any], arguments: Arguments) -> Any:
+        """The output of a forward, with gradients and autocast on or off as where the program called its model."""
         if self._state is None:
-            yield
-            return
+            return forward(*arguments.positional, **arguments.named)
         own = _ThreadState.now()
         self._state.restore()
         try:
-            yield
+            return forward(*arguments.positional, **arguments.named)
         finally:
             own.restore()
 
@@ -83,12 +86,14 @@ class Call(greenlet):
 
     def close(self) -> None:
         """End a program that is suspended, after a failure elsewhere: its `finally` blocks run."""
+        own = _ThreadState.now()
         for _ in range(_PATIENCE):
             if not self:  # not started, or at its end
                 break
             self.parent = getcurrent()
             with suppress(Exception):  # the failure itself is the one to report
                 self.throw()
+        own.restore()
 
     def _switch(self, *given: Any) -> Any:
         """Go on with the program until it calls its model or ends; the state of this thread is that of whoever runs."""
@@ -160,6 +165,7 @@ class Calls:
 
     def __enter__(self) -> "Calls":
         self._forwards = [model.forward for model in self.models]
+        self._parameters = [tuple(signature(forward).parameters) for forward in self._forwards]
         door = wrapping("torch.nn.Module.forward", _at_the_door, "runs on whole sequences")
         self._doors.enter_context(patched_on(self.models, [door]))
         return self
@@ -176,7 +182,7 @@ class Calls:
         those before it are started, too."""
         started = self._started[chunk]
         while len(started) <= microbatch:
-            started.append(self._start(chunk, len(started)))
+            self._start(chunk, len(started))
         return started[microbatch]
 
     def start_all(self) -> None:
@@ -187,28 +193,27 @@ class Calls:
     def run(self, chunk: int, call: Call, arguments: Arguments) -> Any:
         """The output of the model of a chunk for a part of the call's arguments."""
         self.running = call
-        with call.as_program():
-            return self._forwards[chunk](*arguments.positional, **arguments.named)
+        return call.run_model(self._forwards[chunk], arguments)
 
     def finish(self, chunk: int, microbatch: int, output: Any) -> Any:
         """What the forward step of a micro-batch returns if its model returns `output`."""
         with self._around(chunk, microbatch):
             return self._started[chunk][microbatch].finish(output)
 
-    def _start(self, chunk: int, microbatch: int) -> Call:
+    def _start(self, chunk: int, microbatch: int) -> None:
         step, model = self._step, self.models[chunk]
 
         def forward_step() -> Any:
             with step.autocast():
                 return step.forward_step_func(step.iterators[chunk], step.chunks[chunk])
 
-        call = Call(forward_step, model, f"micro-batch {microbatch}")
+        call = Call(forward_step, model, self._parameters[chunk], f"micro-batch {microbatch}")
+        self._started[chunk].append(call)  # to be closed, also if it fails
         with self._around(chunk, microbatch):
-            call.start()
+            call.start(needs_gradients=not step.forward_only)
         if step.groups.cp.size() > 1:
             given = call.arguments, step.groups.cp, self._divides_documents, step.device
             call.arguments, call.shares = whole_arguments(*given)
-        return call
 
     def _around(self, chunk: int, microbatch: int) -> AbstractContextManager:
         stage = self._step.placement.stage_of(self._step.rank, chunk)
@@ -235,6 +240,6 @@ def _at_the_door(model: torch.nn.Module, forward: Callable, *args: Any, **kwargs
     """A call by a program waits for the interpreter; any other one runs the model."""
     call = getcurrent()
     if isinstance(call, Call) and call.model is model:
-        names = tuple(islice(chain(signature(forward).parameters, repeat("")), len(args)))
+        names = tuple(islice(chain(call.parameters, repeat("")), len(args)))
         return call.parent.switch(Arguments(args, kwargs, names))
     return forward(*args, **kwargs)

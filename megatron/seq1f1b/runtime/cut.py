@@ -44,9 +44,9 @@ class CutArguments:
         self._part = part
         dropped = _OF_ATTENTION if follows_segments else ()
         pairs = zip(arguments.names, arguments.positional, strict=True)
-        positional = [None if name in dropped else value for name, value in pairs]
+        positional = tuple(None if name in dropped else value for name, value in pairs)
         named = {name: None if name in dropped else value for name, value in arguments.named.items()}
-        self._names = arguments.names
+        self._whole = Arguments(positional, named, arguments.names)
         self._leaves, self._tree = tree_flatten((positional, named))
         self._cuts = [
             (place, dimensions)
@@ -54,21 +54,17 @@ class CutArguments:
             if (dimensions := token_dimensions(leaf, num_sequences, length))
         ]
 
-    @property
-    def is_cut(self) -> bool:
-        """Whether any argument has a part for each segment."""
-        return bool(self._cuts)
-
     def of(self, segment: Segment) -> Arguments:
         """The arguments for one segment."""
+        if not self._cuts or segment.is_whole_sequence:
+            return self._whole
         leaves = list(self._leaves)
-        if not segment.is_whole_sequence:
-            for place, dimensions in self._cuts:
-                for dimension in dimensions:
-                    leaves[place] = self._part(leaves[place], dimension, segment)
-                leaves[place] = leaves[place].contiguous()
+        for place, dimensions in self._cuts:
+            for dimension in dimensions:
+                leaves[place] = self._part(leaves[place], dimension, segment)
+            leaves[place] = leaves[place].contiguous()
         positional, named = tree_unflatten(leaves, self._tree)
-        return Arguments(tuple(positional), named, self._names)
+        return Arguments(positional, named, self._whole.names)
 
 
 def token_dimensions(leaf: Any, num_sequences: int, length: int) -> Sequence[int]:

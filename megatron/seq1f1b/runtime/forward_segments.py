@@ -71,8 +71,9 @@ class SegmentForwards:
         outputs: list[Any] = []
 
         def run_model(*_: Any) -> tuple[Tensor, None]:
-            outputs.append(self._calls.run(chunk, call, arguments))
-            return next(filter(torch.is_tensor, tree_leaves(outputs))), None
+            output = self._calls.run(chunk, call, arguments)
+            outputs.append(output)
+            return output if isinstance(output, Tensor) else _first_tensor(output), None
 
         is_first_of_chunk = chunk not in self._started_chunks
         self._started_chunks.add(chunk)
@@ -128,3 +129,8 @@ class SegmentForwards:
                 f"the forward step of micro-batch {microbatch} changes the output of a stage before the last, which "
                 "has already gone to the next stage in segments; return it as the model gave it"
             )
+
+
+def _first_tensor(output: Any) -> Tensor:
+    """A tensor of a structure: Megatron asks for its device."""
+    return next(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))

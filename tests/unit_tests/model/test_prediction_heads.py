@@ -14,7 +14,7 @@ LAYER = SimpleNamespace(layer_number=1, cp_group=None, config=SimpleNamespace(mt
 
 def embedded(**options):
     """Tokens, positions, padding mask and embeddings of a segment of three tokens, which 9 follows."""
-    ahead = LookAhead({name: torch.full((1, 1, 1), 9.0) for name in ("tokens", "position_ids")}, torch.ones(2))
+    ahead = LookAhead({name: torch.full((1, 1, 1), 9.0) for name in ("input_ids", "position_ids")}, torch.ones(2))
     heads = PredictionHeads(SegmentContext(), lambda segment: ahead)
     heads._ahead = ahead
     with patched(heads.patches()):

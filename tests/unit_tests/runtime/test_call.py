@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron.seq1f1b.runtime.call import Call, Calls, model_of
+from megatron.seq1f1b.runtime.cut import Arguments
 from support.linear_stages import Stage, endless, executor, run
 
 
@@ -114,8 +115,7 @@ def test_gradients_and_autocast_are_those_of_whoever_runs():
     with started(program) as calls:
         call = calls.at(0, 0)
         assert state() == outside
-        with call.as_program():
-            assert state() == (True, True, torch.float16)
+        assert call.run_model(state, Arguments((), {}, ())) == (True, True, torch.float16)
         assert state() == outside
         calls.finish(0, 0, None)
     assert seen == [(True, True, torch.float16), outside] and state() == outside
@@ -230,4 +230,4 @@ def test_a_program_may_average_as_it_likes(alone, k):
 
 
 def test_a_suspended_call_is_a_greenlet_of_its_own():
-    assert not Call(lambda: None, Stage(), "micro-batch 0")
+    assert not Call(lambda: None, Stage(), (), "micro-batch 0")

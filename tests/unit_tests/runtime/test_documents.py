@@ -1,10 +1,12 @@
-"""Where documents start, by the entries of a batch."""
+"""Where documents start, by the arguments of a call of the model, and for units by the entries of a batch."""
 
 import pytest
 import torch
 from megatron.core.datasets.gpt_dataset import _get_ltor_masks_and_position_ids
+from megatron.core.packed_seq_params import PackedSeqParams
 
-from megatron.seq1f1b.runtime.segmentation import document_starts
+from megatron.seq1f1b.runtime.repacking import document_starts
+from megatron.seq1f1b.runtime.segmentation import documents_of
 
 END = 9
 SHAPE = (2, 12)
@@ -61,3 +63,38 @@ def test_cumulative_lengths(tokens, name):
 def test_a_batch_that_does_not_tell_is_an_error(batch, message):
     with pytest.raises(ValueError, match=message):
         document_starts(batch, SHAPE, END)
+
+
+def pack(bounds, padded=None):
+    return PackedSeqParams("thd", torch.tensor(bounds), None, padded and torch.tensor(padded))
+
+
+@pytest.mark.parametrize(
+    "packed, documents",
+    [
+        (pack([0, 5, 9]), ((0, 5),)),
+        (pack([0, 5, 9], [0, 6, 12]), ((0, 6),)),
+        (pack([0, 5, 9, 12, 12, 12]), ((0, 5, 9),)),
+        (pack([0, 5, 9, -1, -1]), ((0, 5, 9),)),  # padding behind the last document
+        (pack([0, 5, 5, 12]), ((0, 5),)),
+    ],
+    ids=["lengths", "padded", "repeated", "filled up", "an empty document"],
+)
+def test_the_packed_format_of_a_call(packed, documents):
+    """Padding between documents and at the end belongs to the one before it, or is one of its own."""
+    end = 12 if documents[0][-1] == 9 or packed.cu_seqlens_q[-1] == 12 or packed.cu_seqlens_q_padded is not None else 9
+    assert documents_of({"packed_seq_params": packed}, 1, end, "the mask") == documents
+
+
+def test_a_pack_is_one_row():
+    with pytest.raises(ValueError, match="one row of tokens, but the call of the model has 2 rows; flatten"):
+        documents_of({"packed_seq_params": pack([0, 5, 12])}, 2, 12, "the mask")
+
+
+def test_the_mask_of_a_call(tokens):
+    masks = [_get_ltor_masks_and_position_ids(row, END, False, True, False, True)[0] for row in tokens]
+    assert documents_of({"attention_mask": torch.stack(masks)}, *SHAPE, "the mask") == ((0, 3, 4), (0, 1))
+    assert documents_of({"attention_mask": BEFORE.expand(1, 1, 12, 12)}, *SHAPE, "the mask") is None
+    assert documents_of({}, *SHAPE, "the mask") is None
+    with pytest.raises(ValueError, match="the mask hides more or less than other documents"):
+        documents_of({"attention_mask": (BEFORE | BEFORE.mT.tril(-4))[None, None]}, *SHAPE, "the mask")

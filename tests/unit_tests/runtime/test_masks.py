@@ -4,9 +4,8 @@ import pytest
 import torch
 from megatron.core.transformer.enums import AttnMaskType
 
-from megatron.seq1f1b.model import Segment, SegmentContext
+from megatron.seq1f1b.model import Segment
 from megatron.seq1f1b.model.packed_documents import MaskCheck, differs
-from megatron.seq1f1b.runtime.data import SegmentIterator
 from support.segments import attention
 
 LENGTH = 8
@@ -28,14 +27,6 @@ OTHERS = {
 }
 
 
-def read(mask):
-    """A segment of a batch with this mask."""
-    context = SegmentContext()
-    check = lambda mask, where: context.masks.require_causal(mask, where, may_be_inverted=True)  # noqa: E731
-    batches = SegmentIterator(iter([{"attention_mask": mask, "tokens": torch.zeros(1, LENGTH)}]), check)
-    return next(batches.at(Segment(0, 0, 0, 4, LENGTH)))
-
-
 def attend(mask=None, **given):
     """An attention layer with this mask on a segment."""
     layer, tokens = attention(8), torch.randn(LENGTH, 1, 2, 8)
@@ -43,17 +34,33 @@ def attend(mask=None, **given):
         layer(tokens, tokens, tokens, mask, **given)
 
 
-@pytest.mark.parametrize("use", [read, attend])
+def check(mask):
+    MaskCheck().require_causal(mask, LENGTH, "the attention mask of micro-batch 0")
+
+
 @pytest.mark.parametrize("mask", OTHERS.values(), ids=OTHERS)
-def test_another_mask_of_a_batch_or_a_script_is_refused(use, mask):
+def test_another_mask_is_refused(mask):
     with pytest.raises(ValueError, match="micro-batch 0 is not plain causal.*--reset-attention-mask"):
-        use(mask[None, None])
+        check(mask[None, None])
 
 
-@pytest.mark.parametrize("mask", [CAUSAL[None, None], ~CAUSAL[None, None], CAUSAL.expand(3, 1, LENGTH, LENGTH)])
+@pytest.mark.parametrize("mask", [CAUSAL[None, None], CAUSAL.expand(3, 1, LENGTH, LENGTH), None, "text"])
 def test_causal_masks_are_accepted(mask):
-    assert read(mask)["attention_mask"].shape[-2:] == (4, 4)
+    check(mask)
     attend(CAUSAL[None, None], attn_mask_type=AttnMaskType.causal)
+
+
+# Which tokens a sequence has.
+AT_THE_END = torch.tensor([[1, 1, 1, 1, 1, 1, 0, 0], [1] * 8]).bool()
+AT_THE_START = AT_THE_END.flip(1)
+
+
+@pytest.mark.parametrize("form", [lambda has: has, lambda has: ~has[:, None, None]], ids=["of tokens", "of padding"])
+def test_padding_is_accepted_at_the_end_where_no_token_sees_it(form):
+    check(form(AT_THE_END))
+    check(form(AT_THE_END).int())
+    with pytest.raises(ValueError, match="with padding at the end"):
+        check(form(AT_THE_START))
 
 
 def test_masks_longer_than_a_block_of_rows_are_compared_whole():
@@ -72,7 +79,7 @@ def test_masks_on_a_gpu_are_settled_later():
     """A mask that is like one on a GPU: the comparison waits for `settle`."""
     masks = MaskCheck()
     for mask in (CAUSAL, within_documents(3)):
-        masks.require_causal(mask.as_subclass(LikeCuda), "the mask")
+        masks.require_causal(mask[None].as_subclass(LikeCuda), LENGTH, "the mask")
     with pytest.raises(ValueError, match="the mask is not plain causal"):
         masks.settle()
     masks.settle()

@@ -8,6 +8,8 @@ import torch.distributed as dist
 
 from megatron.seq1f1b.partition import packs_of_step
 from megatron.seq1f1b.runtime import Repacking, Segmentation
+from megatron.seq1f1b.runtime.cut import Arguments
+from megatron.seq1f1b.runtime.repacking import BOUNDS
 from megatron.seq1f1b.schedule import Placement
 
 
@@ -44,8 +46,14 @@ def cut(*batches, **sizes):
 
 def read(found):
     """The batches of a model, unit by unit."""
-    [batches] = found.batches
-    return [[next(batches.at(segment)) for segment in row] for row in found.segments]
+    [batches] = found.iterators
+    return [
+        [
+            {name: entry[:, segment.start : segment.end] for name, entry in batch.items() if name not in BOUNDS}
+            for segment in row
+        ]
+        for batch, row in zip(batches, found.segments, strict=True)
+    ]
 
 
 def sequence(*tokens, losses=None):
@@ -59,7 +67,7 @@ def sequence(*tokens, losses=None):
 def test_lists_of_sequences(alone):
     """The last unit of the long one, six tokens, has room for the shorter two; what has no loss at its end is gone."""
     found = cut([sequence(1, 2, 3, 4, 5, 6), sequence(7), sequence(8, 8, 8, losses=[0.0] * 3)], [sequence(3)])
-    assert found.num_microbatches == found.micro_batch_size == 1
+    assert found.num_microbatches == 1 and found.num_sequences == [1]
     [[first, second]] = read(found)
     assert first["tokens"].tolist() == [[1, 2, 3, 4]] and second["tokens"].tolist() == [[5, 6, 7, 3]]
     assert first["position_ids"].tolist() == [[0, 1, 2, 3]] and second["position_ids"].tolist() == [[4, 5, 0, 0]]
@@ -74,7 +82,8 @@ def test_what_was_apart_in_the_last_step_of_a_training(alone):
     assert units.apart == (1, [6, 1])
     rows = Segmentation(2, lambda length, documents: (6, 6), packed=True, end_of_document=9)
     tokens = torch.tensor([[1, 2, 9, 3, 4, 5, 6, 7, 9, 0, 0, 0], [8] * 12])
-    rows.cut_step(step_of({"tokens": tokens}, size=2), None)
+    call = SimpleNamespace(arguments=Arguments((tokens,), {}, ("input_ids",)))
+    rows.cut_step(step_of(batch, size=2), SimpleNamespace(start_all=lambda: None, at=lambda chunk, number: call))
     assert rows.apart == (1, [3, 6, 3, 12])
 
 
@@ -100,8 +109,7 @@ def test_each_model_chunk_has_batches_of_its_own(alone):
     step = step_of()
     step.num_microbatches, step.iterators = 1, [iter([[sequence(1, 2)]]) for _ in range(2)]
     in_units().cut_step(step, None)
-    [[segment]] = step.segments
-    first, second = (next(batches.at(segment)) for batches in step.batches)
+    first, second = map(next, step.iterators)
     del first["tokens"]
     assert second["tokens"].tolist() == [[1, 2]]
 

@@ -32,7 +32,6 @@ def test_what_waits_for_a_waiting_gpu_is_refused(monkeypatch, backend, ranks, le
     "setting, given, words",
     [
         ({}, {"data_iterator": [None, None]}, "^1 model chunks need a data iterator each, but 2 were given$"),
-        ({"variable_seq_lengths": True}, {}, "which our schedules fix in advance"),
         ({"num_microbatches_with_partial_activation_checkpoints": 1}, {}, "whole micro-batches in flight.*unset it"),
         ({}, {"p2p_communicator": "ours"}, "^a p2p_communicator needs its pg_collection$"),
         ({}, {"p2p_communicator": "ours", "pg_collection": "ours"}, "^a p2p_communicator of its own kind"),
