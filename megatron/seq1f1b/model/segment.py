@@ -1,7 +1,6 @@
 """The running segment, and all that modules keep for the units in flight, in one object of the executor."""
 
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -73,19 +72,12 @@ class SegmentContext:
         self.masks = MaskCheck()
         self._caches: dict[tuple[Any, int], Any] = {}
 
-    @contextmanager
     def running(
         self, segment: Segment, keeps_for_backward: bool, unit: Hashable = None, moves: bool = False
-    ) -> Iterator[None]:
+    ) -> "_Running":
         """Inside, `segment` runs; no backward follows (evaluation) unless `keeps_for_backward`. A split backward leaves
         weight gradients for `unit`. If the unit `moves`, the tensors that its forward saves may go to the host."""
-        self.segment, self.keeps_for_backward = segment, keeps_for_backward
-        self.weight_gradients.unit = unit
-        try:
-            with self.host_memory.keeping(unit) if moves else nullcontext():
-                yield
-        finally:
-            self.segment = self.weight_gradients.unit = None
+        return _Running(self, segment, keeps_for_backward, unit, moves)
 
     def cache(self, layer: Any, make: Callable[[], Any]) -> Any:
         """The cache of `layer` for the running micro-batch, made at its first segment."""
@@ -126,3 +118,32 @@ class SegmentContext:
         assert not self.kept_attention, f"the attention of {len(self.kept_attention)} forwards was kept and not used"
         self.weight_gradients.assert_empty()
         self.host_memory.assert_empty()
+
+
+class _Running:
+    """The context of `SegmentContext.running`; a class, since a generator would take the host several times as long."""
+
+    __slots__ = ("_context", "_keeping", "_keeps_for_backward", "_segment", "_unit")
+
+    def __init__(
+        self, context: SegmentContext, segment: Segment, keeps_for_backward: bool, unit: Hashable, moves: bool
+    ) -> None:
+        self._context = context
+        self._segment = segment
+        self._keeps_for_backward = keeps_for_backward
+        self._unit = unit
+        self._keeping = context.host_memory.keeping(unit) if moves else None
+
+    def __enter__(self) -> None:
+        context = self._context
+        context.segment = self._segment
+        context.keeps_for_backward = self._keeps_for_backward
+        context.weight_gradients.unit = self._unit
+        if self._keeping is not None:
+            self._keeping.__enter__()
+
+    def __exit__(self, *failure: Any) -> None:
+        if self._keeping is not None:
+            self._keeping.__exit__(*failure)
+        self._context.segment = None
+        self._context.weight_gradients.unit = None

@@ -66,11 +66,11 @@ class Call(greenlet):
         if self._state is None:
             return forward(*arguments.positional, **arguments.named)
         own = _ThreadState.now()
-        self._state.restore()
+        self._state.replace(own)
         try:
             return forward(*arguments.positional, **arguments.named)
         finally:
-            own.restore()
+            own.replace(self._state)
 
     def finish(self, output: Any) -> Any:
         """Let the call of the model return `output`; what the program's forward step returns. Raises ValueError if it
@@ -93,50 +93,54 @@ class Call(greenlet):
             self.parent = getcurrent()
             with suppress(Exception):  # the failure itself is the one to report
                 self.throw()
-        own.restore()
+        own.replace(_ThreadState.now())
 
     def _switch(self, *given: Any) -> Any:
         """Go on with the program until it calls its model or ends; the state of this thread is that of whoever runs."""
         self.parent = getcurrent()
         own = _ThreadState.now()
         if self._state is not None:
-            self._state.restore()
+            self._state.replace(own)
         try:
             return self.switch(*given)
         finally:
             left = _ThreadState.now()
             self._state = left if left != own else None
-            own.restore()
+            own.replace(left)
 
 
 class _ThreadState(NamedTuple):
     """What PyTorch keeps for a thread, which greenlets share."""
 
     has_gradients: bool
-    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    casts_on_gpu: bool
+    gpu_dtype: torch.dtype
+    casts_on_cpu: bool
+    cpu_dtype: torch.dtype
     caches_casts: bool
     stream: Any
 
     @classmethod
     def now(cls) -> "_ThreadState":
         return cls(
-            has_gradients=torch.is_grad_enabled(),
-            autocast=tuple(
-                (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
-                for device in ("cuda", "cpu")
-            ),
-            caches_casts=torch.is_autocast_cache_enabled(),
-            stream=torch.cuda.current_stream() if torch.cuda.is_available() else None,
+            torch.is_grad_enabled(),
+            torch.is_autocast_enabled("cuda"),
+            torch.get_autocast_dtype("cuda"),
+            torch.is_autocast_enabled("cpu"),
+            torch.get_autocast_dtype("cpu"),
+            torch.is_autocast_cache_enabled(),
+            torch.cuda.current_stream() if torch.cuda.is_available() else None,
         )
 
-    def restore(self) -> None:
-        before = _ThreadState.now()
+    def replace(self, before: "_ThreadState") -> None:
+        """Make this the state of the thread, which is that of `before`."""
         if before == self:
             return
         torch.set_grad_enabled(self.has_gradients)
-        for device, is_enabled, dtype in self.autocast:
-            torch.set_autocast_enabled(device, is_enabled)
-            torch.set_autocast_dtype(device, dtype)
+        torch.set_autocast_enabled("cuda", self.casts_on_gpu)
+        torch.set_autocast_dtype("cuda", self.gpu_dtype)
+        torch.set_autocast_enabled("cpu", self.casts_on_cpu)
+        torch.set_autocast_dtype("cpu", self.cpu_dtype)
         torch.set_autocast_cache_enabled(self.caches_casts)
         if before.stream != self.stream:
             # What the one has begun on its stream is input of the other.

@@ -31,7 +31,9 @@ class SegmentForwards:
         self._losses = losses
         self._calls = calls
         self._follows_segments = follows_segments
-        self._last_stage = step.placement.num_stages - 1
+        placement = step.placement
+        self._last_stage = placement.num_stages - 1
+        self._chunk_of = {stage: placement.chunk_of(stage) for stage in placement.stages_of(step.rank)}
         self._started_chunks: set[int] = set()
         # The arguments of the calls that are under way, by (model chunk, micro-batch).
         self._arguments: dict[tuple[int, int], CutArguments] = {}
@@ -42,7 +44,7 @@ class SegmentForwards:
         """The output of a stage for a segment whose input has `arrived`, or the scalar that stands for that of the last
         stage in the backward."""
         step, microbatch = self._step, segment.microbatch
-        chunk = step.placement.chunk_of(stage)
+        chunk = self._chunk_of[stage]
         call = self._calls.at(chunk, microbatch)
         with self._context.running(segment, not step.forward_only, (stage, microbatch, segment.index), moves):
             output = self._run_model(call, chunk, segment, arrived)
@@ -68,15 +70,17 @@ class SegmentForwards:
         """The output of a model chunk, by Megatron's `forward_step` without a loss."""
         step = self._step
         arguments = self._arguments_of(call, chunk, segment).of(segment)
-        outputs: list[Any] = []
+        output: Any = None
 
         def run_model(*_: Any) -> tuple[Tensor, None]:
+            nonlocal output
             output = self._calls.run(chunk, call, arguments)
-            outputs.append(output)
             return output if isinstance(output, Tensor) else _first_tensor(output), None
 
         is_first_of_chunk = chunk not in self._started_chunks
-        self._started_chunks.add(chunk)
+        if is_first_of_chunk:
+            self._started_chunks.add(chunk)
+            is_first_of_chunk = check_first_val_step(step.first_val_step, step.forward_only, True)
         forward_step(
             run_model,
             None,
@@ -86,12 +90,12 @@ class SegmentForwards:
             [],
             step.config,
             cp_group_size=step.groups.cp.size(),
-            is_first_microbatch=check_first_val_step(step.first_val_step, step.forward_only, is_first_of_chunk),
+            is_first_microbatch=is_first_of_chunk,
             current_microbatch=segment.microbatch,
             vp_stage=chunk if len(step.chunks) > 1 else None,
             is_last_stage=False,
         )
-        return outputs[0]
+        return output
 
     def _arguments_of(self, call: Call, chunk: int, segment: Segment) -> CutArguments:
         key = chunk, segment.microbatch
