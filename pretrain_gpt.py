@@ -151,8 +151,9 @@ def check_tokens(batch, args):
 
 
 def in_packed_format(args):
-    """Whether the model gets documents as cumulative lengths."""
-    return args.sft or args.dataloader_inter_document_masking
+    """Whether the model gets documents as cumulative lengths, which batches without values lack."""
+    has_none = args.dry_run and pipeline_config().follows_documents
+    return (args.sft or args.dataloader_inter_document_masking) and not has_none
 
 
 def packed_seq_params(batch):

@@ -171,6 +171,7 @@ class Overlay:
 
     def __init__(self, upstream: Callable, patches: ExitStack, keywords: Mapping[str, Any] | None = None) -> None:
         self._upstream, self.patches, self.keywords = upstream, patches, keywords or {}
+        self._runs_own_script = True  # which calls `validate` itself
         self.config: PipelineConfig | None = None
         self.executor: Callable | None = None
 
@@ -233,7 +234,9 @@ class Overlay:
         trace = partial(traced, config=config, iteration_now=lambda: parsed.curr_iteration + 1)
         if config.schedule is None:
             return trace(self._upstream(*args, **kwargs))
-        executor = training_executor(config, parsed, lambda: get_tokenizer().eod)
+        # Megatron's scripts divide documents among context-parallel ranks, but for inter-document masking.
+        divides_documents = not (self._runs_own_script or parsed.dataloader_inter_document_masking)
+        executor = training_executor(config, parsed, lambda: get_tokenizer().eod, divides_documents)
         if (config.offloads or config.schedule.has_moves) and not parsed.dry_run:
             rate = executor.host_rate()
             if is_rank_0():
@@ -250,6 +253,7 @@ class Overlay:
     def pretrain(self, pretrain: Callable, cfg_container: Any, *args: Any, **kwargs: Any) -> Any:
         """Megatron's `pretrain` for a script that calls neither `validate` nor `use_segment_attention`."""
         parsed = _megatron_args()
+        self._runs_own_script = self.config is not None
         config = self.config or validate(parsed)
         if config.schedule is not None:
             if parsed.context_parallel_size > 1 and parsed.create_attention_mask_in_dataloader:

@@ -33,11 +33,25 @@ class PipelineConfig:
     def num_segments(self) -> int:
         return len(self.lengths)
 
-    def cut(self, sequence_length: int, documents: Sequence[Sequence[int]] | None = None) -> tuple[int, ...]:
+    def cut(
+        self,
+        sequence_length: int,
+        documents: Sequence[Sequence[int]] | None = None,
+        num_segments: int | None = None,
+    ) -> tuple[int, ...]:
         """Lengths of the segments of a sequence, as `SequencePartition.cut` gives them; raises ValueError."""
-        if sequence_length == self.run.sequence_length and documents is None:
+        num_segments = num_segments or self.num_segments
+        if (sequence_length, num_segments) == (self.run.sequence_length, self.num_segments) and documents is None:
             return self.lengths
-        return self.partition.cut(sequence_length, self.num_segments, documents)
+        return self.partition.cut(sequence_length, num_segments, documents)
+
+    def segments_for(self, longest: int, shortest: int) -> int:
+        """The number of segments of sequences that are cut alike: as many as `--segment-tokens` asks for the longest,
+        or as usual, if the shortest has so many pieces that may be segments."""
+        number = self.num_segments
+        if self.flags.segment_tokens is not None:
+            number = -(-longest // self.flags.segment_tokens)
+        return max(1, min(number, shortest // self.run.segment_multiple))
 
     def pack(self, lengths: Sequence[int], replicas: int, alike: bool) -> list[list[Pack]]:
         """The micro-batches of each replica, of sequences of `lengths` tokens in units; see `packs_of_step`."""
@@ -56,7 +70,7 @@ class PipelineConfig:
         found: dict[str, Any] = {"offload_activations": self.offloads}
         if self.schedule.given is None:
             found["pipeline_schedule"] = self.schedule.name
-        if self.flags.unit_tokens is None:
+        if self.flags.unit_tokens is None and self.flags.segment_tokens is None:
             found["sequence_splits"] = self.num_segments
             if self.num_segments > 1 and self.partition.file is None:
                 found["sequence_split_strategy"] = self.partition.strategy
@@ -125,7 +139,7 @@ def _schedule(flags: argparse.Namespace, settings: Mapping[str, Any]) -> Schedul
         return ScheduleChoice.of(read_csv(flags.pipeline_schedule_file))
     name = flags.pipeline_schedule
     if name is None:
-        cuts = flags.sequence_splits, flags.sequence_split_file, flags.unit_tokens
+        cuts = flags.sequence_splits, flags.sequence_split_file, flags.unit_tokens, flags.segment_tokens
         if all(each is None for each in cuts) and flags.sequence_split_strategy != "terapipe":
             return None
         name = "1f1b"
@@ -137,14 +151,16 @@ def _uses(flags: argparse.Namespace, schedule: ScheduleChoice | None, settings: 
     """The features that the flags select, as known before a cut."""
     if schedule is None:
         return {Use.MEGATRONS_OWN}
-    in_units = flags.unit_tokens is not None
+    in_units, by_tokens = flags.unit_tokens is not None, flags.segment_tokens is not None
+    has_number = flags.sequence_splits not in (None, 1)
     selected = {
         Use.ANY_SCHEDULE: True,
-        Use.SEGMENTS: flags.sequence_splits not in (None, 1) or flags.sequence_split_file is not None or in_units,
+        Use.SEGMENTS: has_number or flags.sequence_split_file is not None or in_units or by_tokens,
         Use.SPLIT_BACKWARDS: schedule.splits_backwards,
         Use.V_CHUNKS: schedule.placement == "v",
         Use.OFFLOAD: flags.offload_activations or schedule.has_moves,
         Use.PARTITIONED_STATE: settings.get("partition_state"),
+        Use.SEGMENTS_OF_TOKENS: by_tokens,
         Use.UNITS: in_units,
     }
     return {use for use, is_selected in selected.items() if is_selected}
@@ -161,11 +177,12 @@ def _check(flags: argparse.Namespace, schedule: ScheduleChoice, run: MegatronRun
     if attends := of_program or ("--recompute-keeps-attention" if flags.recompute_keeps_attention else None):
         for row in unsupported(run.settings, {Use.SEGMENTS}):
             raise ValueError(f"{attends} attends as segments do, and {row.feature} {row.because}; drop one of the two")
-    if flags.unit_tokens is not None and flags.unit_tokens % run.segment_multiple:
-        raise ValueError(
-            f"--unit-tokens {flags.unit_tokens} is no multiple of {run.segment_multiple}, as tensor and context "
-            "parallelism need it"
-        )
+    for name in ("unit_tokens", "segment_tokens"):
+        if (vars(flags)[name] or 0) % run.segment_multiple:
+            raise ValueError(
+                f"--{name.replace('_', '-')} {vars(flags)[name]} is no multiple of {run.segment_multiple}, as tensor "
+                "and context parallelism need it"
+            )
     if flags.pipeline_placement != "looped" and run.num_chunks == 1:
         raise ValueError(
             f"--pipeline-placement {flags.pipeline_placement} places several model chunks on each rank, but there is "
@@ -183,8 +200,8 @@ def _partition(flags: argparse.Namespace, run: MegatronRun, costs: Predictions) 
     """The partition that the flags select; its number of segments is None if it has to be found."""
     strategy = flags.sequence_split_strategy
     num_segments = None if flags.sequence_splits == AUTO else flags.sequence_splits
-    if flags.unit_tokens is not None:
-        strategy, num_segments = "even", -(-run.sequence_length // flags.unit_tokens)
+    if most := flags.unit_tokens or flags.segment_tokens:
+        strategy, num_segments = "even", -(-run.sequence_length // most)
     elif strategy is None:
         # A program may bring a model whose segments have no known costs.
         wants_equal = flags.means_equal_lengths or run.settings.get("tp_comm_overlap")

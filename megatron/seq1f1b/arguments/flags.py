@@ -66,6 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     add("--pipeline-placement", choices=PLACEMENTS, default="looped", help=text)
     text = "Number of segments of every sequence; 'auto': that of the shortest predicted step that fits in memory."
     add("--sequence-splits", *EQUAL_SPLITS, action=_Splits, type=count, metavar="K", help=text)
+    text = "Instead: segments of at most N tokens, as many as each micro-batch needs, for sequences of any length."
+    add("--segment-tokens", type=tokens, metavar="N", help=text)
     text = "Instead: put the sequences of a step, long and short, into units of at most N tokens."
     add("--unit-tokens", type=tokens, metavar="N", help=text)
     add(

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 _GIB = 2**30
+_USUAL_LENGTH = 2**15  # tokens of a sequence, where a program does not say
 # Fields of a TransformerConfig, or of DistributedDataParallel's configuration, and the names of their arguments.
 _NAMES = {
     "num_moe_experts": "num_experts",
@@ -88,7 +89,8 @@ def run_of_program(
         "transformer_impl": "transformer_engine" if _have_transformer_engine(chunks) else "local",
         "distributed_backend": dist.get_backend(),
         "micro_batch_size": micro_batch_size,
-        "seq_length": seq_length or 0,  # left out where no message is sent
+        # The calls of the model tell the lengths; features are checked, and costs predicted, for a usual one.
+        "seq_length": _USUAL_LENGTH if fields.get("variable_seq_lengths") or not seq_length else seq_length,
     }
     for name, attribute in (("padded_vocab_size", "vocab_size"), ("position_embedding_type",) * 2):
         with suppress(RuntimeError):

@@ -28,6 +28,7 @@ class Use(Enum):
     V_CHUNKS = "with --pipeline-placement v"
     OFFLOAD = "with --offload-activations"
     PARTITIONED_STATE = "with --partition-state"
+    SEGMENTS_OF_TOKENS = "with --segment-tokens"
     UNITS = "with --unit-tokens"
 
 
@@ -292,6 +293,20 @@ UNSUPPORTED: Mapping[Use, tuple[Unsupported, ...]] = {
             reads weights when none are gathered; drop it
         --ckpt-format other than torch_dist
             saves weights on some ranks only, and these would wait for the others; use --ckpt-format torch_dist
+    """),
+    Use.SEGMENTS_OF_TOKENS: _rows("""
+        --sequence-splits
+        --sequence-split-file
+        --sequence-split-strategy
+        --sequence-split-profile
+        --unit-tokens
+            cuts by another rule; drop one of the two
+        --pipeline-schedule-file
+            is an order for one number of segments, and each micro-batch has its own; use --pipeline-schedule 1f1b
+        --tp-comm-overlap | has buffers for segments of one length; drop it, or take --sequence-splits
+        --moe-token-dispatcher-type allgather with --expert-model-parallel-size above 1
+            needs equally many tokens on every rank, but segments differ in length;
+            use --moe-token-dispatcher-type alltoall
     """),
     Use.UNITS: _rows("""
         --sequence-splits

@@ -10,16 +10,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..model import Documents
 from ..model.kernels import CudaFlash
 from ..process.patches import Patch, PatchTable, wrapping
+from ..runtime.cut import Arguments, size_of
 from ..runtime.repacking import BOUNDS
+from ..runtime.segmentation import Sequences
 from ..runtime.step import Step
 from .launch import document_lengths, has_transformer_engine
 
 
 def fake_batches(args: Namespace) -> Iterator[dict[str, Tensor]]:
-    """Endless batches of whole sequences: the length is read now, since `args.seq_length` later is a segment's."""
+    """Endless batches of whole sequences: the length is read now, since `args.seq_length` later is that of a unit."""
     shape, masked = (args.micro_batch_size, args.seq_length), args.create_attention_mask_in_dataloader
     kinds = {"tokens": torch.long, "labels": torch.long, "loss_mask": torch.float, "position_ids": torch.long}
 
@@ -45,9 +46,10 @@ def patches(args: Namespace, as_one_kernel: Callable) -> PatchTable:
     return tuple(table)
 
 
-def _documents_of_step(step: Step, *_: Any) -> list[Documents]:
-    starts = tuple(accumulate(document_lengths(step.seq_length)[:-1], initial=0))
-    return [(starts,) * step.micro_batch_size] * step.num_microbatches
+def _of_call(_: Any, arguments: Arguments, *__: Any) -> Sequences:
+    number, length = size_of(arguments)
+    starts = tuple(accumulate(document_lengths(length)[:-1], initial=0))
+    return Sequences(number, length, (starts,) * number)
 
 
 def _lengths_of_step(step: Step, *_: Any) -> list[list[int]]:
@@ -139,7 +141,7 @@ _FOR_FAKES = (
     Patch(
         f"{_PARALLEL}.random._get_share_storage", lambda *_, **__: _share_storage, "compiles, and shares real memory"
     ),
-    Patch(f"{_SEGMENTATION}.documents_of_step", _documents_of_step, "looks for documents in tokens"),
+    Patch(f"{_SEGMENTATION}.Segmentation._of_call", _of_call, "looks for documents in tokens"),
     Patch(f"{_REPACKING}.Repacking._sequences", lambda *_: [], "looks for documents in tokens"),
     Patch(f"{_REPACKING}._of_all_replicas", _lengths_of_step, "lengths are those of documents in tokens"),
     Patch(f"{_REPACKING}._exchanged", _sequences_of_step, "moves values"),

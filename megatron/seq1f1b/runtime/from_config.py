@@ -76,7 +76,8 @@ class ProgramExecutor:
             size = step.get("micro_batch_size")
             run = run_of_program(model, num_microbatches, seq_length, size, self._keep_documents_apart)
             config = self._configure(run)
-            self._run = self._run or traced(_executor(config), config, lambda: self._training_steps)
+            executor = _executor(config, from_calls=True)
+            self._run = self._run or traced(executor, config, lambda: self._training_steps)
             self._checked.append(of_model)
         self._training_steps += not step.get("forward_only", False)
         return self._run(model=model, num_microbatches=num_microbatches, seq_length=seq_length, **step)
@@ -99,13 +100,12 @@ def watched(function: Callable, tracer: Any) -> Callable:
 
 
 def _executor(
-    config: PipelineConfig, end_of_document: Callable[[], int] | None = None, **options: Any
+    config: PipelineConfig, end_of_document: Callable[[], int] | None = None, from_calls: bool = False, **options: Any
 ) -> PipelineExecutor:
     flags, costs = config.flags, config.partition.costs.of_actions if config.run.has_sizes else None
-    segments = f"segments: {config.num_segments}"
-    units = segments if flags.unit_tokens is None else f"units of at most {flags.unit_tokens} tokens"
-    warn_on_rank_0(f"steps are run by megatron.seq1f1b: {config.schedule.name}, {units}")
-    segmentation, piece = _segmentation(config, end_of_document), None if flags.keep_logits else PIECE
+    warn_on_rank_0(f"steps are run by megatron.seq1f1b: {config.schedule.name}, {_parts(config)}")
+    segmentation = _segmentation(config, end_of_document, from_calls)
+    piece = None if flags.keep_logits else PIECE
     executor = PipelineExecutor(config.schedule, segmentation, costs, piece=piece, **options)
     executor.programs.offloaded = config.offloads
     if flags.recompute_keeps_attention:
@@ -113,16 +113,34 @@ def _executor(
     return executor
 
 
-def _segmentation(config: PipelineConfig, end_of_document: Callable[[], int] | None) -> Segmentation:
+def _parts(config: PipelineConfig) -> str:
+    if config.flags.unit_tokens is not None:
+        return f"units of at most {config.flags.unit_tokens} tokens"
+    if config.flags.segment_tokens is not None:
+        return f"segments of at most {config.flags.segment_tokens} tokens"
+    return f"segments: {config.num_segments}"
+
+
+def _segmentation(
+    config: PipelineConfig, end_of_document: Callable[[], int] | None, from_calls: bool
+) -> Segmentation:
     kept, packed, follows = lru_cache(config.cut), config.follows_documents, config.partition.follows_documents
 
-    def cut(length: int, documents: Documents | None = None) -> tuple[int, ...]:
-        return kept(length, documents) if follows else kept(length)
+    def cut(length: int, documents: Documents | None = None, num_segments: int | None = None) -> tuple[int, ...]:
+        return kept(length, documents if follows else None, num_segments)
 
     end = end_of_document() if packed and end_of_document else None
     if config.flags.unit_tokens is not None:
         return Repacking(cut, config.pack, end)
-    return Segmentation(config.num_segments, cut, packed, end)
+    cuts_sequences = config.num_segments > 1 or config.flags.segment_tokens is not None
+    return Segmentation(
+        num_segments=0 if config.flags.segment_tokens is not None else config.num_segments,
+        cut=cut,
+        packed=packed,
+        end_of_document=end,
+        from_calls=from_calls and cuts_sequences,
+        segments_for=config.segments_for,
+    )
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from ..model import Documents, Segment, differs
 from ..process.ranks import Outcome
 from .call import Arguments, Calls
 from .cut import bounds_of, size_of
+from .partitioned_state import is_partitioned
 from .step import Step
 
 # Lengths of segments by that of a sequence, and by the documents of a micro-batch if there are any.
@@ -31,8 +32,10 @@ class Segmentation:
     """How the micro-batches of a step are cut: by default, whole sequences of the length that the step is called with.
 
     With `num_segments` other than 1 a micro-batch has segments of the lengths `cut(sequence_length)`. `from_calls`: its
-    length and its documents are those of the program's call of the model on the first stage, and the lengths of the
-    segments `cut(sequence_length, documents)`; all calls of a step are then started before its plan is made.
+    length and its documents are those of the program's call of the model on the first stage. All calls of a step are
+    then started before its plan is made. A micro-batch has `segments_for(longest, shortest)` segments, by the lengths
+    of all replicas if they have to be as many there, and as usual if that is None; `cut(sequence_length, documents,
+    number)` gives their lengths.
 
     In `packed` sequences documents are kept apart also if the call names none: they begin where `position_ids` start
     anew, or after a token `end_of_document`. `apart` then holds the number of micro-batches of the last training step
@@ -46,6 +49,7 @@ class Segmentation:
         packed: bool = False,
         end_of_document: int | None = None,
         from_calls: bool = False,
+        segments_for: Callable[[int, int], int] | None = None,
     ) -> None:
         self.num_segments = num_segments
         self.packed = packed
@@ -53,32 +57,31 @@ class Segmentation:
         self.from_calls = from_calls or packed
         self.apart: tuple[int, list[int]] | None = None
         self._cut = cut
+        self._segments_for = segments_for
 
     @property
     def follows_segments(self) -> bool:
         """Whether attention is that of segments; if not, the model keeps its own, which reads masks."""
         return self.num_segments != 1 or self.packed
 
-    def lengths(self, sequence_length: int, documents: Documents | None = None) -> Sequence[int]:
-        """Tokens of each segment, first to last, of a micro-batch with these documents or unpacked."""
-        if self.num_segments == 1:
-            return (sequence_length,)
-        return self._cut(sequence_length) if documents is None else self._cut(sequence_length, documents)
+    def lengths(self, sequence_length: int) -> Sequence[int]:
+        """Tokens of each segment, first to last, of a micro-batch of a length known before the step."""
+        return (sequence_length,) if self.num_segments == 1 else self._cut(sequence_length)
 
     def cut_step(self, step: Step, calls: Calls) -> None:
         """Set the segments of a step."""
         if self.from_calls:
-            starting = Outcome(calls.start_all)  # the others wait for what the first stage tells
-            found = on_all_ranks(step, lambda: starting.result() or self._of_calls(step, calls))
-            starting.result()
+            found = self._of_calls(step, calls)
+            cuts = [self._cut_of_call(*each) for each in zip(found, self._numbers(step, found), strict=True)]
         else:
             found = [Sequences(step.micro_batch_size or 0, step.seq_length)] * step.num_microbatches
+            cuts = [self.lengths(step.seq_length)] * step.num_microbatches
         if self.packed and not step.forward_only:
             self.apart = step.num_microbatches, [length for each in found for length in _lengths_of_documents(each)]
         step.num_sequences = [each.number for each in found]
         step.segments = [
-            segments_of(number, self.lengths(each.length, each.documents), each.documents)
-            for number, each in enumerate(found)
+            segments_of(number, lengths, each.documents)
+            for number, (lengths, each) in enumerate(zip(cuts, found, strict=True))
         ]
 
     def reports(self, of_microbatches: list[Any], step: Step) -> list[Any]:
@@ -86,11 +89,36 @@ class Segmentation:
         return of_microbatches
 
     def _of_calls(self, step: Step, calls: Calls) -> list[Sequences]:
-        """What the calls of the first stage are for, by micro-batch."""
-        chunk = step.placement.chunk_of(0)
-        return [
-            self._of_call(calls.at(chunk, number).arguments, number, step) for number in range(step.num_microbatches)
-        ]
+        """What the calls of the first stage are for, by micro-batch, on all ranks of the pipeline."""
+        starting = Outcome(calls.start_all)  # the others wait for what the first stage tells
+
+        def told() -> list[Sequences]:
+            starting.result()
+            chunk, numbers = step.placement.chunk_of(0), range(step.num_microbatches)
+            return [self._of_call(calls.at(chunk, number).arguments, number, step) for number in numbers]
+
+        found = on_all_ranks(step, told)
+        starting.result()
+        return found
+
+    def _numbers(self, step: Step, found: Sequence[Sequences]) -> list[int]:
+        """The number of segments of each micro-batch. Replicas that exchange tokens, or weights and gradients of
+        chunks, within a step do so after equally many segments: as many as the longest needs and the shortest has."""
+        if self.num_segments == 1:
+            return [1] * len(found)
+        if self._segments_for is None:
+            return [self.num_segments] * len(found)
+        if getattr(step.config, "expert_model_parallel_size", 1) == 1 and not is_partitioned(step.chunks):
+            return [self._segments_for(each.length, each.length) for each in found]
+        of_replicas: list[Any] = [None] * step.groups.dp.size()
+        dist.all_gather_object(of_replicas, [each.length for each in found], group=step.groups.dp)
+        by_microbatch = zip(*of_replicas, strict=True)
+        return [self._segments_for(max(lengths), min(lengths)) for lengths in by_microbatch]
+
+    def _cut_of_call(self, sequences: Sequences, number: int) -> Sequence[int]:
+        if number == 1:
+            return (sequences.length,)
+        return self._cut(sequences.length, sequences.documents, number)
 
     def _of_call(self, arguments: Arguments, microbatch: int, step: Step) -> Sequences:
         size = size_of(arguments)

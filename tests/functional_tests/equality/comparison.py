@@ -192,7 +192,7 @@ def compare(references: References, model: Model, layout: Layout, cases: Iterabl
 def segmentation(case: Case) -> Segmentation:
     """Where our run cuts its sequences."""
 
-    def lengths(length, documents=None):
+    def lengths(length, documents=None, number=None):
         rows = length // SEQUENCE  # one behind the other in the packed format
         if documents is None or case.split != "documents":
             return [each * rows for each in case.lengths]

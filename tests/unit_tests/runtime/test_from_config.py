@@ -17,7 +17,7 @@ def test_every_model_of_a_program_is_checked(monkeypatch):
         return run
 
     monkeypatch.setattr(from_config, "run_of_program", lambda model, *_: model.config.name)
-    monkeypatch.setattr(from_config, "_executor", lambda config: lambda **step: config)
+    monkeypatch.setattr(from_config, "_executor", lambda config, **_: lambda **step: config)
     monkeypatch.setattr(from_config, "traced", lambda function, *_: function)
     program = from_config.ProgramExecutor(configure)
     first, second, unsupported = models

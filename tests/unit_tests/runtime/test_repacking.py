@@ -80,7 +80,7 @@ def test_what_was_apart_in_the_last_step_of_a_training(alone):
     units.cut_step(step_of(batch), None)
     units.cut_step(step_of(batch, batch, forward_only=True), None)
     assert units.apart == (1, [6, 1])
-    rows = Segmentation(2, lambda length, documents: (6, 6), packed=True, end_of_document=9)
+    rows = Segmentation(2, lambda length, documents, number: (6, 6), packed=True, end_of_document=9)
     tokens = torch.tensor([[1, 2, 9, 3, 4, 5, 6, 7, 9, 0, 0, 0], [8] * 12])
     call = SimpleNamespace(arguments=Arguments((tokens,), {}, ("input_ids",)))
     rows.cut_step(step_of(batch, size=2), SimpleNamespace(start_all=lambda: None, at=lambda chunk, number: call))
