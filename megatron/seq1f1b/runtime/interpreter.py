@@ -134,19 +134,22 @@ class Interpreter:
         return tensor.requires_grad_(is_forward)
 
     def _post_receive(self, action: Action) -> None:
-        kind, stage, microbatch, index = action
-        length = self.step.segments[microbatch][index].length
-        sender = stage - 1 if kind is Kind.RECV_F else stage
-        shape = self._message_shape(self.step.num_sequences[microbatch], length, sender)
-        self.communicator.post_receive(self._channels[kind, stage], shape, action)
+        channel = self._channels[action.kind, action.stage]
+        self.communicator.post_receive(channel, self._shape_of(action), action)
 
     def _send(self, action: Action) -> None:
-        kind, stage, microbatch, index = action
         tensor = self._outgoing.pop(action)
+        channel = self._channels[action.kind, action.stage]
+        self.communicator.send(channel, tensor, self._shape_of(action), action)
+        self._deallocate(tensor, action.kind is Kind.SEND_F)
+
+    def _shape_of(self, message: Action) -> tuple[int, ...]:
+        """The shape of what a SEND or RECV carries."""
+        kind, stage, microbatch, index = message
+        # Gradients are like the activations that the stage before has sent.
+        sender = stage if kind in (Kind.SEND_F, Kind.RECV_B) else stage - 1
         length = self.step.segments[microbatch][index].length
-        shape = self._message_shape(length, stage if kind is Kind.SEND_F else stage - 1)
-        self.communicator.send(self._channels[kind, stage], tensor, shape, action)
-        self._deallocate(tensor, kind is Kind.SEND_F)
+        return self._message_shape(self.step.num_sequences[microbatch], length, sender)
 
     def _deallocate(self, output: Tensor, is_forward: bool) -> None:
         """Free the storage of an output that was passed on: the graph needs its grad_fn only."""

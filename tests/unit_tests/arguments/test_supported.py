@@ -53,6 +53,7 @@ FLAGS = {
     Use.V_CHUNKS: ("--pipeline-schedule", "1f1b", "--pipeline-placement", "v"),
     Use.OFFLOAD: ("--pipeline-schedule", "1f1b", "--offload-activations", "1"),
     Use.PARTITIONED_STATE: ("--pipeline-schedule", "1f1b", "--partition-state"),
+    Use.SEGMENTS_OF_TOKENS: ("--segment-tokens", "16"),
     Use.UNITS: ("--unit-tokens", "16"),
 }
 IN_UNITS = {"calculate_per_token_loss": True, "reset_attention_mask": True, "micro_batch_size": 1}
