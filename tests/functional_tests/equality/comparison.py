@@ -59,7 +59,7 @@ class References:
             replicas = parallel_state.get_data_parallel_group()
             first = (replicas.rank() + len(self._found)) % replicas.size()  # in turn, since there is often one alone
             parts: list[dict] = [{}] * replicas.size()
-            with patched(_each_replica_alone()):
+            with patched(each_replica_alone()):
                 chunks = build(whole, ranks)
                 part = {}
                 for each in missing[first :: replicas.size()]:
@@ -80,7 +80,7 @@ def _unsegmented(case: Case, model: Model, ranks: Layout, replicas: int) -> Case
     return replace(case, family="", m=case.m * replicas, packed=packed)
 
 
-def _each_replica_alone() -> list[Patch]:
+def each_replica_alone() -> list[Patch]:
     """Takes data parallelism out of Megatron's groups, of which there are no others than tensor-parallel ones here."""
     tensor, own = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_context_parallel_group()
     return [
