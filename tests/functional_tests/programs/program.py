@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from torch import Tensor
 
 from functional_tests.equality.models import VOCABULARY
@@ -189,6 +190,8 @@ def _forward_step(program: Program, num_tokens: float, iterator: object, model: 
     of_sequences = [
         (log_probs[row, start : end - 1], each) for (row, start, end), each in zip(where, sequences, strict=True)
     ]
+    if not program.targets.startswith("labels"):
+        output = gather_from_tensor_model_parallel_region(output)
     scores = [output[row, end - 1].reshape(-1)[0] for row, start, end in where]
     loss_func = partial(_loss, program, num_tokens, of_sequences, scores)
     return output, loss_func
@@ -206,6 +209,7 @@ def _log_probs(program: Program, output: Tensor, tokens: Tensor) -> Tensor:
         return -output.double()
     if program.targets == "logits in place":
         output.div_(0.8)
+    output = gather_from_tensor_model_parallel_region(output)
     return torch.log_softmax(output.double(), dim=-1).gather(-1, tokens.roll(-1, dims=1)[..., None])[..., 0]
 
 
