@@ -206,7 +206,9 @@ def forward_step(data_iterator, model):
             data_iterator, micro_batch_size, get_attr_wrapped_model(model, "vp_stage")
         )
     timers("batch-generator").stop()
-    if packing is not None and model.training and get_attr_wrapped_model(model, "vp_stage") in (None, 0):
+    is_counted = pipeline_config().follows_documents  # by our schedules, whose middle stages read no batch
+    is_first_chunk = get_attr_wrapped_model(model, "vp_stage") in (None, 0)
+    if packing is not None and model.training and is_first_chunk and not is_counted:
         update_seqlen_stats_from_cu_seqlens(packing.cu_seqlens_q)  # for the logged FLOPs
     with straggler:
         output = model(

@@ -92,9 +92,12 @@ def masked(launch):
     return launch.call(2, step, options={}, packed="mask")
 
 
-@pytest.mark.parametrize("packed", ["mask", "cu_seqlens"])
-def test_documents_of_a_batch_are_kept_apart(launch, megatrons_own, masked, packed):
-    options = {"sequence_splits": 3, "sequence_split_strategy": "balanced", "keep_documents_apart": True}
+@pytest.mark.parametrize(
+    "packed, given", [("mask", {}), ("cu_seqlens", {}), ("tokens", {"keep_documents_apart": True})]
+)
+def test_documents_of_a_batch_are_kept_apart(launch, megatrons_own, masked, packed, given):
+    """Of a mask or a packed format that the model is called with; by positions that start anew if that is asked for."""
+    options = {"sequence_splits": 3, "sequence_split_strategy": "balanced", **given}
     assert_equal(launch.call(2, step, options=options, packed=packed), masked)
     assert not torch.allclose(masked[1][0][0]["lm loss"], megatrons_own[1][0][0]["lm loss"])
 
@@ -104,7 +107,6 @@ def test_documents_of_a_batch_are_kept_apart(launch, megatrons_own, masked, pack
     [
         ({"partition_state": True}, None, r"partition_state needs DistributedDataParallelConfig\("),
         ({"sequence_splits": 60}, None, "--sequence-splits 60 leaves empty segments: --seq-length 56 has only 56"),
-        ({"sequence_splits": 3}, "mask", "the attention mask .* 0 is not plain causal.* in a program keep_documents_"),
     ],
 )
 def test_what_cannot_be_honoured_is_a_value_error(launch, options, packed, sentence):
