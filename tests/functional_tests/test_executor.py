@@ -253,7 +253,7 @@ def test_what_the_next_rank_cannot_use_is_not_sent():
 
 
 @on_ranks(2)
-def test_an_error_while_data_are_read_ahead_is_raised_on_all_ranks():
+def test_an_error_in_data_read_ahead_is_raised_on_all_ranks():
     def read() -> None:
         raise ValueError(f"rank {dist.get_rank()} finds no documents")
 

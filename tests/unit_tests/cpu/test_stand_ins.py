@@ -62,7 +62,7 @@ def check_arguments(stand_in, function, before=()) -> None:
 
 
 @pytest.mark.parametrize("target", REPLACED)
-def test_a_stand_in_takes_what_the_installed_function_takes_and_more(target):
+def test_a_stand_in_takes_what_the_function_takes_and_more(target):
     patch, (owner, name) = REPLACED[target], owner_of(target)
     function = getattr(owner, name)
     inner = inspect.getclosurevars(patch.new).nonlocals.get("function") if patch.wraps else None

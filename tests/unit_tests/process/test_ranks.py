@@ -29,7 +29,7 @@ def test_the_ranks_that_differ_from_most_are_named(monkeypatch):
         agree("a", "b", "a", "c")
 
 
-def test_an_error_is_raised_where_it_was_made_and_where_it_was_sent():
+def test_an_error_is_raised_where_it_was_made_and_sent():
     class Unknown(KeyError):
         """Cannot be pickled."""
 

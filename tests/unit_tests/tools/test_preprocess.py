@@ -136,7 +136,7 @@ def test_an_existing_pair_or_tokenizer_is_replaced_on_request(corpus, tmp_path, 
     assert len(pair(corpus / "replaced")[0]) > len(before[0])
 
 
-def test_a_run_that_ends_early_leaves_pair_and_tokenizer_as_they_were(corpus, tmp_path, monkeypatch, capsys):
+def test_a_run_that_ends_early_leaves_all_files_as_they_were(corpus, tmp_path, monkeypatch, capsys):
     """All files of a run take their places together, so tokens never lie beside the tokenizer of another run."""
     shutil.copytree(corpus / "tokenizer", tmp_path / "tokenizer")
     for ending in (".bin", ".idx"):
