@@ -9,9 +9,15 @@ the interpreter, the running segment, hooks, and the recorder of every training 
 layer (choice of the kernel, cache, autograd), beside a layer that calls the same kernel and keeps nothing. A layer of
 a segment has to take a GPU longer than that, or the GPU waits for the host.
 
-The last table counts what attention makes a GPU do beside the kernel of attention: kernels that only move data, and the
+The next table counts what attention makes a GPU do beside the kernel of attention: kernels that only move data, and the
 bytes that they read and write, for one layer and all segments of a sequence, forward and backward. Beside it stand the
-tensors that the kernel of attention itself reads and writes, each once.
+tensors that the kernel of attention itself reads and writes, each once. Latent attention has 16 heads, of 192 for
+queries and keys and of 128 for values, which FlashAttention 2 and 3 take as 192; it keeps keys and values, or latents,
+and then the projection up is not counted.
+
+The last line counts what the gradient of the projection to the vocabulary costs in the backward of a unit with its loss
+in pieces, beside matrix products: kernels for tensors as large as that weight, which is in 16 bits, and its gradient in
+fp32.
 
 Machines differ, and so does one machine from minute to minute, so a plain loop of additions is timed in turn, too. The
 last column is our share on a core that takes 0.3 s for five million of them, as those of servers do.
@@ -46,6 +52,9 @@ from megatron.seq1f1b.model.attention import SegmentAttention  # noqa: E402
 from megatron.seq1f1b.model.kernels import DocumentKernel, Gradients, Kernel  # noqa: E402
 from megatron.seq1f1b.runtime.call import Calls  # noqa: E402
 from megatron.seq1f1b.runtime.forward_segments import SegmentForwards  # noqa: E402
+from megatron.seq1f1b.model.kernels.adapted import Padded  # noqa: E402
+from megatron.seq1f1b.model.latents import LatentCache  # noqa: E402
+from megatron.seq1f1b.model.loss_pieces import Logits  # noqa: E402
 from megatron.seq1f1b.runtime.gradient_sync import GradientSync  # noqa: E402
 from megatron.seq1f1b.runtime.interpreter import Interpreter  # noqa: E402
 from megatron.seq1f1b.runtime.loss import Losses  # noqa: E402
@@ -222,13 +231,19 @@ class CountedKernel(DocumentKernel):
         return Gradients(*grads)
 
 
-class KernelsBeside(TorchDispatchMode):
-    """Counts operators that launch a kernel, other than those of attention."""
+_PRODUCTS = "mm", "addmm", "bmm"
+_NO_KERNEL = "detach", "empty", "new_empty", "empty_like", "promote_types", *_PRODUCTS
 
-    def __init__(self) -> None:
+
+class KernelsBeside(TorchDispatchMode):
+    """Counts operators that launch a kernel, other than matrix products and those of attention; those of tensors with
+    `numbers` numbers only if that is given."""
+
+    def __init__(self, numbers: int | None = None) -> None:
         super().__init__()
         self.kernels = self.bytes = self.by_attention = 0
         self._is_attention = False
+        self._numbers = numbers
 
     @contextmanager
     def attention(self, *read: torch.Tensor) -> Iterator[list]:
@@ -241,38 +256,102 @@ class KernelsBeside(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        if not (self._is_attention or func.is_view or name in ("detach", "empty", "new_empty", "promote_types")):
-            self.kernels += 1
-            self.bytes += _bytes(args if name == "copy_" else (args, result))
+        if not (self._is_attention or func.is_view or name in _NO_KERNEL):
+            moved = _bytes(args if name == "copy_" else (args, result), self._numbers)
+            self.kernels += moved > 0 or self._numbers is None
+            self.bytes += moved
         return result
 
 
-def _bytes(tensors: object) -> int:
-    return sum(x.nbytes for x in tree_leaves(tensors) if isinstance(x, torch.Tensor))
+def _bytes(tensors: object, numbers: int | None = None) -> int:
+    found = [x for x in tree_leaves(tensors) if isinstance(x, torch.Tensor)]
+    return sum(x.nbytes for x in found if numbers is None or x.numel() == numbers)
 
 
-def moved_by_attention(
-    lengths: Sequence[int], documents: tuple | None = None, heads: int = 8, groups: int = 2
-) -> Moved:
-    """In 16 bits, one sequence, heads of 128, cut into segments of `lengths`."""
-    ends = list(accumulate(lengths))
-    segments = [
-        Segment(0, i, end - length, end, ends[-1], documents)
-        for i, (length, end) in enumerate(zip(lengths, ends, strict=True))
-    ]
-    beside, units = KernelsBeside(), []
+def moved_by_attention(lengths: Sequence[int], documents: tuple | None = None) -> Moved:
+    """In 16 bits, one sequence, 8 heads of 128 on 2 of keys and values, cut into segments of `lengths`."""
+    beside = KernelsBeside()
     layer = attention_layer(CountedKernel(beside))
+
+    def attend_to(segment: Segment) -> torch.Tensor:
+        query, key, value = (empty(segment.length, 1, heads, 128) for heads in (8, 2, 2))
+        with beside:
+            return layer(query, key, value)
+
+    return moved(beside, layer, attend_to, lengths, documents)
+
+
+def moved_by_latent_attention(lengths: Sequence[int], keeps_latents: bool) -> Moved:
+    """The same of 16 heads of 192, 64 of them rotary, and values of 128, by a kernel that takes one size of heads."""
+    beside, heads, size, rotary_size, rank = KernelsBeside(), 16, 128, 64, 512
+    layer = attention_layer(Padded(CountedKernel(beside), 8))
+    weight = empty(heads * 2 * size, rank, requires_grad=False)
+
+    def project_up(latent: torch.Tensor) -> tuple:
+        return torch.nn.functional.linear(latent, weight), None
+
+    def attend_to(segment: Segment) -> torch.Tensor:
+        query, rotary = (empty(segment.length, 1, count, size + rotary_size) for count in (heads, 1))
+        latent = empty(segment.length, 1, rank)
+        if keeps_latents:
+            cache = layer.segment_context.cache(layer, partial(LatentCache, segment.sequence_length, project_up, size))
+            with beside:
+                projected, _ = cache.project(latent, segment)
+        else:
+            projected, _ = project_up(latent)
+        keys, value = projected.unflatten(2, (heads, -1)).split(size, -1)
+        key = torch.cat([keys, rotary[..., size:].expand(-1, -1, heads, -1)], -1)
+        with beside:
+            return layer(query, key, value)
+
+    return moved(beside, layer, attend_to, lengths)
+
+
+def empty(*shape: int, requires_grad: bool = True) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16, device="meta", requires_grad=requires_grad)
+
+
+def moved(
+    beside: KernelsBeside,
+    layer: SegmentAttention,
+    attend_to: Callable[[Segment], torch.Tensor],
+    lengths: Sequence[int],
+    documents: tuple | None = None,
+) -> Moved:
+    """What `beside` counts while all segments go forward, then backward."""
+    units, ends = [], list(accumulate(lengths))
     layer.segment_context.segment = None
-    for segment in segments:
-        shapes = [(segment.length, 1, count, 128) for count in (8, 2, 2)]
-        inputs = [torch.empty(shape, dtype=torch.bfloat16, device="meta").requires_grad_() for shape in shapes]
-        with layer.segment_context.running(segment, True), beside:
-            units.append((segment, layer(*inputs)))
+    for i, (length, end) in enumerate(zip(lengths, ends, strict=True)):
+        segment = Segment(0, i, end - length, end, ends[-1], documents)
+        with layer.segment_context.running(segment, True):
+            units.append((segment, attend_to(segment)))
     for segment, output in reversed(units):
         grad = torch.empty_like(output)
         with layer.segment_context.running(segment, True), beside:
             output.backward(grad)
     return Moved(beside.kernels, beside.bytes, beside.by_attention)
+
+
+def moved_by_weight_of_loss(tokens: int, pieces: int, words: int = 32768, hidden_size: int = 4096) -> Moved:
+    """In the backward of a unit, by the gradient of the projection from hidden states to logits."""
+    weight = torch.nn.Parameter(empty(words, hidden_size))
+    weight.main_grad = torch.empty_like(weight, dtype=torch.float32)
+    weight.grad_added_to_main_grad = False
+    weight.register_post_accumulate_grad_hook(add_as_ddp_does)
+    hidden, labels = empty(tokens, 1, hidden_size), torch.empty((1, tokens), dtype=torch.int64, device="meta")
+    shape = torch.Size((tokens, 1, words))
+    logits = Logits(torch.nn.functional.linear, hidden, weight, num_runs=1, length=tokens // pieces, shape=shape)
+    losses = logits.loss(labels, lambda labels, logits: logits.float().logsumexp(-1).t())
+    with KernelsBeside(weight.numel()) as beside:
+        losses.sum().backward()
+    return Moved(beside.kernels, beside.bytes, 0)
+
+
+def add_as_ddp_does(weight: torch.nn.Parameter) -> None:
+    """Megatron's hook of a parameter."""
+    if not weight.grad_added_to_main_grad or getattr(weight, "zero_out_wgrad", False):
+        weight.main_grad.add_(weight.grad)
+    weight.grad = None
 
 
 class Share(NamedTuple):
@@ -311,6 +390,9 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
 
+    def show_moved(name: str, found: Moved) -> None:
+        print(f"{name:36}{found.kernels:10}{found.bytes / 1e6:8.0f}{found.by_attention / 1e6:18.0f}", flush=True)
+
     def show(name: str, found: Share) -> None:
         values = statistics.median(found.own), min(found.own), statistics.median(found.bare)
         values += (statistics.median(found.usual),)
@@ -328,12 +410,18 @@ def main() -> None:
     ours, bare_calls = partial(attend, layer, units), partial(attend_bare, kernel, units)
     show("an attention layer", share(ours, bare_calls, units, args.repeats))
 
-    print(f"\n{'32,768 tokens, 16 bits':32}{'kernels':>10}{'MB':>8}{'MB of attention':>18}")
+    print(f"\n{'32,768 tokens, 16 bits':36}{'kernels':>10}{'MB':>8}{'MB of attention':>18}")
     for num_segments in (1, 2, 4, 8, 16):
         for name, documents in (("", None), (", 8 documents", (tuple(range(0, 32768, 4096)),))):
             found = moved_by_attention([32768 // num_segments] * num_segments, documents)
-            row = f"{num_segments} segments{name}"
-            print(f"{row:32}{found.kernels:10}{found.bytes / 1e6:8.0f}{found.by_attention / 1e6:18.0f}", flush=True)
+            show_moved(f"{num_segments} segments{name}", found)
+        for name, keeps_latents in (("values of 128 for 192", False), ("latents", True)):
+            found = moved_by_latent_attention([32768 // num_segments] * num_segments, keeps_latents)
+            show_moved(f"{num_segments} segments, {name}", found)
+    print(f"\n{'a weight of 32,768 x 4,096':36}{'kernels':>10}{'MB':>8}")
+    for pieces in (1, 4):
+        found = moved_by_weight_of_loss(2048 * pieces, pieces)
+        print(f"{f'{2048 * pieces:,} tokens in {pieces} pieces':36}{found.kernels:10}{found.bytes / 1e6:8.0f}")
 
 
 if __name__ == "__main__":

@@ -19,10 +19,20 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .head_exchange import HeadExchange
-from .kernels import AttentionRule, Kernel, KernelChoice, RunOnce, Saved, WithSink, default_generator, on_parts
+from .kernels import (
+    AttentionRule,
+    Kernel,
+    KernelChoice,
+    Padded,
+    RunOnce,
+    Saved,
+    WithSink,
+    default_generator,
+    on_parts,
+)
 from .kv_cache import KVCache
 from .packed_documents import KEEP_APART
-from .segment import SegmentContext
+from .segment import Segment, SegmentContext
 
 
 class SegmentAttention(torch.nn.Module):
@@ -75,13 +85,13 @@ class SegmentAttention(torch.nn.Module):
         if self.exchange is not None:
             query, key, value = self.exchange.to_heads(query, key, value)
             sink = None if sink is None else self.exchange.own_heads(sink)
-        rule = self.training_rule if self.training else self.evaluation_rule
+        rule = self._rule
         kernel, cache, prefix, end = self._kernel(rule, query, value, sink), None, None, None
         if segment is not None and not segment.is_whole_sequence:
             assert key.shape[0] == segment.length, (
                 f"attention got {key.shape[0]} tokens for a segment of {segment.length}: the batch was not cut"
             )
-            cache = context.cache(self, partial(KVCache, segment.sequence_length, rule.window))
+            cache = context.cache(self, partial(self.new_cache, segment, query, value))
             prefix, end = cache.prefix, context.end_of_backward(self)
         # Tensor-parallel ranks drop different weights; Megatron forks the generator itself for sequence parallelism.
         draws = rule.dropout and not self.config.sequence_parallel
@@ -95,6 +105,16 @@ class SegmentAttention(torch.nn.Module):
                 if segment.is_last:
                     rows.rest(context.host_memory.keep)
         return output if self.exchange is None else self.exchange.to_tokens(output)
+
+    def new_cache(self, segment: Segment, query: Tensor, value: Tensor) -> KVCache:
+        """For the micro-batch of a segment with queries and values of such sizes."""
+        kernel = self.kernels.kernel(self._rule, query, value)
+        side_by_side = isinstance(kernel, Padded) and kernel.takes_values_beside_keys(query.shape[3], value.shape[3])
+        return KVCache(segment.sequence_length, self._rule.window, side_by_side)
+
+    @property
+    def _rule(self) -> AttentionRule:
+        return self.training_rule if self.training else self.evaluation_rule
 
     def _kernel(self, rule: AttentionRule, query: Tensor, value: Tensor, sink: Tensor | None) -> Kernel:
         """The kernel for these queries, within documents; it runs once if attention is kept."""

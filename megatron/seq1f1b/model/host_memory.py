@@ -5,6 +5,11 @@ results of kept attention and, with the last segment, the keys and values of all
 handles refer to, each once; moving parameters, rotary tables or masks would free nothing. The schedule determines when
 (schedule/moves.py). Copies overlap with compute. On a GPU buffers are pinned, and the host waits for nothing. On a CPU
 the memory of the host is a second pool, of mapped files, so order and lifetimes are those of a GPU.
+
+To pin memory takes the host 0.2 to 0.6 s a GiB, and what is launched meanwhile may wait for all that runs on the GPU,
+receives included. The first step that moves anything has none under way then (see `goes_in_turn` in
+runtime/communication.py). If a later step needs more, its further buffers are not pinned until it has ended; copies to
+those take the host's time, and need nothing of other ranks that has not been sent.
 """
 
 import os
@@ -12,7 +17,7 @@ import tempfile
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from sys import getrefcount
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -139,6 +144,8 @@ class HostMemory:
         self._arriving: dict[Hashable, Wait] = {}
         # Unused blocks with the end of their last copy, for later units and steps; the longest unused come first.
         self._unused: list[tuple[Tensor, Wait | None]] = []
+        self._may_pin = True  # no step that moves anything has ended
+        self._unpinned: set[int] = set()  # blocks to be pinned at the end of the step, by their address
         self.num_bytes = self.most_bytes = 0
 
     @contextmanager
@@ -199,7 +206,7 @@ class HostMemory:
         self._arriving.pop(unit)()
 
     def clear(self) -> None:
-        """Forget everything but the blocks, after a step that failed."""
+        """Forget everything but the blocks, at the end of a step, which may have failed; pin those that are not."""
         for arrival in self._arriving.values():  # else a late copy might overwrite later results
             arrival()
         # Copies to the host run one after another, so later ones need not wait.
@@ -207,6 +214,13 @@ class HostMemory:
         for units in (self._here, self._away, self._arriving):
             units.clear()
         self.num_bytes = 0
+        if self._unused:
+            self._may_pin = False
+        if self._unpinned:
+            number = len(self._unpinned)
+            self._unused = [each for each in self._unused if each[0].data_ptr() not in self._unpinned]
+            self._unpinned.clear()
+            self._unused += [(block, None) for block in _made(number, _PINNED_BLOCK, pinned_buffer)]
 
     def assert_empty(self) -> None:
         units = [*self._here, *self._away, *self._arriving]
@@ -214,17 +228,11 @@ class HostMemory:
 
     def _blocks(self, num_bytes: int) -> tuple[list[Tensor], Wait]:
         """Unused blocks, and new ones if there are too few, with a wait for the last copies from them."""
-        pinned = partial(torch.empty, dtype=torch.uint8, pin_memory=True)
-        make, size = (pinned, _PINNED_BLOCK) if self._is_on_gpu else (mapped_buffer, _BLOCK)
+        size = _PINNED_BLOCK if self._is_on_gpu else _BLOCK
         count = -(-num_bytes // size)
-        try:
-            while len(self._unused) < count:
-                self._unused.append((make(size), None))
-        except (MemoryError, OSError, RuntimeError) as error:
-            raise MemoryError(
-                f"the host has no room for {(count - len(self._unused)) * size / 2**30:.2f} GiB more of activations "
-                f"({error}); lower --offload-activations"
-            ) from error
+        missing = count - len(self._unused)
+        if missing > 0:
+            self._unused += [(block, None) for block in self._new_blocks(missing, size)]
         chosen, self._unused = self._unused[:count], self._unused[count:]
         ends = dict.fromkeys(end for _, end in chosen if end is not None)
 
@@ -233,6 +241,29 @@ class HostMemory:
                 end()
 
         return [block for block, _ in chosen], after
+
+    def _new_blocks(self, number: int, size: int) -> list[Tensor]:
+        if not self._is_on_gpu:
+            return _made(number, size, mapped_buffer)
+        if self._may_pin:
+            return _made(number, size, pinned_buffer)
+        blocks = _made(number, size, pageable_buffer)
+        self._unpinned.update(block.data_ptr() for block in blocks)
+        return blocks
+
+
+def _made(number: int, size: int, make: Callable[[int], Tensor]) -> list[Tensor]:
+    """Blocks of `size` bytes. Raises MemoryError if the host is full."""
+    blocks: list[Tensor] = []
+    try:
+        while len(blocks) < number:
+            blocks.append(make(size))
+    except (MemoryError, OSError, RuntimeError) as error:
+        raise MemoryError(
+            f"the host has no room for {(number - len(blocks)) * size / 2**30:.2f} GiB more of activations "
+            f"({error}); lower --offload-activations"
+        ) from error
+    return blocks
 
 
 def _aligned(num_bytes: int) -> int:
@@ -273,6 +304,14 @@ def link_rate(device: torch.device, when_ready: Callable[[], object]) -> float:
         if is_on_gpu:
             torch.cuda.synchronize()
     return _ROUNDS * _PROBE / (perf_counter() - start)
+
+
+def pinned_buffer(num_bytes: int) -> Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+
+def pageable_buffer(num_bytes: int) -> Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8)
 
 
 def mapped_buffer(num_bytes: int) -> Tensor:

@@ -26,6 +26,10 @@ class Rows:
         self._start = sequence_length  # start of the segment that went backward last
         self._sum: Tensor | None = None
 
+    def place(self, rows: Tensor) -> None:
+        """Use [S, b, ...], which may be a view, instead of a tensor of its own."""
+        self._rows = rows
+
     def write(self, start: int, end: int, rows: Tensor) -> None:
         self._rows = rows.new_empty((self._length, *rows.shape[1:])) if self._rows is None else taken(self._rows)
         self._rows[start:end].copy_(rows)
@@ -103,15 +107,25 @@ class KVCache:
     Bytes per token and layer, with e bytes an element: 2·b·g·d·e from the first forward of the micro-batch to its last
     backward, and 2·b·g·d·max(e, 4) for the gradients from its first backward to its last. With a `window`, keys and
     values are kept for segments in flight and for the last `window` tokens of a trimmed segment, gradients for `window`
-    tokens between two backwards.
+    tokens between two backwards. If they are `side_by_side`, the values of a head follow its keys in memory, not with a
+    window; it saves `Padded` a copy.
     """
 
-    def __init__(self, length: int, window: int | None = None) -> None:
+    def __init__(self, length: int, window: int | None = None, side_by_side: bool = False) -> None:
         self.rows = tuple(Rows(length) if window is None else WindowRows(length, window) for _ in range(2))
         self.prefix: Tensor | None = None  # that of the running segment if it is a part of the graph, to get gradients
+        self._length = length
+        self._waits_for_place = side_by_side and window is None
 
     def write(self, start: int, end: int, key: Tensor, value: Tensor) -> None:
         """Store the keys [n, b, g, d] and values [n, b, g, e] of a segment, again if its forward is repeated."""
+        if self._waits_for_place:
+            keys, values = self.rows
+            size = key.shape[3]
+            both = key.new_empty((self._length, *key.shape[1:3], size + value.shape[3]))
+            keys.place(both[..., :size])
+            values.place(both[..., size:])
+            self._waits_for_place = False
         for rows, of_segment in zip(self.rows, (key, value), strict=True):
             rows.write(start, end, of_segment)
 

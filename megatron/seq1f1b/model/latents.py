@@ -18,6 +18,7 @@ from .kernels import Gradients
 from .kv_cache import KVCache
 from .segment import Segment
 
+_READ_AT_ONCE = 8  # numbers of 16 bits by kernels of GPUs, at multiples of that
 LARGEST_SHARE = 1 / 8  # the largest time of projecting the prefix up again, relative to attention to it
 
 
@@ -57,9 +58,14 @@ def _with_prefix(
         return forward(latent)
 
     def make() -> KVCache:
-        is_cheap = share_of_projection(layer.config, segment.length) <= LARGEST_SHARE
-        length = segment.sequence_length
-        return LatentCache(length, forward, layer.config.qk_head_dim) if is_cheap else KVCache(length)
+        config = layer.config
+        if share_of_projection(config, segment.length) <= LARGEST_SHARE:
+            return LatentCache(segment.sequence_length, forward, config.qk_head_dim)
+        query, value = (
+            latent.new_empty(0, 1, 1, size)
+            for size in (config.qk_head_dim + config.qk_pos_emb_head_dim, config.v_head_dim)
+        )
+        return attention.new_cache(segment, query, value)
 
     cache = context.cache(attention, make)  # chosen with the first segment
     return cache.project(latent, segment) if isinstance(cache, LatentCache) else forward(latent)
@@ -94,7 +100,10 @@ class LatentCache(KVCache):
             projected, _ = self._project_up(self.latents.read(start, end))
         projected = projected.unflatten(2, (self._heads, -1))
         rotary = self.rotary.read(start, end).unsqueeze(2).expand(-1, -1, self._heads, -1)
-        return torch.cat([projected[..., : self._size], rotary], -1), projected[..., self._size :].contiguous()
+        keys, values = projected[..., : self._size], projected[..., self._size :]
+        if self._size % _READ_AT_ONCE or projected.shape[3] % _READ_AT_ONCE:
+            values = values.contiguous()
+        return torch.cat([keys, rotary], -1), values
 
     def exchange_gradients(self, start: int, end: int, grads: Gradients) -> tuple[Tensor, Tensor, Tensor | None]:
         """Exchanges those of the rotary keys; those of the prefix, [start, b, h·(d + e)], go through the projection."""

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..process.patches import patched_on, wrapping
+from .main_grad import accumulated
 
 PIECE = 2**26  # logits: 256 MiB in fp32, and enough rows for a product at full speed
 WORTH = 8  # pieces, 2 GiB; fewer are kept, since the repeated product can take a tenth of a small model's last stage
@@ -55,6 +56,8 @@ def _logits(
     if keeps_logits(layer) or runtime_gather_output:
         return forward(hidden, weight, runtime_gather_output)
     weight = layer.weight if weight is None else weight
+    if weight is not layer.weight:  # that of an embedding, which gives it an ordinary gradient
+        weight.zero_out_wgrad = True
     num_runs = layer.tp_group.size() if layer.sequence_parallel else 1
     shape = torch.Size((num_runs * len(hidden), hidden.shape[1], layer.output_size_per_partition))
     length = max(1, layer.logits_of_piece // (num_runs * shape[1:].numel()))
@@ -94,7 +97,8 @@ class Logits:
 
     def max(self, dim: int) -> tuple[Tensor, ...]:
         """The largest logit of each token and its index [n, b], from which Megatron counts correct predictions."""
-        found = [self.of(hidden, self.weight).max(dim=dim) for hidden in self.hidden.split(self.length)]
+        weight = self._weight_of_kept()
+        found = [self.of(hidden, weight).max(dim=dim) for hidden in self.hidden.split(self.length)]
         of_runs = ([each.unflatten(0, (self.num_runs, -1)) for each in pieces] for pieces in zip(*found, strict=True))
         return tuple(torch.cat(each, dim=1).flatten(0, 1) for each in of_runs)
 
@@ -107,7 +111,14 @@ class Logits:
         return replace(self, of=lambda hidden, weight: of(hidden, weight) * factor)
 
     def whole(self) -> Tensor:
-        return self.of(self.hidden, self.weight)
+        return self.of(self.hidden, self._weight_of_kept())
+
+    def _weight_of_kept(self) -> Tensor:
+        """The weight for logits that are kept for an ordinary backward."""
+        weight = _AddedToMainGrad.apply(self.weight)
+        if hasattr(self.weight, "main_grad"):
+            weight.main_grad = self.weight.main_grad  # for fused products
+        return weight
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.whole(), name)
@@ -117,6 +128,26 @@ class Logits:
         if func is torch.argmax:
             return args[0].max(**kwargs)[1]
         return func(*(each.whole() if isinstance(each, Logits) else each for each in args), **(kwargs or {}))
+
+
+class _AddedToMainGrad(torch.autograd.Function):
+    """A weight whose gradient is added to its `main_grad` here: pieces mark theirs, and then
+    DistributedDataParallel would add no other gradient of the step."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        ctx.weight = weight
+        return weight.view_as(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None) -> Tensor | None:
+        main_grad = getattr(ctx.weight, "main_grad", None)
+        if main_grad is None:
+            return grad
+        if grad is not None:  # else a fused product has added it
+            main_grad += grad
+        return accumulated(ctx.weight)
 
 
 class _LossOfPieces(torch.autograd.Function):
@@ -158,6 +189,5 @@ class _LossOfPieces(torch.autograd.Function):
         else:
             if not fits:
                 main_grad += alias.main_grad
-            # Only fires the hooks of the weight, and is ignored if an earlier fused product has marked it.
-            grad_weight = torch.zeros_like(weight)
+            grad_weight = accumulated(weight)
         return None, None, grad_hidden, grad_weight, None

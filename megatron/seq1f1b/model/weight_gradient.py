@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from ..process.patches import Patch, patched_on, wrapping
 from .loss_pieces import keeps_logits
+from .main_grad import accumulated
 
 # Computes the gradients of parameters; None for a gradient that is already in `main_grad`.
 Product = Callable[[], Sequence[Tensor | None]]
@@ -109,7 +110,7 @@ def deferring(linear: Callable[..., Tensor], store: WeightGradientStore) -> Call
             in_fp32 = weight.main_grad.dtype is torch.float32
             kernel = kernels.wgrad_gemm_accum_fp32 if in_fp32 else kernels.wgrad_gemm_accum_fp16
             kernel(rows, grad_output, weight.main_grad)
-            return (_accumulated(weight),)
+            return (accumulated(weight),)
 
         # With these options, Megatron appends the output gradient to the buffer instead of computing the weight
         # gradient, and returns none, as if it had been added to `main_grad`.
@@ -120,16 +121,6 @@ def deferring(linear: Callable[..., Tensor], store: WeightGradientStore) -> Call
         return output if bias is None else output + bias
 
     return split
-
-
-def _accumulated(weight: torch.nn.Parameter) -> Tensor | None:
-    """The gradient for the hooks of a weight whose gradient was added to its `main_grad`: a mark keeps
-    DistributedDataParallel from adding it again. If another layer gives the same weight an ordinary gradient
-    (`zero_out_wgrad`: tied embeddings), this one is added, too, so it has to be zero."""
-    if not hasattr(weight, "grad_added_to_main_grad"):
-        return None
-    weight.grad_added_to_main_grad = True
-    return torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)
 
 
 def _store_of(layer: Any, store: WeightGradientStore) -> SimpleNamespace:
@@ -146,7 +137,7 @@ def _store_of(layer: Any, store: WeightGradientStore) -> SimpleNamespace:
             computed = tensors[2] if num_experts else [of_weight, of_bias]
             if layer.fuse_wgrad_accumulation and hasattr(parameters[0], "main_grad"):
                 num_weights = num_experts or 1
-                computed[:num_weights] = map(_accumulated, parameters[:num_weights])
+                computed[:num_weights] = map(accumulated, parameters[:num_weights])
             return computed[: len(parameters)]
 
         store.leave(parameters, gradients)

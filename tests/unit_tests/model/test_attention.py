@@ -208,13 +208,17 @@ def test_what_is_kept_is_freed_by_the_backward_or_a_failure():
 
 
 # Tokens that are kept: all, or, where they are computed again, a window of each segment.
-@pytest.mark.parametrize("window, kept", [(None, (150, 150)), (20, (150, 60))], ids=["prefix", "window"])
+@pytest.mark.parametrize(
+    "window, kept, value_size",
+    [(None, (150, 150), SIZE), (20, (150, 60), SIZE), (None, (150, 150), SIZE // 2)],
+    ids=["prefix", "window", "values beside keys"],
+)
 @pytest.mark.parametrize("recompute, keeps", [(False, False), (True, False), (True, True)], ids=["", "again", "kept"])
-def test_a_cache_leaves_and_comes_back(monkeypatch, window, kept, recompute, keeps):
+def test_a_cache_leaves_and_comes_back(monkeypatch, window, kept, value_size, recompute, keeps):
     """Caches, and kept attention, go to the memory of the host with the unit of the last segment."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
     monkeypatch.setattr(host_memory, "SMALLEST", 1)
-    *tensors, grad = inputs(LENGTH, (BATCH, HEADS, GROUPS, SIZE, SIZE))
+    *tensors, grad = inputs(LENGTH, (BATCH, HEADS, GROUPS, SIZE, value_size))
     layer, segments = attention(SIZE, window=window), of_lengths((60, 40, 50))
     usual, sequence = run(layer, tensors, grad, segments), Attended(layer, tensors, grad, segments, recompute)
     layer.segment_context.kept_attention = {} if keeps else None
@@ -222,7 +226,7 @@ def test_a_cache_leaves_and_comes_back(monkeypatch, window, kept, recompute, kee
     with memory.keeping("unit"):
         sequence.forward()
     memory.offload("unit", nullcontext())
-    of_token, log_sum_exp = 2 * BATCH * GROUPS * SIZE * 8, BATCH * HEADS * 8  # bytes, in fp64
+    of_token, log_sum_exp = BATCH * GROUPS * (SIZE + value_size) * 8, BATCH * HEADS * 8  # bytes, in fp64
     of_kernels = 0 if recompute and not keeps else log_sum_exp * LENGTH
     assert memory.num_bytes == of_token * kept[recompute] + of_kernels
     memory.reload("unit", nullcontext())

@@ -7,6 +7,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from megatron.seq1f1b.cpu import stand_ins
 from megatron.seq1f1b.model import host_memory
 from megatron.seq1f1b.model.host_memory import HostMemory
 
@@ -89,6 +90,37 @@ def test_blocks_of_the_host_serve_again(memory, made):
     memory.clear()  # a step that fails leaves its blocks to the next
     assert len(memory._unused) == len(made) == 2
     del abandoned
+
+
+@pytest.fixture
+def kinds(monkeypatch):
+    """The kinds of blocks that are made, in order, as on a GPU whose streams have always ended."""
+    made = []
+    for name in ("pinned_buffer", "pageable_buffer"):
+        make = lambda size, name=name: made.append(name) or torch.empty(size, dtype=torch.uint8)  # noqa: E731
+        monkeypatch.setattr(host_memory, name, make)
+    for name, new in (("Stream", stand_ins.Stream), ("current_stream", stand_ins.Stream), ("stream", stand_ins.stream)):
+        monkeypatch.setattr(torch.cuda, name, new)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cuda")
+    return made
+
+
+def test_nothing_is_pinned_in_a_later_step(kinds):
+    """Receives wait then: what it needs is pinned at its end."""
+    memory, x = HostMemory(), torch.randn(SIZE, SIZE, dtype=torch.float64, requires_grad=True)
+    # Units of the step, blocks made while it runs, and at its end.
+    for units, within, at_end in (
+        (1, ["pinned_buffer"], []),
+        (3, ["pageable_buffer"] * 2, ["pinned_buffer"] * 2),
+        (3, [], []),
+        (4, ["pageable_buffer"], ["pinned_buffer"]),
+    ):
+        went_away_and_back(memory, [x] * units)
+        assert kinds == within
+        memory.clear()
+        assert kinds == within + at_end and len(memory._unused) == units
+        kinds.clear()
+    assert torch.allclose(x.grad, (11 * x.exp() * (x.cos() - x.sin())).detach())
 
 
 def test_the_link_is_measured(monkeypatch):

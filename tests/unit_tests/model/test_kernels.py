@@ -54,6 +54,37 @@ def test_other_types(kernel, dtype, tolerance):
     assert worst_error(results, expected(*tensors)) <= tolerance
 
 
+class Recorded(CpuFlash):
+    """Records the keys and values of every call."""
+
+    def forward(self, query, key, value):
+        self.calls.append((key, value))
+        return super().forward(query, key, value)
+
+    def backward(self, grad_output, saved):
+        self.calls.append((saved.key, saved.value))
+        return super().backward(grad_output, saved)
+
+
+@pytest.mark.parametrize(
+    "heads, are_copied",
+    [((2, 2, 2, 24, 16), False), ((2, 2, 1, 24, 16), False), ((1, 2, 2, 24, 12), True), ((1, 2, 2, 20, 8), True)],
+    ids=str,
+)
+def test_smaller_values_of_a_prefix_are_not_copied(monkeypatch, heads, are_copied):
+    """They lie beside the keys in the cache, unless kernels could not read that many numbers at once."""
+    calls = []
+    monkeypatch.setattr(Recorded, "calls", calls, raising=False)
+    tensors = inputs(70, heads)
+    results = by_segments(lambda rule: Padded(Recorded(rule), 8), tensors, [0, 20, 30, 70])
+    assert worst_error(results, expected(*tensors)) <= 1e-13
+    assert len(calls) == 6 and all(key.shape == value.shape for key, value in calls)
+    pointers = {value.untyped_storage().data_ptr() for _, value in calls}
+    is_one_storage = len(pointers) == 1 and pointers == {key.untyped_storage().data_ptr() for key, _ in calls}
+    assert is_one_storage != are_copied
+    assert all(not place % 8 for pair in calls for x in pair for place in (*x.stride()[:3], x.storage_offset()))
+
+
 def rms_errors(k):
     """Errors of dQ, dK and dV for bf16 inputs against fp64, relative to their rms."""
     torch.manual_seed(0)

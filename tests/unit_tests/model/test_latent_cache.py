@@ -44,6 +44,19 @@ def test_kept_are_latents_and_rotary_keys_and_their_gradients():
     assert kept == [row * LENGTH] * 3 + [row * (LENGTH + 70), row * (LENGTH + 40)]
 
 
+def test_values_are_read_where_they_were_projected():
+    """In place, with what lies before them; copied where kernels could not read that many numbers at once."""
+    for size, value_size, is_in_place in ((16, 8, True), (12, 8, False)):
+        weight = torch.randn(HEADS * (size + value_size), RANK)
+        cache = LatentCache(LENGTH, lambda latent, weight=weight: (latent @ weight.T, None), size)
+        (segment,) = of_lengths((LENGTH,))
+        projected, _ = cache.project(torch.randn(LENGTH, BATCH, RANK), segment)
+        cache.write(0, LENGTH, torch.randn(LENGTH, BATCH, HEADS, size + ROTARY), projected)
+        _, values = cache.read(0, LENGTH)
+        assert torch.equal(values, projected.unflatten(2, (HEADS, -1))[..., size:])
+        assert (values.untyped_storage().data_ptr() == projected.untyped_storage().data_ptr()) == is_in_place
+
+
 def test_latents_are_kept_where_projecting_again_is_cheap():
     deepseek = SimpleNamespace(kv_lora_rank=512, qk_head_dim=128, qk_pos_emb_head_dim=64, v_head_dim=128)
     assert share_of_projection(deepseek, 4096) < LARGEST_SHARE < share_of_projection(deepseek, 2048)

@@ -11,6 +11,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import ColumnParallelLinear, layers
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from benchmark_host import add_as_ddp_does, moved_by_weight_of_loss
 from megatron.seq1f1b.model.loss_pieces import WORTH, Logits, compute_loss_in_pieces
 from megatron.seq1f1b.model.weight_gradient import WeightGradientStore, defer_weight_gradients
 
@@ -120,6 +121,48 @@ def test_weight_gradients_of_pieces_are_not_left_for_later(groups):
         assert head.output_layer.weight.grad is not None and not store._left
 
 
+def under_ddp(weight, dtype=torch.float64):
+    """Ones in `main_grad`, to which Megatron's hook adds what is not marked as added."""
+    weight.main_grad = torch.ones_like(weight, dtype=dtype)
+    weight.grad_added_to_main_grad = False
+    weight.register_post_accumulate_grad_hook(add_as_ddp_does)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_other_gradients_of_the_weight_are_added_too(groups, monkeypatch, is_tied, fused):
+    """Those of logits that a program reads, and of an embedding, in units of their own and in that of a loss."""
+    kernels = SimpleNamespace(wgrad_gemm_accum_fp32=lambda rows, grad, main_grad: main_grad.addmm_(grad.t(), rows))
+    monkeypatch.setattr(layers, "fused_weight_gradient_mlp_cuda", kernels, raising=False)
+    head = Head(is_tied, dtype=torch.float32 if fused else torch.float64)
+    weight, (hidden, labels, _) = head.tied if is_tied else head.output_layer.weight, batch()
+    hidden = hidden.detach().to(weight.dtype)
+
+    def tokens():
+        return torch.nn.functional.embedding(labels.t(), weight) if is_tied else hidden
+
+    def units():
+        logits = head.logits(hidden)
+        of_logits = torch.square(logits).sum() + logits.max(dim=-1)[0].sum()
+        yield head(hidden, labels).sum()
+        yield of_logits
+        yield head(tokens(), labels).sum()
+        yield 3 * head(tokens(), labels).sum() + 2 * torch.square(head.logits(tokens())).sum()
+
+    expected = 1 + sum(torch.autograd.grad(loss, weight)[0] for loss in units())
+    compute_loss_in_pieces([head], MANY, 3 * ROW)
+    head.output_layer.gradient_accumulation_fusion = fused
+    under_ddp(weight, weight.dtype)
+    for loss in units():
+        loss.backward()
+    torch.testing.assert_close(weight.main_grad, expected, rtol=1e-5 if fused else 1e-12, atol=1e-5 if fused else 1e-12)
+
+
+def test_a_unit_adds_its_weight_gradient_once_for_each_piece():
+    """It writes no zeros, and nothing adds them."""
+    assert [moved_by_weight_of_loss(64 * pieces, pieces).kernels for pieces in (1, 4)] == [1, 4]
+
+
 MAIN_GRADS = {"none": None, "bf16": torch.bfloat16, "fp32": torch.float32, "fused": torch.float32}
 
 
@@ -141,10 +184,10 @@ def test_gradients_of_pieces_add_up_in_fp32(groups, monkeypatch, kind):
     monkeypatch.setattr(layers, "fused_weight_gradient_mlp_cuda", kernels, raising=False)
     head.output_layer.gradient_accumulation_fusion = kind == "fused"
     if kind != "none":
-        weight.main_grad = torch.ones_like(weight, dtype=MAIN_GRADS[kind])
+        under_ddp(weight, MAIN_GRADS[kind])
     head(hidden, labels).sum().backward()
     if kind == "none":
         assert torch.equal(weight.grad, expected.bfloat16())
     else:
-        assert not weight.grad.any()
+        assert weight.grad is None
         torch.testing.assert_close(weight.main_grad, (1 + expected).to(MAIN_GRADS[kind]), rtol=1e-6, atol=1e-5)
