@@ -1,8 +1,9 @@
 """Moves of activations to the memory of the host and back, as actions of a rank.
 
-A unit leaves after its forward and the send of its output (OFFLOAD), and starts back AHEAD compute actions before its
-backward (RELOAD), so both copies overlap with compute. Its device memory is freed when the next unit leaves, by which
-time the copy has usually ended, or at the latest when it starts back.
+A unit leaves before the next compute action after its forward (OFFLOAD), and starts back AHEAD compute actions before
+its backward (RELOAD), so both copies overlap with compute. Where messages wait for their turn, it may leave before its
+output is sent; what is still to be sent stays on the device. Its device memory is freed when the next unit leaves, by
+which time the copy has usually ended, or at the latest when it starts back.
 """
 
 from collections import defaultdict
