@@ -1,4 +1,4 @@
-"""Fully reshardable checkpoints of the distributed optimizer, where gradient buffers have several buckets."""
+"""Checkpoints of the distributed optimizer, where gradient buffers have several buckets."""
 
 from collections.abc import Callable, Iterator
 from itertools import chain
@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -93,6 +95,10 @@ def check_checkpoints(cause: str) -> tuple[int, int]:
         for buffer in optimizer.buffers:
             num_padded += sum(bucket.numel_unpadded < len(bucket.grad_data) for bucket in buffer.buckets[:-1])
         optimizer._copy_main_params_to_model_params()
+        for part in nested_values(optimizer.sharded_param_state_dp_reshardable(weights, metadata={})):
+            if isinstance(part, ShardedTensor):
+                assert part.global_offset[0] + len(part.data) <= part.global_shape[0]
+                assert part.local_shape == part.data.shape
         state, displaced = saved(optimizer, weights, save), saved(optimizer, weights, save.__wrapped__)
         order = {parameter: number for number, parameter in enumerate(parameters_of(optimizer))}
         expected = {}

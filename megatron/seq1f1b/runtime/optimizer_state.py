@@ -1,9 +1,10 @@
-"""Megatron's fully reshardable checkpoints of the distributed optimizer, with gradient buffers of several buckets.
+"""Megatron's checkpoints of the distributed optimizer, with gradient buffers of several buckets.
 
-Such a checkpoint has the optimizer's tensors by parameter. To save them, Megatron joins the buckets of a buffer without
-the padding at their ends, then finds each parameter by an offset that counts this padding. Everything behind the first
-padded bucket is displaced, the fp32 weights among it, and nothing fails. Megatron 0.20 subtracts the padding (its pull
-request 5077).
+A fully reshardable checkpoint has the optimizer's tensors by parameter. To save them, Megatron joins the buckets of a
+buffer without the padding at their ends, then finds each parameter by an offset that counts this padding. Everything
+behind the first padded bucket is displaced, the fp32 weights among it, and nothing fails. Megatron 0.20 subtracts the
+padding (its pull request 5077). In the other format, by buckets, the padding before a tied embedding may reach beyond
+the end of its bucket, which PyTorch refuses to save (pull request 5898).
 """
 
 from collections.abc import Callable
@@ -12,6 +13,8 @@ from itertools import accumulate, chain
 from math import sqrt
 from typing import Any
 
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -25,11 +28,13 @@ _LARGEST_NEAR_ZERO = 1e-6
 
 
 def repairs(version: tuple[int, ...]) -> PatchTable:
-    """The patch with which Megatron of this version saves such checkpoints as they were meant; empty from 0.20 on."""
-    if version >= (0, 20):
-        return ()
-    name = f"{_OPTIMIZER}.sharded_param_state_fully_reshardable"
-    return (wrapping(name, _by_offsets_without_padding, "displaces what is behind a padded bucket"),)
+    """The patches with which Megatron of this version saves the state of the optimizer as it was meant."""
+    by_bucket = f"{_OPTIMIZER}.sharded_param_state_dp_reshardable"
+    by_parameter = f"{_OPTIMIZER}.sharded_param_state_fully_reshardable"
+    rows = [wrapping(by_bucket, _within_buckets, "pads beyond the end of a bucket")]
+    if version < (0, 20):
+        rows.append(wrapping(by_parameter, _by_offsets_without_padding, "displaces what is behind a padded bucket"))
+    return tuple(rows)
 
 
 def recognition() -> PatchTable:
@@ -54,6 +59,16 @@ def offsets_without_padding(buffer: Any) -> dict[Parameter, tuple[int, int, int]
         parameter: (start - before[bucket], end - before[bucket], bucket)
         for parameter, (start, end, bucket) in buffer.param_index_map.items()
     }
+
+
+def _within_buckets(upstream: Callable, *args: Any, **options: Any) -> Any:
+    state = upstream(*args, **options)
+    for part in nested_values(state):
+        if isinstance(part, ShardedTensor):
+            (start,), (size,), (end,) = part.global_offset, part.local_shape, part.global_shape
+            if start + size > end:
+                part.data, part.local_shape = part.data[: end - start], (end - start,)
+    return state
 
 
 def _unless_displaced(upstream: Callable, optimizer: Any, state: dict[int, dict[str, Tensor]]) -> None:
