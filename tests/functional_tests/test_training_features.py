@@ -9,6 +9,7 @@ import pytest
 
 from support.files import write_corpus
 from support.launch import ITERATIONS, TINY_GPT
+from support.on_ranks import few_of
 
 PIPELINE = (*TINY_GPT, "--mock-data", "--pipeline-model-parallel-size", "2")
 SEGMENTS = ("--sequence-splits", "4")
@@ -132,6 +133,29 @@ def test_without_documents_to_train_on_all_ranks_end(launch, corpus):
     job = launch(2, flags)
     sentence = f"error: {corpus} has 20 documents, none of them for the train part of --split 1,99,0; give that part"
     assert job.code == 2 and sentence in job.log
+
+
+@pytest.mark.parametrize("stages", few_of((2, 4), (2,)))
+def test_skipped_iterations_read_and_save(launch, tmp_path, stages):
+    """Stages with several chunks read from several iterators, those in the middle from none."""
+    flags = [*TINY_GPT, "--mock-data", "--num-layers", 4, "--pipeline-model-parallel-size", stages, "--train-iters", 4]
+    flags += ["--num-virtual-stages-per-pipeline-rank", 2] if stages == 2 else ["--sequence-splits", 2]
+    job = launch(stages, [*flags, "--iterations-to-skip", 2, 4, "--save", tmp_path, "--save-interval", 4]).check()
+    assert re.findall(r"number of skipped iterations: +(\d+)", job.log) == ["0", "1", "0", "1"]
+    skipped = [line for line in job.log.splitlines() if "skipped iterations:   1" in line]
+    assert not any("lm loss" in line or "tokens/s" in line for line in skipped)
+    assert len(job.losses()) == 2
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "4"
+
+
+@pytest.mark.parametrize("flags", [(), ("--use-distributed-optimizer",)], ids=["plain", "distributed"])
+def test_a_run_goes_on_with_another_learning_rate(launch, tmp_path, flags):
+    flags = [*TINY_GPT, "--mock-data", "--save-interval", 1, "--lr-decay-style", "constant", *flags]
+    launch(1, [*flags, "--train-iters", 1, "--save", tmp_path]).check()
+    flags += ["--load", tmp_path, "--train-iters", 2, "--lr", 2e-3]
+    for given, rate in (("--override-opt-param-scheduler", 2e-3), ("--use-checkpoint-opt-param-scheduler", 1e-3)):
+        job = launch(1, [*flags, given]).check()
+        assert [*map(float, re.findall(r"learning rate: (\S+) \|", job.log))] == [rate]
 
 
 def test_a_run_goes_on_for_longer_than_planned(launch, tmp_path):

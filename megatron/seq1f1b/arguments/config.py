@@ -150,10 +150,11 @@ def _schedule(flags: argparse.Namespace, settings: Mapping[str, Any]) -> Schedul
 def _uses(flags: argparse.Namespace, schedule: ScheduleChoice | None, settings: Mapping[str, Any]) -> set[Use]:
     """The features that the flags select, as known before a cut."""
     if schedule is None:
-        return {Use.MEGATRONS_OWN}
+        return {Use.EVERY_RUN, Use.MEGATRONS_OWN}
     in_units, by_tokens = flags.unit_tokens is not None, flags.segment_tokens is not None
     has_number = flags.sequence_splits not in (None, 1)
     selected = {
+        Use.EVERY_RUN: True,
         Use.ANY_SCHEDULE: True,
         Use.SEGMENTS: has_number or flags.sequence_split_file is not None or in_units or by_tokens,
         Use.SPLIT_BACKWARDS: schedule.splits_backwards,

@@ -1,7 +1,6 @@
 """The training run of Megatron and its device: one value, made from arguments or from a program."""
 
 import os
-import re
 from argparse import Namespace
 from collections.abc import Mapping
 from contextlib import suppress
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..partition import segment_multiple
 from ..schedule import Placement, Shape
+from .layer_layout import stages_of_layout
 from .supported import BLOCKS
 
 if TYPE_CHECKING:
@@ -128,11 +128,8 @@ def layers_per_stage(settings: Mapping[str, Any]) -> tuple[int, ...]:
     num_ranks = settings.get("pipeline_model_parallel_size", 1)
     num_chunks = settings.get("virtual_pipeline_model_parallel_size") or 1
     layout = settings.get("pipeline_model_parallel_layout")
-    if isinstance(layout, str):
+    if layout is not None:
         return tuple(stage.count("t") for stage in stages_of_layout(layout))
-    if layout is not None:  # parsed by Megatron: by rank, then chunk
-        stages_of_ranks = zip(*layout.layout, strict=True)
-        return tuple(sum(layer.name == "decoder" for layer in stage) for chunk in stages_of_ranks for stage in chunk)
     parts = hybrid_stages(settings)
     if len(parts) > 1:
         return tuple(map(len, parts))
@@ -147,12 +144,6 @@ def layers_per_stage(settings: Mapping[str, Any]) -> tuple[int, ...]:
     stages[0] -= embedding
     stages[-1] -= loss
     return tuple(stages)
-
-
-def stages_of_layout(layout: str) -> list[str]:
-    """The stages of --pipeline-model-parallel-layout, with the repetitions that Megatron allows written out."""
-    layout = re.sub(r"\(([^)]*)\)\*(\d+)|(\w|\|)\*(\d+)", lambda m: (m[1] or m[3]) * int(m[2] or m[4]), layout)
-    return layout.replace(",", "").split("|")
 
 
 def hybrid_stages(settings: Mapping[str, Any]) -> list[str]:

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ..schedule import splitting_families
+from .layer_layout import stages_of_layout
 
 Settings = Mapping[str, Any]  # by the names of Megatron's arguments; a missing one is off
 
@@ -21,6 +22,7 @@ _SPLITTING = ", ".join(f"`{name}`" for name in splitting_families() if name != "
 class Use(Enum):
     """Our features that exclude some feature of Megatron."""
 
+    EVERY_RUN = "with Megatron's own schedules, too"
     MEGATRONS_OWN = "with Megatron's own schedules"
     ANY_SCHEDULE = "with any schedule of ours"
     SEGMENTS = "with segments"
@@ -105,8 +107,21 @@ def _heads_are_unequal(settings: Settings) -> bool:
 
 
 def _predicts_before_the_loss(settings: Settings) -> bool:
-    layout = settings.get("pipeline_model_parallel_layout")  # which Megatron has parsed for a program
-    return bool(settings.get("mtp_standalone")) or isinstance(layout, str) and "m" in layout.rpartition("|")[0]
+    layout = settings.get("pipeline_model_parallel_layout")
+    return layout is not None and any("m" in stage for stage in stages_of_layout(layout)[:-1])
+
+
+def _repeats_embeddings_on_a_rank(settings: Settings) -> bool:
+    """Whether several looped chunks of a rank have the embedding, its copy for prediction heads, or the output tied to
+    it. Those of a V are refused anyway."""
+    layout = settings.get("pipeline_model_parallel_layout")
+    if layout is None or settings.get("pipeline_placement") == "v":
+        return False
+    stages = stages_of_layout(layout)
+    is_tied = not settings.get("untie_embeddings_and_output_weights", True)
+    holding = [number for number, stage in enumerate(stages) if {"E", "m"} & {*stage} or is_tied and "L" in stage]
+    ranks = {number % settings["pipeline_model_parallel_size"] for number in holding}
+    return any("m" in stage for stage in stages) and len(ranks) < len(holding)
 
 
 _FACTS: Mapping[str, Callable[[Settings], Any]] = {
@@ -117,6 +132,8 @@ _FACTS: Mapping[str, Callable[[Settings], Any]] = {
     "unequal numbers of attention heads": _heads_are_unequal,
     "tokens after the query": lambda settings: tuple(settings["window_size"][1:]) != (0,),  # a single number, too
     "multi-token prediction before the loss": _predicts_before_the_loss,
+    "copies of the embedding in several chunks of a rank": _repeats_embeddings_on_a_rank,
+    "tied embeddings": lambda settings: not settings.get("untie_embeddings_and_output_weights", True),
     "a recipe of kitchen": lambda settings: settings.get("kitchen_recipe_number") is not None,
     "D (sparse attention)": lambda settings: "D" in settings["hybrid_layer_pattern"],
     "G": lambda settings: "G" in settings["hybrid_layer_pattern"],
@@ -145,6 +162,19 @@ def _rows(table: str) -> tuple[Unsupported, ...]:
 
 
 UNSUPPORTED: Mapping[Use, tuple[Unsupported, ...]] = {
+    Use.EVERY_RUN: _rows("""
+        --mtp-num-layers with tied embeddings and --pipeline-model-parallel-size above 1 and --save
+        --mtp-num-layers with tied embeddings and --pipeline-model-parallel-size above 1 and --load
+            has two weights of one name in Megatron's checkpoints; add --untie-embeddings-and-output-weights
+        --pipeline-model-parallel-layout with copies of the embedding in several chunks of a rank
+            leaves ranks that wait for one another in Megatron, or copies that differ;
+            lay out multi-token prediction on the stage of the loss, or on a rank without embedding and tied output
+        --full-validation without --multiple-validation-sets
+            ends in an error in Megatron's first evaluation; add --multiple-validation-sets
+        --full-validation with --eval-micro-batch-size above 1 and --pipeline-model-parallel-size above 1
+            reads one sequence at a time in Megatron, whatever the size of a micro-batch between stages;
+            use --eval-micro-batch-size 1
+    """),
     Use.MEGATRONS_OWN: _rows("""
         --pipeline-placement v | is not for Megatron's own schedules; add --pipeline-schedule auto
         --recompute-keeps-attention

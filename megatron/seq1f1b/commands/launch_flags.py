@@ -8,7 +8,8 @@ from itertools import islice
 from math import prod
 
 from ..arguments.flags import AUTO, EQUAL_SPLITS, share_or_auto
-from ..arguments.megatron_run import hybrid_stages, layers_per_stage, stages_of_layout
+from ..arguments.layer_layout import stages_of_layout
+from ..arguments.megatron_run import hybrid_stages, layers_per_stage
 from ..partition import DEFAULT_STRATEGY, STRATEGIES
 from ..planning.costs.layer_times import comm_type_of_segments
 from ..planning.costs.training_setup import ALL_BUT_ATTENTION, TrainingSetup, choices_of

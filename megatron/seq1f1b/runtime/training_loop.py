@@ -18,6 +18,8 @@ from megatron.core.datasets.utils import Split
 from ..process.patches import Patch, wrapping
 from ..process.ranks import warn_on_rank_0
 from . import optimizer_state
+from .parameter_groups import ParameterGroups
+from .skipped_iterations import SkippedIterations
 from .tracer import Reading
 
 _LINE = re.compile(
@@ -35,6 +37,8 @@ class TrainingLoop:
         self._executor = executor
         self._tokens: float | None = None  # in the last step, over all replicas, without padding
         self._microbatches: float | None = None  # per replica in that step, on average
+        self._skipped = SkippedIterations(args)
+        self._parameter_groups = ParameterGroups(args)
 
     def patches(self) -> tuple[Patch, ...]:
         """Each row names the fault of one of Megatron's functions."""
@@ -56,7 +60,10 @@ class TrainingLoop:
             wrapping(f"{training}.load_checkpoint", self.load, "exits with code 0 if it cannot load"),
             wrapping(f"{core}.utils.StragglerDetector.__exit__", exit_silently, "logs exceptions on every rank, too"),
             Patch(data, lambda old: staticmethod(partial(_built, old)), "adds up epochs of no tokens for ever", True),
+            wrapping(f"{core}.dist_checkpointing.load_content_metadata", self.metadata, "takes any optimizer's state"),
             *optimizer_state.recognition(),
+            *self._parameter_groups.patches(),
+            *self._skipped.patches(),
         )
 
     def loaders(self, upstream: Callable, provider: Callable) -> tuple:
@@ -68,15 +75,27 @@ class TrainingLoop:
         self._args().do_valid = was_valid or self._args().do_valid and has_valid[0]
         return train, valid, test
 
-    def training_log(self, upstream: Callable, *args: Any, is_first_iteration: bool = False, **more: Any) -> Any:
-        """Megatron prints the first iteration but keeps its loss for the next line, even if an interval ends there."""
+    def training_log(
+        self,
+        upstream: Callable,
+        losses: dict[str, Any],
+        sums: dict[str, Any],
+        *args: Any,
+        is_first_iteration: bool = False,
+        **more: Any,
+    ) -> Any:
+        """Megatron prints the first iteration but keeps its loss for the next line, even if an interval ends there; and
+        0 for the losses of an interval that has none."""
+        if not losses and not sums.get("advanced iterations"):
+            for name in [name for name, value in sums.items() if isinstance(value, torch.Tensor)]:
+                del sums[name]
         is_end = (self._args().curr_iteration + 1) % self._args().log_interval == 0
-        return upstream(*args, is_first_iteration=is_first_iteration and not is_end, **more)
+        return upstream(losses, sums, *args, is_first_iteration=is_first_iteration and not is_end, **more)
 
     def print_rank_last(self, upstream: Callable[[str], None], message: str) -> None:
         """Add to the line of an iteration, TensorBoard and wandb; called on all ranks with the same message."""
         line = _LINE.search(message)
-        if line is None:
+        if line is None or int(line["iteration"]) in self._skipped:
             upstream(message)
             return
         args, executor = self._args(), self._executor()
@@ -104,7 +123,8 @@ class TrainingLoop:
         """The tokens of all documents of a step, and the squares of their lengths; both None where none are packed."""
         tokens, squares = upstream()
         executor = self._executor()
-        if (apart := executor and executor.segmentation.apart) is not None:
+        is_skipped = self._args().curr_iteration + 1 in self._skipped
+        if not is_skipped and (apart := executor and executor.segmentation.apart) is not None:
             replicas, (number, lengths) = parallel_state.get_data_parallel_group(), apart
             counts = [number, sum(lengths), sum(length**2 for length in lengths)]
             sums = torch.tensor(counts, dtype=torch.float64, device=torch.cuda.current_device())
@@ -145,6 +165,23 @@ class TrainingLoop:
         except SystemExit as error:
             folder = self._args().load or self._args().pretrained_checkpoint
             raise RuntimeError(f"Megatron cannot load {folder}; what it printed last is the reason") from error
+
+    def metadata(self, upstream: Callable, *rest: Any, preloaded_state_dict: Any, **more: Any) -> Any:
+        """Of the optimizer's state in a checkpoint, which is saved in one form with the distributed optimizer and in
+        another without it. Raises ValueError if the run has the other one."""
+        args, found = self._args(), upstream(*rest, preloaded_state_dict=preloaded_state_dict, **more)
+        saved = preloaded_state_dict.get("args")
+        if found is None or saved is None or args.no_load_optim or args.finetune or saved.no_save_optim:
+            return found
+        is_saved_with = "distrib_optim_sharding_type" in found
+        is_loaded_with = args.use_distributed_optimizer or args.use_layer_wise_distributed_optimizer
+        if is_saved_with != is_loaded_with:
+            with_it, change = ("with", "add") if is_saved_with else ("without", "drop")
+            raise ValueError(
+                f"the checkpoint in {args.load} was saved {with_it} --use-distributed-optimizer; {change} that flag, "
+                "or go on from the weights with --no-load-optim"
+            )
+        return found
 
 
 def _built(upstream: Callable, kind: Any, is_built: Callable[[], bool], synchronizes: bool, *arguments: Any) -> Any:

@@ -5,6 +5,7 @@ import re
 from importlib.metadata import PackageNotFoundError
 
 import pytest
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.training.arguments import add_megatron_arguments
 
 from megatron.seq1f1b import add_arguments, validate
@@ -21,7 +22,16 @@ CLAUSES = {
     "packed documents": {"reset_attention_mask": True},
     "unequal numbers of attention heads": {"context_parallel_size": 64},
     "tokens after the query": {"window_size": (128, 1)},
-    "multi-token prediction before the loss": {"mtp_num_layers": 1, "pipeline_model_parallel_layout": "Et|t|m|L"},
+    "multi-token prediction before the loss": {
+        "mtp_num_layers": 1,
+        "pipeline_model_parallel_layout": "Et|m|t|L",
+        "untie_embeddings_and_output_weights": True,
+    },
+    "copies of the embedding in several chunks of a rank": {
+        "pipeline_model_parallel_size": 2,
+        "pipeline_model_parallel_layout": "Et|tt|tm|L",
+    },
+    "tied embeddings": {"untie_embeddings_and_output_weights": False},
     "a recipe of kitchen": {"kitchen_recipe_number": 0},
     "D (sparse attention)": {"hybrid_layer_pattern": "*D"},
     "G": {"hybrid_layer_pattern": "G-*-", "padded_vocab_size": None},
@@ -39,6 +49,7 @@ SETTINGS = {
     "--attention-dropout": {"attention_dropout": 0.1},
     "--attention-backend fused": {"attention_backend": argparse.Namespace(name="fused")},
     "--pipeline-model-parallel-layout": {"virtual_pipeline_model_parallel_size": 2, "padded_vocab_size": None},
+    "--eval-micro-batch-size above 1": {"eval_micro_batch_size": 2, "multiple_validation_sets": True},
     "--ckpt-format torch": {"ckpt_format": "torch", "virtual_pipeline_model_parallel_size": 2},
     "--fp8-format": {"fp8": "hybrid", "fp8_recipe": "mxfp8"},
     "--context-parallel-size above 1": {"context_parallel_size": 2, "cp_comm_type": ["a2a"]},
@@ -46,6 +57,7 @@ SETTINGS = {
     "--hybrid-layer-pattern": {},
 }
 FLAGS = {
+    Use.EVERY_RUN: (),
     Use.MEGATRONS_OWN: (),
     Use.ANY_SCHEDULE: ("--pipeline-schedule", "1f1b"),
     Use.SEGMENTS: ("--sequence-splits", "4", "--device", "cuda"),
@@ -90,7 +102,7 @@ def test_an_unsupported_feature_is_one_sentence(monkeypatch, tmp_path, use, row)
     with pytest.raises(ValueError) as error:
         validate(args)
     assert str(error.value) == f"{row.feature} {row.because}; {row.way_out}"
-    if row.feature.split()[0] not in OURS:
+    if row.feature.split()[0] not in OURS and use is not Use.EVERY_RUN:
         validate(parsed(**settings))  # with Megatron's own schedule
 
 
@@ -101,6 +113,27 @@ def test_the_flags_of_the_table_are_megatrons_and_off():
     assert len(flags) > 60 and {flag: known[flag].dest for flag in flags} == {flag: setting_of(flag) for flag in flags}
     on = [row.feature for _, row in ROWS if row.holds(vars(parser.parse_args([])))]
     assert len(on) == 3 and all(feature.startswith("a run without") for feature in on)
+
+
+@pytest.mark.parametrize(
+    "layout, is_untied, is_refused",
+    [
+        ("Et|tt|tm|L", True, True),  # the copy for prediction on the rank of the embedding
+        ("Et|tt|tm|L", False, True),
+        ("Et|ttt|m|L", True, True),
+        ("Et|tm|tt|L", False, True),  # on the rank of the tied output
+        ("Et|tm|tt|L", True, False),
+        ("Et|tt|tt|mL", False, False),
+        ("E|(t|)*2tL", False, False),
+    ],
+)
+def test_a_rank_has_one_copy_of_the_embedding(layout, is_untied, is_refused):
+    settings = {"pipeline_model_parallel_layout": layout, "pipeline_model_parallel_size": 2}
+    settings["untie_embeddings_and_output_weights"] = is_untied
+    sentence = first_unsupported(settings, {Use.EVERY_RUN})
+    assert (sentence is not None) == is_refused
+    settings["pipeline_model_parallel_layout"] = PipelineParallelLayerLayout.from_str(layout, 2)
+    assert first_unsupported(settings, {Use.EVERY_RUN}) == sentence
 
 
 FUSED, DELTA_NETS = SETTINGS["--attention-backend fused"], CLAUSES["G"]

@@ -52,14 +52,15 @@ def test_an_iteration_shows_tokens_idle_shares_and_memory(monkeypatch):
 def test_the_first_iteration_is_printed_within_an_interval(log_interval, iteration, prints_besides):
     """Megatron keeps a loss that it printed early for the next line, which would show the mean of both."""
     upstream = Mock()
-    loop(log_interval=log_interval, curr_iteration=iteration - 1).training_log(upstream, is_first_iteration=True)
-    upstream.assert_called_once_with(is_first_iteration=prints_besides)
+    log = loop(log_interval=log_interval, curr_iteration=iteration - 1).training_log
+    log(upstream, {"lm loss": 1}, {}, is_first_iteration=True)
+    upstream.assert_called_once_with({"lm loss": 1}, {}, is_first_iteration=prints_besides)
 
 
 def test_documents_and_micro_batches_are_those_of_the_step(alone, monkeypatch):
     monkeypatch.setattr(parallel_state, "get_data_parallel_group", lambda: torch.distributed.group.WORLD)
     for documents, counted, scale in ((None, (7.0, 50.0), 0.5), ((4, [3, 5, 1]), (9.0, 35.0), 0.25)):
-        found = loop(documents)
+        found = loop(documents, curr_iteration=0)
         assert found.count_documents(lambda: (7.0, 50.0)) == counted
         assert found.report_experts(lambda tracker, scale, iteration: (scale, iteration), None, 0.5, 3) == (scale, 3)
 
