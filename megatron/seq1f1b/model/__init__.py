@@ -1,6 +1,11 @@
 """A Megatron model on one segment: attention with a KV cache, positions, losses, separate weight gradients."""
 
-from .attach import attach, refuse_attention_to_later_tokens, use_segment_attention
+from .attach import (
+    attach,
+    recompute_behind_frozen_weights,
+    refuse_attention_to_later_tokens,
+    use_segment_attention,
+)
 from .host_memory import link_rate
 from .local_hybrid import local_hybrid_spec
 from .loss_pieces import PIECE, compute_loss_in_pieces

@@ -33,12 +33,19 @@ def attach(chunks: Iterable[torch.nn.Module], context: SegmentContext) -> None:
         chunk.segment_context = context
         for path, module in chunk.named_modules():
             keep_latents(module)
-            if is_new and isinstance(module, (TransformerBlock, HybridStack)) and module.config.recompute_granularity:
-                module.register_forward_pre_hook(_with_gradient, with_kwargs=True)
             if isinstance(module, (SegmentAttention, *_FOLLOWERS)):
                 if not hasattr(module, "segment_context"):
                     patched_on([module], _FOLLOWS)
                 module.segment_context, module.path_in_chunk = context, path
+
+
+def recompute_behind_frozen_weights(chunks: Iterable[torch.nn.Module]) -> None:
+    """Let layers that are recomputed get gradients, also if an embedding before them is frozen."""
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        if not isinstance(module, (TransformerBlock, HybridStack)) or not module.config.recompute_granularity:
+            continue
+        if _with_gradient not in module._forward_pre_hooks.values():
+            module.register_forward_pre_hook(_with_gradient, with_kwargs=True)
 
 
 def use_segment_attention(model: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
@@ -91,8 +98,8 @@ def _is_causal(layer: Attention) -> bool:
 
 
 def _with_gradient(_: torch.nn.Module, args: tuple, kwargs: dict) -> None:
-    """Let the input of recomputed layers require a gradient, also if an embedding before them is frozen. Else Megatron
-    repeats no forward: the layers get no gradients, and their caches are not released."""
+    """Let the input of recomputed layers require a gradient. Else Megatron repeats no forward: the layers get no
+    gradients, and their caches are not released."""
     hidden = args[0] if args else kwargs["hidden_states"]
     if torch.is_grad_enabled() and isinstance(hidden, Tensor):
         hidden.requires_grad_()

@@ -60,7 +60,7 @@ class _Storage:
         """Release the storage: from now on only the returned object keeps it on the device."""
         for leaf in self.leaves:
             if leaf.untyped_storage()._cdata == self.here._cdata:
-                leaf.data = leaf.new_empty(0)
+                leaf.data = leaf.new_empty(()).expand(leaf.shape)  # the shape of its gradient
         self.leaves.clear()
         here, self.here = self.here, None
         return here

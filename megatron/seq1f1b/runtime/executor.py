@@ -20,6 +20,7 @@ from ..model import (
     compute_loss_in_pieces,
     defer_weight_gradients,
     link_rate,
+    recompute_behind_frozen_weights,
     refuse_attention_to_later_tokens,
 )
 from ..process.patches import patched
@@ -121,6 +122,7 @@ class PipelineExecutor:
         if follows_segments or context.kept_attention is not None:
             attach(step.chunks, context)  # else the model keeps its own attention
         add_up_all_weight_gradients(step.chunks)
+        recompute_behind_frozen_weights(step.chunks)
 
         if timers := step.config.timers:
             timers("forward-backward", log_level=1).start(barrier=step.config.barrier_with_L1_time)

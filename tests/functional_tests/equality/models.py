@@ -30,7 +30,8 @@ class Model:
     With a `pattern` of layers it is a HybridModel. `transformer_engine` makes it of Transformer Engine's layers, which
     add weight gradients to `main_grad` themselves where it is "fused", or leave that to autograd where it is "unfused".
     `keeps_latents`: multi-latent attention keeps latents, however short its segments are. `keeps_attention`: full
-    recomputation leaves attention out. `offloads`: that share of what a rank holds waits in the memory of the host.
+    recomputation leaves attention out. `freezes_embedding`: as in fine-tuning of layers alone. `offloads`: that share
+    of what a rank holds waits in the memory of the host.
     """
 
     dtype: torch.dtype = torch.float64
@@ -47,6 +48,7 @@ class Model:
     transformer_engine: str | None = None
     keeps_latents: bool = False
     keeps_attention: bool = False
+    freezes_embedding: bool = False
     offloads: float = 0.0
 
     @property
@@ -58,6 +60,7 @@ class Model:
         words += [(self.pattern or "").translate(PLAIN), self.transformer_engine or ""]
         words += ["latents"] * self.keeps_latents
         words += [self.recompute or "", "but-attention" if self.keeps_attention else ""]
+        words += ["frozen-embedding"] * self.freezes_embedding
         words += ["per-token"] * self.per_token_loss
         words += [f"offloads-{self.offloads:g}"] * (self.offloads > 0)
         return "-".join(filter(None, words))
@@ -141,6 +144,8 @@ class Model:
                 given["mtp_block_spec"] = gpt_layer_specs.get_gpt_mtp_block_spec(config, last, is_te, vp_stage=chunk)
             model = GPTModel(config, spec, VOCABULARY, SEQUENCE, **given, **dict(self.gpt))
         model = model.to(self.dtype)
+        if self.freezes_embedding and is_first:
+            model.embedding.requires_grad_(False)
         # Angles in fp32 would round by the position in the sequence, and documents that run apart start anew.
         if self.positions == "rope" and hasattr(model, "rotary_pos_emb"):
             model.rotary_pos_emb.inv_freq = model.rotary_pos_emb.inv_freq.to(self.dtype)

@@ -80,7 +80,7 @@ def run(schedule, chunks, case: Case, first: int, step: int, forward_only: bool 
         dist.all_reduce(report["lm loss"], group=parallel_state.get_context_parallel_group())
     if not forward_only:
         gather_sharded_gradients(chunks)
-    gradients = {name: param.main_grad for name, param in named(chunks)}
+    gradients = {name: param.main_grad for name, param in named(chunks) if param.requires_grad}
     return reports, {name: tensor.clone() for name, tensor in (gradients | biases).items()}
 
 

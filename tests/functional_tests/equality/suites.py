@@ -102,6 +102,7 @@ LATENT_EXPERTS = LATENT.but(layers=4, **dict(balanced("aux_loss", moe_layer_freq
 OF_UNITS = SLIDING, mixture(), EXACT.but(**LEARNED_RECOMPUTED), LATENT, hybrid("GE*-"), hybrid("M*M-")
 PREDICTION = EXACT.but(mtp_num_layers=2, mtp_loss_scaling_factor=0.7)
 PREDICTION_OF_ONE = PREDICTION.but(mtp_num_layers=1)
+FROZEN = EXACT.but(freezes_embedding=True)
 # Three heads, which two context-parallel ranks cannot share: each has half of the queries, in two runs.
 THREE_HEADS = Model(heads=3, kv_heads=3)
 
@@ -186,6 +187,7 @@ SUITES = {
         (LATENTS.but(**KEPT, layers=4), CHUNKS, FEW[1:4] + packed(FEW[1:2], "mask")),
         (BALANCED.but(**KEPT), PIPELINE, FEW[1:3]),
         (hybrid("GM*-").but(**KEPT), PIPELINE, FEW[1:3] + SPLIT[2:3]),
+        (hybrid("*-*-/*-").but(**KEPT), PIPELINE, FEW[:3]),
         (PREDICTION.but(**KEPT), PIPELINE, FEW[1:3]),
         (EXACT.but(**KEPT), TENSOR, SPLIT[1:3]),
         (SLIDING.but(kv_heads=1, **KEPT), CONTEXT, SHARED[:3]),
@@ -205,6 +207,15 @@ SUITES = {
         (SHARED_EXPERTS.but(layers=4, offloads=1.0), V, packed([Case("1f1b", 4, 3, "uneven", "random")], "tokens")),
         (EXACT.but(offloads=1.0), TENSOR, OFFLOADED),
         (EXACT.but(offloads=1.0), CONTEXT, [Case("gpipe", 4, 3, "uneven", "random", multiple=4)]),
+    ],
+    # Layers are repeated only in the backward of their input, which a frozen embedding does not ask for.
+    "frozen-embedding": [
+        (FROZEN.but(recompute="full"), PIPELINE, FEW[:3]),
+        (selective(FROZEN, "layernorm", "mlp"), PIPELINE, FEW[:2]),
+        (hybrid("*-*-").but(freezes_embedding=True, recompute="full"), PIPELINE, FEW[:2]),
+        (FROZEN.but(recompute="full"), V, few("auto")[:2]),
+        (FROZEN.but(**KEPT, offloads=1.0), PIPELINE, OFFLOADED),
+        (FROZEN.but(recompute="full", offloads=1.0), PIPELINE, OFFLOADED),
     ],
     # Units of equal size, whatever the micro-batches of the data.
     "units": [

@@ -18,6 +18,7 @@ from megatron.seq1f1b.model import (
     Segment,
     SegmentContext,
     attach,
+    recompute_behind_frozen_weights,
     refuse_attention_to_later_tokens,
     use_segment_attention,
 )
@@ -157,7 +158,7 @@ def test_recomputed_layers_learn_behind_a_frozen_embedding():
     decoder.forward = lambda hidden_states: hidden_states
     chunk = torch.nn.ModuleDict({"decoder": decoder})
     for _ in range(2):
-        attach([chunk], SegmentContext())
+        recompute_behind_frozen_weights([chunk])
     hidden = [torch.ones(1) for _ in range(3)]
     with torch.no_grad():
         assert not decoder(hidden[0]).requires_grad

@@ -54,6 +54,23 @@ def test_only_what_nothing_else_refers_to_moves(memory):
     memory.assert_empty()
 
 
+def test_a_leaf_that_was_away_gets_its_gradient(memory):
+    """As the output of a frozen embedding, of which only the graph of recomputed layers knows."""
+
+    def forward():
+        leaf = torch.ones(SIZE, SIZE).requires_grad_()
+        return leaf.sin().sum()
+
+    with memory.keeping("unit"):
+        output = forward()
+    memory.offload("unit", nullcontext())
+    assert memory.num_bytes == SIZE * SIZE * 4
+    memory.reload("unit", nullcontext())
+    memory.wait("unit")
+    output.backward()
+    memory.assert_empty()
+
+
 def left(memory, unit, x):
     with memory.keeping(unit):
         return (x.exp() * x.cos()).sum()

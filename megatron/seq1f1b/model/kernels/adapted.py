@@ -108,7 +108,8 @@ class RunOnce:
     """Runs `kernel` once where full recomputation repeats the forward of a layer's `unit`.
 
     The first forward, without autograd, leaves output and statistics in the `context`; the repeated one takes them, so
-    that the graph does not keep itself alive. In between a layer keeps b·n·h·(e·w + 4) bytes, for n tokens of b
+    that the graph does not keep itself alive. A forward without autograd between them, of a module that is recomputed
+    within another, only reads them. In between a layer keeps b·n·h·(e·w + 4) bytes, for n tokens of b
     sequences, h query heads, values of size e and w bytes an element. The state of the random `generator` after the
     first forward is restored for the rest of the layer; it is None if the kernel draws nothing.
     """
@@ -122,8 +123,7 @@ class RunOnce:
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         all_kept = self.context.kept_attention
         if self.unit in all_kept:
-            assert self.is_recorded, "attention of a unit went forward twice before its backward"
-            kept, state = all_kept.pop(self.unit)
+            kept, state = all_kept.pop(self.unit) if self.is_recorded else all_kept[self.unit]
             if self.generator is not None:
                 self.generator.set_state(state)
             output, *statistics = map(taken, kept)
