@@ -23,14 +23,17 @@ def preset(name: str) -> ModelShape:
 
 def preset_words(name: str, sequence_length: int) -> list[str]:
     """The flags of a model to be trained."""
-    return [*PRESETS[name].split(), *" ".join(training_flags(sequence_length)).split()]
+    words = PRESETS[name].split()
+    return [*words, *" ".join(training_flags(sequence_length, "--position-embedding-type" in words)).split()]
 
 
-def training_flags(sequence_length: int) -> list[str]:
-    """The flags to train a preset with: rotary positions, 16 bit, no dropout; each item is a flag with its values."""
-    positions = "--position-embedding-type rope", f"--max-position-embeddings {sequence_length}"
-    dropout = "--hidden-dropout 0", "--attention-dropout 0"
-    return ["--untie-embeddings-and-output-weights", *positions, *dropout, "--bf16"]
+def training_flags(sequence_length: int, has_positions: bool = False) -> list[str]:
+    """The flags to train a preset with: rotary positions, unless it has others, 16 bit, no dropout; each item is a flag
+    with its values."""
+    rotary = [] if has_positions else ["--position-embedding-type rope"]
+    others = "--hidden-dropout 0", "--attention-dropout 0", "--bf16"
+    longest = f"--max-position-embeddings {sequence_length}"
+    return ["--untie-embeddings-and-output-weights", *rotary, longest, *others]
 
 
 def add_model_flags(parser: argparse.ArgumentParser, **defaults: int | None) -> None:
@@ -42,7 +45,7 @@ def add_model_flags(parser: argparse.ArgumentParser, **defaults: int | None) -> 
     add("--ffn-hidden-size", type=count, help="default: 4 times the hidden size, 8/3 with --swiglu")
     add("--kv-channels", type=count, help="size of a head; default: hidden size / heads")
     add("--num-query-groups", type=count, help="number of KV heads; default: as many as heads")
-    add("--swiglu", action="store_true", help="a gated feed-forward block of three matrices")
+    add("--swiglu", "--quick-geglu", action="store_true", help="a gated feed-forward block of three matrices")
     add("--vocab-size", type=count, default=defaults["vocab_size"], help="padded")
 
 

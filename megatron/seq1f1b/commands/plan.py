@@ -141,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     show(2, 2)
     rate = megatron and megatron.tokens_per_second
     gain = plan_text.Gain(found[0].tokens_per_second, rate, asked.machine.error)
-    best = found[0] if in_units or megatron is None or gain.is_of_segments else megatron
+    best = found[0] if megatron is None or gain.is_of_segments else megatron
     print(plan_text.title_of_units(search) if in_units else plan_text.title(asked))
     row = partial(plan_text.row_of_units, search) if in_units else plan_text.row
     print("", *plan_text.ranking(found, megatron, given, row), sep="\n")

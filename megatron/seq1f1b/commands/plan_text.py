@@ -164,10 +164,13 @@ def verdict(found: Gain, megatron: Plan | None, in_units: bool) -> str:
     """Whether Megatron's own schedules do as well, on packs as long as the longest sequence where ours run `in_units`;
     `megatron` is their best, None where they do not fit."""
     if in_units:
-        packs = "packs as long as the longest sequence."
+        packs = "packs as long as the longest sequence"
         if megatron is None:
-            return f"Megatron's own schedules do not hold {packs}"
-        return f"Units gain {found} over Megatron's own schedules on {packs}"
+            return f"Megatron's own schedules do not hold {packs}."
+        if found.is_of_segments:
+            return f"Units gain {found} over Megatron's own schedules on {packs}."
+        number = megatron.candidate.setup.global_batch_size
+        return f"Use Megatron's own schedules on {packs}, {number} a step: the gain of units over them is {found}."
     if megatron is None:
         return "Megatron's own schedules do not fit."
     taken = f"{megatron.seconds:.3f} s ({short_name(megatron) or 'data parallel'})"

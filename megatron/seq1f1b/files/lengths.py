@@ -42,7 +42,7 @@ def read_histogram(path: str | Path) -> Mapping[int, int]:
         if not found or min(found) < 0:
             raise ValueError(f"{path}: it is cut off, damaged or without tokens; make the corpus again")
         return found
-    for number, line in enumerate(read_text(path).splitlines(), start=1):
+    for number, line in enumerate(read_text(path, content).splitlines(), start=1):
         words = line.replace(",", " ").split()
         if not words or words[0].startswith("#") or (number == 1 and words[0].isalpha()):
             continue

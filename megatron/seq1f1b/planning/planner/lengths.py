@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from heapq import merge
 from itertools import accumulate, chain, pairwise
-from math import ceil, lcm
+from math import ceil, lcm, log2
 from operator import itemgetter
 from random import Random
 from statistics import fmean
@@ -29,6 +29,8 @@ from ..simulator import Prediction, predict
 from .search import Plan, Search, fullest_ranks
 from .space import Candidate, Question, powers_of_two
 
+_BINS = 8  # of lengths, to each doubling
+_MOST_UNITS = 256  # of a sequence
 _SHORTEST = 1024  # tokens of a unit; shorter ones leave a GPU waiting for its host
 _CHUNKS = (1, 2, 4)  # more gain little where units are many
 # At least this many sequences are drawn, in at least and at most so many steps.
@@ -94,6 +96,19 @@ def draw(histogram: Mapping[int, int], batch: int) -> Steps:
     return tuple(tuple(drawn[first : first + batch]) for first in range(0, len(drawn), batch))
 
 
+def in_bins(histogram: Mapping[int, int]) -> Mapping[int, int]:
+    """The histogram with lengths that differ by less than a tenth as one, their mean; the longest stays. Units of many
+    different lengths would each have costs of their own."""
+    longest, bins = max(histogram), defaultdict[int, list[int]](list)
+    for length in histogram:
+        bins[-1 if length == longest else int(_BINS * log2(length))].append(length)
+    found: Counter[int] = Counter()
+    for lengths in bins.values():
+        count = sum(histogram[length] for length in lengths)
+        found[round(sum(length * histogram[length] for length in lengths) / count)] += count
+    return found
+
+
 class UnitSearch:
     """The plans for steps of `question.global_batch_size` sequences that are drawn from a histogram and cut off at
     `question.sequence_length`."""
@@ -105,7 +120,7 @@ class UnitSearch:
             counts[min(length, most)] += count
         families = tuple(family for family in question.families if family in FAMILIES)
         self.question = replace(question, families=families, chunks=_CHUNKS, micro_batches=(1,), host_gib=0.0)
-        self.steps = draw(counts, question.global_batch_size)
+        self.steps = draw(in_bins(counts), question.global_batch_size)
         longest, fullest = max(counts), max(self.steps, key=max)
         self.fullest = (longest, *sorted(fullest)[:-1])
         self.tokens = fmean(map(sum, self.steps))
@@ -134,9 +149,10 @@ class UnitSearch:
         )
 
     def unit_tokens(self) -> list[int]:
-        """Powers of two, up to one that holds the longest sequence."""
+        """Powers of two, up to one that holds the longest sequence, and not too short for that."""
         most = max(self.fullest)
-        return [size for size in powers_of_two(2 * most - 1) if size >= min(_SHORTEST, most)]
+        least = min(max(_SHORTEST, most // _MOST_UNITS), most)
+        return [size for size in powers_of_two(2 * most - 1) if size >= least]
 
     def average(self, unit_tokens: int) -> Average:
         """The question for units of this size that are all alike."""
