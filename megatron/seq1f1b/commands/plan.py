@@ -37,6 +37,7 @@ from .parsing import PICTURES, Parser, amount, amount_or_0, count, count_up_to, 
 
 # What keeps the sequences of a launch apart.
 _APART = ("--sft", "--dataloader-inter-document-masking", "--reset-attention-mask")
+_MOST_IN_UNITS = 4096
 _ROUND = 256  # tokens: parallel sizes have to divide --seq-length
 # The flags that a rehearsal needs beside those of a plan.
 _TRAINING = "--mock-data --tokenizer-type NullTokenizer --train-iters 20 --lr 6e-5 --eval-iters 0"
@@ -72,6 +73,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if args.lengths is not None:
         if args.explain or args.output is not None or args.rehearse is not None:
             parser.error("--explain, --output and --rehearse are for sequences of one length; drop them, or --lengths")
+        if args.global_batch_size > _MOST_IN_UNITS:
+            most = f"steps of at most {_MOST_IN_UNITS} sequences are predicted with --lengths; plan for that many"
+            parser.error(f"--global-batch-size {args.global_batch_size}: {most}, the flags hold for more")
         args.histogram = read_histogram(args.lengths)
         args.seq_length = args.seq_length or -(-max(args.histogram) // _ROUND) * _ROUND
     if args.seq_length is None:
@@ -166,7 +170,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.explain:
         print(plan_text.explained(found))
     if args.output is not None:
-        draw(search, args.output)
+        draw(search, best, args.output)
     return 0 if args.rehearse is None else rehearse(args, asked, flags)
 
 
@@ -180,9 +184,12 @@ def plan_as_given(launch: argparse.Namespace, search: Any) -> Plan | None:
     return candidate and search.predict(replace(candidate, unit_tokens=units))
 
 
-def draw(search: Search, path: Path) -> None:
-    """Draw every configuration that was simulated, for this memory and for less."""
+def draw(search: Search, advised: Plan, path: Path) -> None:
+    """Draw every configuration that was simulated, for this memory and for less, and what is advised."""
     from ..report.plan_figures import Point, plot_frontier
+
+    def point(plan: Plan) -> Point:
+        return Point(plan.memory_gib, plan.tokens_per_second, plan_text.short_name(plan) or "data parallel")
 
     asked = search.question
     for share in (0.8, 0.6, 0.4, 0.2):
@@ -193,8 +200,8 @@ def draw(search: Search, path: Path) -> None:
     for each in search.plans.values():
         group = "segments" if len(each.candidate.setup.segments) > 1 else "whole sequences"
         group = "recomputation" if each.candidate.setup.recompute != "none" else group
-        groups[group].append(Point(each.memory_gib, each.tokens_per_second, plan_text.short_name(each)))
-    plot_frontier(groups, asked.memory_limit, plan_text.title(asked), path)
+        groups[group].append(point(each))
+    plot_frontier(groups, point(advised), asked.memory_limit, plan_text.title(asked), path)
     print(f"{path} written.")
 
 

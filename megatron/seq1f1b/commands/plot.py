@@ -22,8 +22,8 @@ from ..schedule.csv_file import read_csv, write_csv
 from ..schedule.timeline import write_timeline
 from .parsing import PICTURES, Parser, amount, check_size, count, output_path
 
-# Drawing or simulating as many takes half a minute; a figure of more shows nothing.
-MOST_ACTIONS = 200_000
+# Simulating or drawing as many takes half a minute; a figure of more shows nothing.
+MOST_ACTIONS, MOST_DRAWN = 200_000, 30_000
 EQUAL_COSTS = "f=1,i=1,w=1"
 
 
@@ -86,6 +86,12 @@ def main(argv: list[str] | None = None) -> None:
             raise ValueError(f"--costs {text}: a step must take some time, and not {timeline.makespan:g}")
         timelines = [replace(timeline, meta={"schedule": own.name if own else family, "costs": text})]
 
+    num_actions = sum(len(spans) for timeline in timelines for spans in timeline.ranks)
+    if output.suffix in PICTURES and num_actions > MOST_DRAWN:
+        raise ValueError(
+            f"--output {output.name}: {num_actions:,} actions are too many for a picture, which holds {MOST_DRAWN:,}; "
+            "write a .trace.json, which ui.perfetto.dev opens"
+        )
     if output.suffix in PICTURES:
         plot_timelines(timelines, output, width=args.width, has_labels=not args.no_labels)
     elif len(timelines) > 1 or output.suffix == ".csv":

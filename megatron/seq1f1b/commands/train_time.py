@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add = parser.add_argument
     add("--model", choices=PRESETS, required=True, metavar="NAME", help=", ".join(PRESETS))
     add("--tokens", type=amount, required=True, metavar="D", help="to train on, such as 2e12; required")
-    add("--gpus", type=count_up_to(10**6), required=True, metavar="N", help="the most; required")
+    add("--gpus", type=count_up_to(2**16), required=True, metavar="N", help="the most; required")
     add_machine(parser, "h100-80gb")
     add("--seq-length", type=count, default=4096, metavar="TOKENS", help="default: 4096")
     laws = f"{', '.join(LAWS)}; docs/planning.md has the formulas; default: tokens"

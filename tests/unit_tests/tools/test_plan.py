@@ -13,18 +13,30 @@ from megatron.seq1f1b.commands.plan_text import Gain
 from megatron.seq1f1b.commands.train_time import LAWS, soonest
 from megatron.seq1f1b.files import read_histogram
 from megatron.seq1f1b.planning.costs.machine import read_machine
+from megatron.seq1f1b.planning.planner.lengths import draw, in_bins
 from megatron.seq1f1b.planning.planner.search import Search
+from megatron.seq1f1b.report import plan_figures
 from unit_tests.planning.planner.question import MODEL, small
 
 SMALL = "--num-layers 8 --hidden-size 1024 --num-attention-heads 8 --gpus 4 --seq-length 8192 --global-batch-size 4"
 
 
-def test_a_launch_is_planned_predicted_as_it_is_and_explained(tmp_path, capsys):
-    """Where Megatron alone does as well, its flags come first."""
+def test_a_launch_is_planned_predicted_as_it_is_and_explained(tmp_path, monkeypatch, capsys):
+    """Where Megatron alone does as well, its flags come first, and the picture has it."""
+    plot_frontier, drawn = plan_figures.plot_frontier, []
+
+    def plot_and_keep(groups, advised, *others):
+        drawn.append(advised)
+        plot_frontier(groups, advised, *others)
+
+    monkeypatch.setattr(plan_figures, "plot_frontier", plot_and_keep)
     launch = f"{SMALL} --best 2 --explain --output {tmp_path}/frontier.png --pipeline-model-parallel-size 4 --lr 1e-4"
     assert commands.main(["plan", *launch.split()]) == 0
     assert (tmp_path / "frontier.png").stat().st_size > 10_000
     printed = capsys.readouterr().out
+    throughput = float(next(line for line in printed.splitlines() if line.startswith("Megatron")).split()[14])
+    (advised,) = drawn
+    assert advised.throughput == pytest.approx(throughput, rel=1e-3) and advised.name
     for words in ("tokens/s", "rank  0", "Where the time goes", "as given", "As given it fits, and takes "):
         assert words in printed
     assert "Use Megatron's own schedules: they take " in printed and "(within error)." in printed
@@ -88,10 +100,23 @@ def test_a_histogram_of_lengths_has_a_plan_in_units(tmp_path, capsys):
     assert commands.main(["plan", *words.split()]) == 0
     printed = capsys.readouterr().out
     assert "61 sequences of 100 to 8,192 tokens, " in printed and "8192 packs" in printed and "as given" in printed
-    assert "Units gain " in printed and "rank  0" in printed
-    flags = printed[printed.index("Flags of ") :].split()
-    assert flags.count("--unit-tokens") == flags.count("--calculate-per-token-loss") == flags.count("--sft") == 1
+    assert "Use Megatron's own schedules on packs as long as the longest sequence, " in printed and "rank  0" in printed
+    megatron, ours = printed[printed.index("Flags of Megatron's own schedules:") :].split("Runner-up: this package, ")
+    assert "--unit-tokens" not in megatron and "--pipeline-schedule" not in megatron
+    flags = ours.split()
+    assert flags.count("--unit-tokens") == flags.count("--calculate-per-token-loss") == 1
     assert flags[flags.index("--seq-length") + 1] == "8192" and "--sequence-splits" not in flags
+
+
+def test_many_different_lengths_are_drawn_as_few():
+    """As many tokens, and the longest as it is."""
+    many = {length: 1 + length % 7 for length in range(1, 60_001)}
+    few = in_bins(many)
+    assert len(few) < 140 and max(few) == 60_000 and sum(few.values()) == sum(many.values())
+    tokens = [sum(length * count for length, count in each.items()) for each in (many, few)]
+    assert tokens[0] == pytest.approx(tokens[1], rel=1e-3)
+    assert in_bins({100: 50, 1500: 10, 8192: 1}) == {100: 50, 1500: 10, 8192: 1}
+    assert len(set(draw(few, 512)[0])) < 140
 
 
 INDEX = struct.pack("<9sQBQQ3i3q4q", b"MMIDIDX\x00\x00", 1, 4, 3, 4, 5, 9, 5, 0, 10, 28, 0, 1, 2, 3)

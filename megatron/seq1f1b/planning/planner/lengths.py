@@ -31,6 +31,7 @@ from .space import Candidate, Question, powers_of_two
 
 _BINS = 8  # of lengths, to each doubling
 _MOST_UNITS = 256  # of a sequence
+_MANY_UNITS = 1024  # of a step: its bubble is small, and shorter ones gain little
 _SHORTEST = 1024  # tokens of a unit; shorter ones leave a GPU waiting for its host
 _CHUNKS = (1, 2, 4)  # more gain little where units are many
 # At least this many sequences are drawn, in at least and at most so many steps.
@@ -127,9 +128,16 @@ class UnitSearch:
         self.histogram = counts
 
     def best(self, count: int = 5) -> list[UnitPlan]:
-        """The `count` configurations with the most tokens per second that fit, best first: chosen by the likely slowest
-        replica of each step, then predicted with all replicas."""
-        streams = (self._by_average(tokens) for tokens in self.unit_tokens())
+        """The `count` configurations with the most tokens per second that fit, best first. Units of which a step has
+        very many are tried where nothing else fits."""
+        sizes = self.unit_tokens()
+        few = [size for size in sizes if self.tokens <= size * _MANY_UNITS] or sizes[-1:]
+        return self._best(few, count) or self._best(sizes, count)
+
+    def _best(self, sizes: Sequence[int], count: int) -> list[UnitPlan]:
+        """Those for units of some sizes: chosen by the likely slowest replica of each step, then predicted with all
+        replicas."""
+        streams = (self._by_average(tokens) for tokens in sizes)
         found: list[tuple[float, Candidate]] = []
         for average, candidate in merge(*streams, key=itemgetter(0)):
             if len(found) >= count and average > found[-1][0]:
