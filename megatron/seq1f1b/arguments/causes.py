@@ -28,8 +28,9 @@ _OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def has_lost_a_peer(error: BaseException) -> bool:
-    """Whether the error only says that another rank has ended: then its traceback explains nothing."""
-    return isinstance(error, RuntimeError) and _LOST_PEER.search(str(error)) is not None
+    """Whether the error only says that another rank has ended or hangs: then its traceback explains nothing."""
+    text = str(error)
+    return isinstance(error, RuntimeError) and bool(_LOST_PEER.search(text) or _TIMED_OUT.search(text))
 
 
 def plain(text: str) -> str:

@@ -2,7 +2,7 @@
 
 The sentence has the current operation, the words of the exception, and the file with its traceback, unless we found the
 mistake. After the first step, the rank that failed first prints its traceback instead; all others print nothing. An
-error that only says that another rank has ended is a sentence then, too.
+error that only says that another rank has ended or hangs is a sentence then, too.
 """
 
 import atexit

@@ -10,6 +10,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
@@ -146,6 +147,7 @@ class Peers:
         self._on_failure = on_failure
         self._store: Any = None
         self._num_shared = 0
+        self._has_reported = self._waits_for_rank_0 = self._rank_0_has_left = False
         self._connected, self._left = threading.Event(), threading.Event()
         self._size = int(os.environ["WORLD_SIZE"])
         self._server: Any = None
@@ -157,54 +159,65 @@ class Peers:
 
     def report(self, failure: str) -> str:
         """Report a failure; returns the first one that any rank has reported."""
+        self._has_reported = True
         self._connected.wait(_PATIENCE)
         if self._store is not None and not self._left.is_set():
-            with suppress(RuntimeError):  # the store is gone with its process
-                return str(self._store.compare_set("failure", "", failure).decode())
+            try:
+                return str(_in_time(_PATIENCE, partial(self._store.compare_set, "failure", "", failure)), "utf-8")
+            except RuntimeError:  # the store is gone with its process
+                self._store = None
+                self._left.set()
         return failure
 
     def share(self, text: str, timeout: timedelta) -> str:
         """The text of rank 0; call it equally often on all ranks. Raises RuntimeError after `timeout`."""
         self._num_shared += 1
-        name = f"shared {self._num_shared}"
-        end = time.monotonic() + timeout.total_seconds()
-        self._connected.wait(timeout.total_seconds())
-        if self._store is None:
-            return text
-        if is_rank_0():
-            self._store.set(name, text)
-        while not self._store.check([name]):
-            if time.monotonic() > end:
-                raise RuntimeError(f"rank 0 has not started within {timeout}")
-            time.sleep(_POLL / 10)
-        return str(self._store.get(name).decode())
+        name, seconds = f"shared {self._num_shared}", timeout.total_seconds()
+
+        def of_rank_0() -> str:
+            if is_rank_0():
+                self._store.set(name, text)
+            end = time.monotonic() + seconds
+            while not self._store.check([name]):
+                if time.monotonic() > end:
+                    raise RuntimeError(f"rank 0 has not started within {timeout}")
+                time.sleep(_POLL / 10)
+            return str(self._store.get(name).decode())
+
+        self._connected.wait(seconds)
+        return text if self._store is None else str(_in_time(seconds + _PATIENCE, of_rank_0))
 
     def leave(self, wait: bool = False) -> bool:
         """Stop watching the peers. With `wait`, let rank 0 leave first, for some seconds; returns whether it has. Rank
         0 waits until the others are done with the store, without which they would log C++ stacks."""
         if self._left.is_set() or self._store is None:
             return False
+        self._waits_for_rank_0 = wait
         self._left.set()
-        has_left = False
-        with suppress(RuntimeError):
-            if is_rank_0():
-                self._store.set("rank 0 has left", "")
-                self._wait_for("others", lambda: self._store.add("done", 0) >= self._size - 1)
-            else:
-                has_left = wait and self._wait_for("rank 0", lambda: self._store.check(["rank 0 has left"]))
-                self._store.add("done", 1)
-        if threading.current_thread() is not self._watching:
-            # Python aborts if it ends while a thread returns from the store.
-            self._watching.join(_PATIENCE)
-        return has_left
+        if threading.current_thread() is self._watching:
+            with suppress(RuntimeError):
+                self._say_so(self._store)
+        else:  # Python aborts if it ends while a thread returns from the store
+            self._watching.join(_PATIENCE + _SILENCE)
+        return self._rank_0_has_left
 
-    def _wait_for(self, peers: str, happened: Callable[[], bool]) -> bool:
+    def _say_so(self, store: Any) -> None:
+        """Tell the peers that this rank leaves; the last use of the store."""
+        if is_rank_0():
+            store.set("rank 0 has left", "")
+            self._wait_for(store, "others", lambda: store.add("done", 0) >= self._size - 1)
+            return
+        if self._waits_for_rank_0:
+            self._rank_0_has_left = self._wait_for(store, "rank 0", lambda: store.check(["rank 0 has left"]))
+        store.add("done", 1)
+
+    def _wait_for(self, store: Any, peers: str, happened: Callable[[], bool]) -> bool:
         """Whether it happened while the `peers`, "rank 0" or "others", still gave signs of life."""
         start = heard = time.monotonic()
         signs = 0
         while not happened():
             now = time.monotonic()
-            if (latest := self._store.add(f"signs of {peers}", 0)) != signs:
+            if (latest := store.add(f"signs of {peers}", 0)) != signs:
                 signs, heard = latest, now
             if now > heard + _SILENCE or now > start + _PATIENCE:
                 return False
@@ -212,18 +225,41 @@ class Peers:
         return True
 
     def _watch(self) -> None:
+        store = None
         with suppress(RuntimeError, ValueError):  # torch.distributed fails likewise, in the main thread
-            self._store = _store(is_master=False)
+            store = self._store = _store(is_master=False)
         self._connected.set()
+        if store is None:
+            return
         signs = "signs of rank 0" if is_rank_0() else "signs of others"
         with suppress(RuntimeError):
-            while self._store is not None and not self._left.wait(_POLL):
-                self._store.add(signs, 1)
-                if self._store.check(["failure"]):
-                    # The same mistake may be about to end this rank by itself.
-                    if not self._left.wait(2 * _POLL):
-                        self._on_failure(self._store.get("failure").decode())
+            while not self._left.wait(_POLL):
+                store.add(signs, 1)
+                if self._has_reported or not store.check(["failure"]):
+                    continue
+                # The same mistake may be about to end this rank by itself.
+                if not self._left.wait(2 * _POLL) and not self._has_reported:
+                    self._on_failure(store.get("failure").decode())
                     return
+            self._say_so(store)
+
+
+def _in_time(seconds: float, call: Callable[[], Any]) -> Any:
+    """The result of `call()`; raises RuntimeError if it takes longer: a store whose process is stopped never answers,
+    and its clients have no time-out for that."""
+    result: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(call())
+        except Exception as error:
+            result.set_exception(error)
+
+    threading.Thread(target=run, name="store", daemon=True).start()
+    try:
+        return result.result(seconds)
+    except TimeoutError:
+        raise RuntimeError(f"the store of the job has not answered for {seconds:g} s") from None
 
 
 def _store(is_master: bool) -> Any:
