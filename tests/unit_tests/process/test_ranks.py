@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from megatron.seq1f1b.install import _patches_of_megatron
 from megatron.seq1f1b.process import ranks
 from megatron.seq1f1b.process.ranks import OneCaller, Outcome, Peers, check_agreement
 from support.patience import patient
@@ -50,13 +51,14 @@ def test_an_error_is_raised_where_it_was_made_and_sent():
             pickle.loads(pickle.dumps(outcome)).result()
 
 
-# It installs our schedules, starts processes in every way, and prints their numbers.
+# It starts processes in every way, and prints their numbers.
 PARENT = """
 import multiprocessing, time
-from megatron.seq1f1b import install
+from megatron.seq1f1b.process.patches import patched, wrapping
+from megatron.seq1f1b.process.ranks import start_process
 
 if __name__ == "__main__":
-    install(sequence_splits=2)
+    patched([wrapping("multiprocessing.process.BaseProcess.start", start_process, "")])
     for method in ("fork", "spawn", "forkserver"):
         child = multiprocessing.get_context(method).Process(target=time.sleep, args=(600,), daemon=True)
         child.start()
@@ -78,6 +80,7 @@ def test_what_a_rank_starts_ends_with_it(tmp_path):
     for child in left:
         os.kill(child, signal.SIGKILL)
     assert not left
+    assert "multiprocessing.process.BaseProcess.start" in {row.target for row in _patches_of_megatron((0, 19))}
 
 
 def is_running(process: int) -> bool:
