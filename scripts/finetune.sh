@@ -10,6 +10,8 @@ cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
 : "${SEQ_LENGTH:=4096}"
 : "${UNIT_TOKENS:=512}"
 export OMP_NUM_THREADS=1
+# Each program imports PyTorch and Megatron; without byte code each would compile them anew.
+unset PYTHONDONTWRITEBYTECODE
 
 # shellcheck source=scripts/checks.sh
 source scripts/checks.sh
