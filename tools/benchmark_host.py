@@ -50,11 +50,11 @@ from megatron.core.pipeline_parallel.schedules import backward_step, forward_ste
 from megatron.seq1f1b.model import Segment, SegmentContext  # noqa: E402
 from megatron.seq1f1b.model.attention import SegmentAttention  # noqa: E402
 from megatron.seq1f1b.model.kernels import DocumentKernel, Gradients, Kernel  # noqa: E402
-from megatron.seq1f1b.runtime.call import Calls  # noqa: E402
-from megatron.seq1f1b.runtime.forward_segments import SegmentForwards  # noqa: E402
 from megatron.seq1f1b.model.kernels.adapted import Padded  # noqa: E402
 from megatron.seq1f1b.model.latents import LatentCache  # noqa: E402
 from megatron.seq1f1b.model.loss_pieces import Logits  # noqa: E402
+from megatron.seq1f1b.runtime.call import Calls  # noqa: E402
+from megatron.seq1f1b.runtime.forward_segments import SegmentForwards  # noqa: E402
 from megatron.seq1f1b.runtime.gradient_sync import GradientSync  # noqa: E402
 from megatron.seq1f1b.runtime.interpreter import Interpreter  # noqa: E402
 from megatron.seq1f1b.runtime.loss import Losses  # noqa: E402
