@@ -29,7 +29,6 @@ def attach(chunks: Iterable[torch.nn.Module], context: SegmentContext) -> None:
     """Make the modules of the model chunks follow the running segment of `context`; the latest call wins."""
     others = [chunk for chunk in chunks if getattr(chunk, "segment_context", None) is not context]
     for chunk in use_segment_attention(others):
-        is_new = not hasattr(chunk, "segment_context")
         chunk.segment_context = context
         for path, module in chunk.named_modules():
             keep_latents(module)
