@@ -12,4 +12,5 @@ from .loss_pieces import PIECE, compute_loss_in_pieces
 from .packed_documents import Documents, differs
 from .prediction_heads import LookAhead, PredictionHeads
 from .segment import Segment, SegmentContext
+from .token_logits import PieceLogits, token_log_probs, token_log_probs_and_entropy
 from .weight_gradient import add_up_all_weight_gradients, defer_weight_gradients

@@ -14,14 +14,18 @@ from typing import Any
 import torch
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..process.patches import patched_on, wrapping
 from .main_grad import accumulated
+from .token_logits import PIECE, Head, PieceLogits
 
-PIECE = 2**26  # logits: 256 MiB in fp32, and enough rows for a product at full speed
 WORTH = 8  # pieces, 2 GiB; fewer are kept, since the repeated product can take a tenth of a small model's last stage
 _LOSS = "megatron.core.models.common.language_module.language_module.LanguageModule.compute_language_model_loss"
 
@@ -29,7 +33,8 @@ _LOSS = "megatron.core.models.common.language_module.language_module.LanguageMod
 def compute_loss_in_pieces(chunks: Iterable[torch.nn.Module], num_tokens: int, piece: int | None = PIECE) -> None:
     """Make model chunks with an output layer compute their losses in pieces of `piece` logits; None, or up to `WORTH`
     pieces for the `num_tokens` of a micro-batch on this context-parallel rank, keeps them. The latest call wins."""
-    for model in map(unwrap_model, chunks):
+    for chunk in chunks:
+        model = unwrap_model(chunk)
         layer = getattr(model, "output_layer", None)
         if not (isinstance(model, LanguageModule) and isinstance(layer, ColumnParallelLinear)) or layer.gather_output:
             continue
@@ -39,6 +44,7 @@ def compute_loss_in_pieces(chunks: Iterable[torch.nn.Module], num_tokens: int, p
         heads = 1 + (model.config.mtp_num_layers or 0)
         is_worth_it = piece is not None and heads * num_tokens * layer.output_size_per_partition > WORTH * piece
         layer.logits_of_piece = piece if is_worth_it else None
+        layer.gradient_is_away = hasattr(chunk, "partitioned_state")  # between the turns of the chunk
 
 
 def keeps_logits(layer: torch.nn.Module) -> bool:
@@ -61,7 +67,7 @@ def _logits(
     num_runs = layer.tp_group.size() if layer.sequence_parallel else 1
     shape = torch.Size((num_runs * len(hidden), hidden.shape[1], layer.output_size_per_partition))
     length = max(1, layer.logits_of_piece // (num_runs * shape[1:].numel()))
-    return Logits(lambda *of_piece: forward(*of_piece)[0], hidden, weight, num_runs, length, shape), None
+    return Logits(lambda *of_piece: forward(*of_piece)[0], layer, hidden, weight, num_runs, length, shape), None
 
 
 def _loss(model: LanguageModule, loss: Callable[[Tensor, Tensor], Tensor], labels: Tensor, logits: Any) -> Tensor:
@@ -72,14 +78,16 @@ def _loss(model: LanguageModule, loss: Callable[[Tensor, Tensor], Tensor], label
 class Logits:
     """Logits [n, b, V/t], computed when needed, in pieces for `loss` and `max`, else whole: `of(hidden, weight)` for
     hidden states [n/t, b, h], a run of the tokens on each of `num_runs` ranks, and the `weight` [V/t, h] of the layer.
-    A piece has `length` tokens of each run."""
+    A piece has `length` tokens of each run. `factor` is in the result of `of`."""
 
     of: Callable[[Tensor, Tensor], Tensor]
+    layer: ColumnParallelLinear
     hidden: Tensor
     weight: Tensor
     num_runs: int
     length: int
     shape: torch.Size
+    factor: float = 1.0
 
     def loss(self, labels: Tensor, loss: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """`loss(labels, logits)` [b, n] for labels [b, n]; its backward computes the logits again."""
@@ -108,7 +116,27 @@ class Logits:
     def __mul__(self, factor: Any) -> "Logits":
         """The maximal update parametrization scales logits (arXiv 2203.03466)."""
         of = self.of
-        return replace(self, of=lambda hidden, weight: of(hidden, weight) * factor)
+        return replace(self, of=lambda hidden, weight: of(hidden, weight) * factor, factor=self.factor * factor)
+
+    def transpose(self, first: int, second: int) -> Tensor:
+        """Logits [b, n, V/t] for a program that gives no labels."""
+        layer, hidden = self.layer, self.hidden
+        if layer.bias is not None or torch.is_autocast_enabled(hidden.device.type) or {first, second} != {0, 1}:
+            return self.whole().transpose(first, second)
+        head = Head(
+            weight=self.weight,
+            group=layer.tp_group,
+            factor=self.factor,
+            piece=layer.logits_of_piece,
+            waits=layer.gradient_is_away,
+            is_fused=layer.gradient_accumulation_fusion,
+        )
+        # The backward of either adds up the gradients of the parts of the vocabulary.
+        if layer.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, group=layer.tp_group)
+        else:
+            hidden = copy_to_tensor_model_parallel_region(hidden, group=layer.tp_group)
+        return PieceLogits.of(head.hidden(hidden.transpose(0, 1)), head)
 
     def whole(self) -> Tensor:
         return self.of(self.hidden, self._weight_of_kept())

@@ -8,15 +8,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from ..model import Segment
+from ..model import PieceLogits, Segment
 
 
 class Outputs:
     """The outputs of the last stage for one micro-batch of `length` tokens, divided among `num_shares` ranks.
 
     An output is any structure of tensors with values for each token. Every segment is copied into one buffer when it
-    has gone forward, so a program that asks for logits holds them once, and those of one segment beside them. With
-    `rearranged(tensor, dimension)` a joined tensor gets its tokens as the program has them.
+    has gone forward, so a program that asks for logits holds them once, and those of one segment beside them. Of logits
+    that are computed in pieces (model/token_logits.py) the hidden states are joined. With `rearranged(tensor, dimension)` a joined tensor gets its tokens as the program has them.
     """
 
     def __init__(
@@ -26,6 +26,7 @@ class Outputs:
         self._num_shares = num_shares
         self._rearranged = rearranged
         self._tree: TreeSpec | None = None
+        self._logits: dict[int, PieceLogits] = {}  # of the first segment, by the places of their hidden states
         self._leaves: list[Any] = []  # of the last segment, but buffers in place of tensors
         self._dimensions: list[int | None] = []  # of the tokens in each leaf
         self._differentiable: list[int] = []  # the places of the leaves that have a gradient
@@ -36,8 +37,12 @@ class Outputs:
         a tensor with no dimension that counts the tokens."""
         start, length = segment.start // self._num_shares, segment.length // self._num_shares
         leaves, tree = tree_flatten(output)
+        logits = {place: leaf for place, leaf in enumerate(leaves) if isinstance(leaf, PieceLogits)}
+        for place, leaf in logits.items():
+            leaves[place] = leaf.hidden
         if segment.is_first:
             self._tree = tree
+            self._logits = logits
             self._dimensions = [_token_dimension(leaf, length, segment.is_whole_sequence) for leaf in leaves]
             self._leaves = [self._buffer(*each) for each in zip(leaves, self._dimensions, strict=True)]
             self._differentiable = [place for place, leaf in enumerate(leaves) if _has_gradient(leaf)]
@@ -59,6 +64,9 @@ class Outputs:
             for place, dimension in enumerate(self._dimensions):
                 if dimension is not None:
                     leaves[place] = self._rearranged(leaves[place], dimension)
+        for place, logits in self._logits.items():
+            leaves[place] = logits.joined_as(leaves[place])
+        self._logits = {}
         return tree_unflatten(leaves, self._tree)
 
     def receive(self, gradients: tuple[Tensor | None, ...]) -> None:
