@@ -117,7 +117,6 @@ class PieceLogits(torch.Tensor):
         logits.hidden = hidden
         return logits
 
-    @staticmethod
     def __new__(cls, hidden: Tensor, head: Head, dtype: torch.dtype, whole: list[Tensor]) -> "PieceLogits":
         shape = (*hidden.shape[:-1], head.weight.shape[0])
         self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=hidden.device)

@@ -121,9 +121,7 @@ def _parts(config: PipelineConfig) -> str:
     return f"segments: {config.num_segments}"
 
 
-def _segmentation(
-    config: PipelineConfig, end_of_document: Callable[[], int] | None, from_calls: bool
-) -> Segmentation:
+def _segmentation(config: PipelineConfig, end_of_document: Callable[[], int] | None, from_calls: bool) -> Segmentation:
     kept, packed, follows = lru_cache(config.cut), config.follows_documents, config.partition.follows_documents
 
     def cut(length: int, documents: Documents | None = None, num_segments: int | None = None) -> tuple[int, ...]:
