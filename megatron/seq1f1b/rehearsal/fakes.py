@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..model.kernels import CudaFlash
 from ..process.patches import Patch, PatchTable, wrapping
-from ..runtime.cut import Arguments, size_of
+from ..runtime.call import Calls
 from ..runtime.repacking import BOUNDS
 from ..runtime.segmentation import Sequences
 from ..runtime.step import Step
@@ -46,10 +46,11 @@ def patches(args: Namespace, as_one_kernel: Callable) -> PatchTable:
     return tuple(table)
 
 
-def _of_call(_: Any, arguments: Arguments, *__: Any) -> Sequences:
-    number, length = size_of(arguments)
-    starts = tuple(accumulate(document_lengths(length)[:-1], initial=0))
-    return Sequences(number, length, (starts,) * number)
+def _of_calls(_: Any, step: Step, calls: Calls) -> list[Sequences]:
+    calls.start_all()
+    starts = tuple(accumulate(document_lengths(step.seq_length)[:-1], initial=0))
+    number = step.micro_batch_size
+    return [Sequences(number, step.seq_length, (starts,) * number)] * step.num_microbatches
 
 
 def _lengths_of_step(step: Step, *_: Any) -> list[list[int]]:
@@ -141,7 +142,7 @@ _FOR_FAKES = (
     Patch(
         f"{_PARALLEL}.random._get_share_storage", lambda *_, **__: _share_storage, "compiles, and shares real memory"
     ),
-    Patch(f"{_SEGMENTATION}.Segmentation._of_call", _of_call, "looks for documents in tokens"),
+    Patch(f"{_SEGMENTATION}.Segmentation._of_calls", _of_calls, "looks for documents in tokens"),
     Patch(f"{_REPACKING}.Repacking._sequences", lambda *_: [], "looks for documents in tokens"),
     Patch(f"{_REPACKING}._of_all_replicas", _lengths_of_step, "lengths are those of documents in tokens"),
     Patch(f"{_REPACKING}._exchanged", _sequences_of_step, "moves values"),

@@ -9,6 +9,7 @@ back to the ranks that the program expects it on, row by row.
 from collections.abc import Sequence
 from itertools import pairwise
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -22,14 +23,14 @@ from .cut import Arguments, bounds_of, size_of, token_dimensions
 Runs = Sequence[tuple[int, int]]  # start and end of consecutive tokens
 
 
-def zigzag(runs: Runs, rank: int, size: int) -> Tensor:
+def zigzag(runs: Runs, rank: int, size: int) -> np.ndarray:
     """The positions of the tokens of one rank, where each run of tokens is divided among `size` ranks."""
     found = []
     for start, end in runs:
         part = (end - start) // (2 * size)
-        found.append(torch.arange(start + rank * part, start + (rank + 1) * part))
-        found.append(torch.arange(end - (rank + 1) * part, end - rank * part))
-    return torch.cat(found)
+        found.append(np.arange(start + rank * part, start + (rank + 1) * part))
+        found.append(np.arange(end - (rank + 1) * part, end - rank * part))
+    return np.concatenate(found)
 
 
 class ContextShares:
@@ -47,19 +48,19 @@ class ContextShares:
                     f"needs; pad sequences or documents to a multiple of {2 * self._size}"
                 )
         self._of_program = [zigzag(runs, rank, self._size) for rank in range(self._size)]
-        self._order = torch.argsort(torch.cat(self._of_program)).to(device)
+        self._order = np.argsort(np.concatenate(self._of_program))
 
     def gathered(self, own: Tensor, dimension: int) -> Tensor:
         """The tokens of all ranks in order, of this rank's share along a dimension."""
         rows = own.movedim(dimension, 0).contiguous()
         parts = [torch.empty_like(rows) for _ in range(self._size)]
         dist.all_gather(parts, rows, group=self._group)
-        return torch.cat(parts).index_select(0, self._order).movedim(0, dimension)
+        return torch.cat(parts).index_select(0, self._index(self._order)).movedim(0, dimension)
 
     def part(self, whole: Tensor, dimension: int, segment: Segment) -> Tensor:
         """This rank's share of a segment along a dimension of a gathered tensor."""
         own = zigzag([(segment.start, segment.end)], self._group.rank(), self._size)
-        return whole.index_select(dimension, own.to(whole.device, non_blocking=True))
+        return whole.index_select(dimension, self._index(own))
 
     def rearranged(self, own: Tensor, dimension: int, segments: Sequence[Segment]) -> Tensor:
         """The program's share, of this rank's shares of all segments one after the other; gradients go back."""
@@ -68,26 +69,30 @@ class ContextShares:
         rank = self._group.rank()
         order, counts = _by_peer(by_segments[rank], _holders(self._of_program))
         arriving, arriving_counts = _by_peer(self._of_program[rank], _holders(by_segments))
-        rows = own.movedim(dimension, 0).index_select(0, order.to(self._device))
+        rows = own.movedim(dimension, 0).index_select(0, self._index(order))
         arrived = all_to_all(self._group, rows, arriving_counts, counts)
-        places = torch.argsort(arriving)  # of what arrives, in the order of the program
-        return arrived.index_select(0, places.to(self._device)).movedim(0, dimension)
+        places = np.argsort(arriving)  # of what arrives, in the order of the program
+        rearranged = arrived.index_select(0, self._index(places)).movedim(0, dimension)
+        return rearranged.contiguous()  # programs view it
+
+    def _index(self, positions: np.ndarray) -> Tensor:
+        return torch.from_numpy(positions).to(self._device, non_blocking=True)
 
 
-def _holders(shares: Sequence[Tensor]) -> Tensor:
+def _holders(shares: Sequence[np.ndarray]) -> np.ndarray:
     """The rank that holds each position of a sequence, from the positions on each rank."""
-    holders = torch.empty(sum(map(len, shares)), dtype=torch.long)
+    holders = np.empty(sum(map(len, shares)), dtype=np.int64)
     for rank, positions in enumerate(shares):
         holders[positions] = rank
     return holders
 
 
-def _by_peer(positions: Tensor, peers: Tensor) -> tuple[Tensor, list[int]]:
+def _by_peer(positions: np.ndarray, peers: np.ndarray) -> tuple[np.ndarray, list[int]]:
     """The order in which rows at these positions are exchanged, and the number for each peer. The rows of a peer are in
     ascending order of their positions, so that both sides know which is which."""
     peer = peers[positions]
-    order = torch.argsort(peer * len(peers) + positions)
-    return order, torch.bincount(peer, minlength=int(peers.max()) + 1).tolist()
+    order = np.argsort(peer * len(peers) + positions)
+    return order, np.bincount(peer, minlength=int(peers.max()) + 1).tolist()
 
 
 def whole_arguments(

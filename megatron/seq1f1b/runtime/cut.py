@@ -56,7 +56,7 @@ class CutArguments:
 
     def of(self, segment: Segment) -> Arguments:
         """The arguments for one segment."""
-        if not self._cuts or segment.is_whole_sequence:
+        if not self._cuts or (self._part is narrowed and segment.is_whole_sequence):
             return self._whole
         leaves = list(self._leaves)
         for place, dimensions in self._cuts:
