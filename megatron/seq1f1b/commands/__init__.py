@@ -65,7 +65,7 @@ def run(name: str, argv: Sequence[str] | None = None) -> int:
         is_plain = isinstance(error, (OSError, ValueError, ModuleNotFoundError, KeyboardInterrupt))
         if isinstance(error, OSError) and error.errno == ENOSPC and error.filename is None:  # all files are named
             _print_nowhere()
-            error = OSError(ENOSPC, error.strerror, "the output")
+            error = ValueError(f"the output: {error.strerror}")
         say(sentence_of(error), None if is_plain else "".join(traceback.format_exception(error)))
         return 130 if isinstance(error, KeyboardInterrupt) else 2
 

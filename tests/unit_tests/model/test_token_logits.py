@@ -119,7 +119,7 @@ def test_plain_logits_are_taken_as_they_are(groups):
     assert in_pieces(logits, tokens)[1].isfinite().all()
 
 
-def test_tokens_outside_of_the_vocabulary_get_zero_and_no_gradient():
+def test_tokens_outside_of_the_vocabulary_get_no_gradient():
     logits = torch.randn(1, 3, WORDS, requires_grad=True)
     log_probs = token_log_probs(logits, torch.tensor([[-100, 2, WORDS]]))
     log_probs.sum().backward()
@@ -143,7 +143,7 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("values, is_small", [(in_pieces, True), (by_torch, False)], ids=["in pieces", "whole"])
 @pytest.mark.filterwarnings("ignore:the program reads logits")
-def test_no_tensor_has_more_numbers_than_hidden_states_or_a_piece(groups, values, is_small):
+def test_no_tensor_is_larger_than_hidden_states_or_a_piece(groups, values, is_small):
     head = Head()
     compute_loss_in_pieces([head], MANY, 3 * WORDS)
     with Largest() as largest:
@@ -155,7 +155,7 @@ MAIN_GRADS = {"fp32": (torch.float32, False), "away": (torch.float32, True), "bf
 
 
 @pytest.mark.parametrize("main_grad, is_away", MAIN_GRADS.values(), ids=MAIN_GRADS)
-def test_the_weight_gradient_is_in_main_grad_and_hooks_fire_once_a_segment(groups, main_grad, is_away):
+def test_the_hook_of_the_weight_fires_once_a_segment(groups, main_grad, is_away):
     """In fp32, which no piece rounds; never before the backward of a segment where `main_grad` is away."""
     head = Head(dtype=torch.bfloat16)
     compute_loss_in_pieces([head], MANY, WORDS)
@@ -191,7 +191,7 @@ def test_no_gradients_no_graph(groups):
     assert isinstance(detached, PieceLogits) and not token_log_probs(detached, tokens).requires_grad
 
 
-def test_a_16_bit_module_returns_32_bits_without_computing_logits(groups):
+def test_a_16_bit_module_computes_no_logits_for_32_bits(groups):
     head = Head(dtype=torch.bfloat16)
     compute_loss_in_pieces([head], MANY, ROW)
     hidden, tokens, _ = batch(torch.bfloat16)
