@@ -1,5 +1,7 @@
 """Log-probabilities and entropies of tokens in pieces are those of whole logits, with all gradients."""
 
+from functools import partial
+
 import pytest
 import torch
 from megatron.core import parallel_state
@@ -94,14 +96,15 @@ def test_values_and_gradients_are_those_of_whole_logits(heads, segments):
 def test_whoever_reads_logits_gets_them_whole_with_gradients(heads, segments):
     """Also after a change in place, by operations of autograd's own functions, and besides those in pieces."""
 
-    def changes(logits, tokens):
-        assert isinstance(logits, torch.Tensor) and logits.requires_grad
-        log_probs = token_log_probs(logits, tokens, TEMPERATURE)
+    def changes(values, logits, tokens):
+        assert isinstance(logits, torch.Tensor)
+        log_probs, _ = values(logits, tokens)
         logits.div_(2)
         logits[:, 0].mul_(3)
         return log_probs, torch.special.entr(torch.softmax(logits, -1)).sum(-1) + token_log_probs(logits, tokens)
 
-    assert_same(step(heads[1], changes, segments), step(heads[0], changes))
+    found = step(heads[1], partial(changes, in_pieces), segments)
+    assert_same(found, step(heads[0], partial(changes, by_torch)))
 
 
 def test_plain_logits_are_taken_as_they_are(groups):
