@@ -340,7 +340,7 @@ def moved_by_weight_of_loss(tokens: int, pieces: int, words: int = 32768, hidden
     weight.register_post_accumulate_grad_hook(add_as_ddp_does)
     hidden, labels = empty(tokens, 1, hidden_size), torch.empty((1, tokens), dtype=torch.int64, device="meta")
     shape = torch.Size((tokens, 1, words))
-    logits = Logits(torch.nn.functional.linear, hidden, weight, num_runs=1, length=tokens // pieces, shape=shape)
+    logits = Logits(torch.nn.functional.linear, None, hidden, weight, num_runs=1, length=tokens // pieces, shape=shape)
     losses = logits.loss(labels, lambda labels, logits: logits.float().logsumexp(-1).t())
     with KernelsBeside(weight.numel()) as beside:
         losses.sum().backward()
