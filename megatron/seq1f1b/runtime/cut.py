@@ -71,10 +71,9 @@ def token_dimensions(leaf: Any, num_sequences: int, length: int) -> Sequence[int
     """The dimensions of an argument that count the `length` tokens of a sequence; empty if it has none."""
     if not isinstance(leaf, Tensor) or leaf.is_nested:
         return ()
-    found = [dimension for dimension in range(1, leaf.dim()) if leaf.shape[dimension] == length]
-    if not found and leaf.shape[:2] == (length, num_sequences):
-        return (0,)
-    return found
+    if num_sequences != length and leaf.shape[:2] == (length, num_sequences):
+        return (0,)  # also of embeddings [s, b, h] as wide as the sequence is long
+    return [dimension for dimension in range(1, leaf.dim()) if leaf.shape[dimension] == length]
 
 
 def narrowed(leaf: Tensor, dimension: int, segment: Segment) -> Tensor:
@@ -84,7 +83,7 @@ def narrowed(leaf: Tensor, dimension: int, segment: Segment) -> Tensor:
 
 def size_of(arguments: Arguments) -> tuple[int, int] | None:
     """The number of sequences and of tokens in each that a call is for: those of its `input_ids`, else of its packed
-    format, else of its first tensor [b, s, ...]; None for a call without data."""
+    format, of its embeddings [s, b, h], or of its first tensor [b, s, ...] but a mask; None for a call without data."""
     named = arguments.by_name()
     packed = named.get("packed_seq_params")
     tokens = named.get("input_ids")
@@ -92,7 +91,10 @@ def size_of(arguments: Arguments) -> tuple[int, int] | None:
         return tokens.shape[0], tokens.shape[1]
     if isinstance(packed, PackedSeqParams):
         return 1, bounds_of(packed)[-1]
-    for leaf in tree_flatten((arguments.positional, arguments.named))[0]:
+    embedded = named.get("decoder_input")
+    if isinstance(embedded, Tensor) and embedded.dim() == 3:
+        return embedded.shape[1], embedded.shape[0]
+    for leaf in tree_flatten([value for name, value in named.items() if name not in _OF_ATTENTION])[0]:
         if isinstance(leaf, Tensor) and not leaf.is_nested and leaf.dim() >= 2:
             return leaf.shape[0], leaf.shape[1]
     return None

@@ -76,7 +76,8 @@ class ProgramExecutor:
             size = step.get("micro_batch_size")
             run = run_of_program(model, num_microbatches, seq_length, size, self._keep_documents_apart)
             config = self._configure(run)
-            executor = _executor(config, from_calls=True)
+            # Programs divide packs among context-parallel ranks by documents, as Transformer Engine's attention wants them.
+            executor = _executor(config, from_calls=True, divides_documents=True)
             self._run = self._run or traced(executor, config, lambda: self._training_steps)
             self._checked.append(of_model)
         self._training_steps += not step.get("forward_only", False)
@@ -136,7 +137,7 @@ def _segmentation(config: PipelineConfig, end_of_document: Callable[[], int] | N
         cut=cut,
         packed=packed,
         end_of_document=end,
-        from_calls=from_calls and cuts_sequences,
+        from_calls=from_calls and (cuts_sequences or bool(config.run.settings.get("variable_seq_lengths"))),
         segments_for=config.segments_for,
     )
 

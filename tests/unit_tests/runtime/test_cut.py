@@ -73,12 +73,19 @@ def packed(bounds, padded=None):
         (arguments(torch.nested.nested_tensor([torch.ones(3)]), packed_seq_params=packed([0, 3, 7])), (1, 7)),
         (arguments(None, packed_seq_params=packed([0, 3, 7], [0, 4, 8])), (1, 8)),
         (arguments(None, labels=TOKENS), (2, 8)),
+        (arguments(None, None, MASK, decoder_input=torch.ones(LENGTH, 2, 4)), (2, 8)),
         (arguments(None, None, None, flag=True, scale=torch.ones(())), None),
     ],
-    ids=["tokens", "a pack", "nested", "no tokens", "labels", "no data"],
+    ids=["tokens", "a pack", "nested", "no tokens", "labels", "embeddings beside a mask", "no data"],
 )
 def test_the_size_of_a_call(given, size):
     assert size_of(given) == size
+
+
+def test_embeddings_as_wide_as_the_sequence_are_cut_by_tokens():
+    embedded = torch.arange(2.0 * LENGTH * LENGTH).view(LENGTH, 2, LENGTH)
+    first, second = parts(Arguments((), {"decoder_input": embedded}, ()))
+    assert torch.equal(torch.cat([first.named["decoder_input"], second.named["decoder_input"]]), embedded)
 
 
 @pytest.mark.parametrize("bounds", [[0, 3, 7], [0, 3, 7, 7, 7], [0, 3, 7, -1, -1]])
