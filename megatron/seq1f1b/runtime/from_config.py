@@ -76,7 +76,7 @@ class ProgramExecutor:
             size = step.get("micro_batch_size")
             run = run_of_program(model, num_microbatches, seq_length, size, self._keep_documents_apart)
             config = self._configure(run)
-            # Programs divide packs among context-parallel ranks by documents, as Transformer Engine's attention wants them.
+            # Programs divide packs among context-parallel ranks by documents, as Transformer Engine wants them.
             executor = _executor(config, from_calls=True, divides_documents=True)
             self._run = self._run or traced(executor, config, lambda: self._training_steps)
             self._checked.append(of_model)
