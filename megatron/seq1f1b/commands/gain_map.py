@@ -19,7 +19,7 @@ from typing import Any
 
 from msgspec import Struct, structs
 
-from ..files import Count, Positive, read_rows
+from ..files import Count, Positive, read_rows, with_way_out
 from ..planning.costs.machine import read_machine
 from ..planning.planner.search import Plan, Search
 from ..planning.planner.space import Question
@@ -123,7 +123,7 @@ def read_cells(path: Path) -> list[Cell]:
     try:
         return list(read_rows(path, Cell, content[:size])) if size else []
     except ValueError as error:
-        raise ValueError(f"{error}; mend it, or name another --output") from None
+        raise with_way_out(error, "mend it, or name another --output") from None
 
 
 def append_cell(path: Path, cell: Cell) -> None:

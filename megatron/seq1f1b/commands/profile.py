@@ -15,6 +15,7 @@ import logging
 import warnings
 from dataclasses import replace
 from itertools import takewhile
+from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -49,12 +50,14 @@ def main(argv: list[str] | None = None) -> None:
 
     timer = DeviceTimer()
     base = read_machine(args.machine or timer.nearest)
-    found = replace(base, device=measured_device(base.device, timer), **measured_links(base, timer))
+    device = within_peaks(measured_device(base.device, timer))
+    found = replace(base, device=device, **measured_links(base, timer))
     timer.close()
     if timer.rank == 0:
         text = as_toml(found, base)
         with written_whole(args.output) as unfinished:
             unfinished.write_text(text, encoding="utf-8")
+            check(unfinished)
         print(f"{text}\n{args.output} written. Predict with it by seq1f1b plan --machine {args.output}")
 
 
@@ -85,6 +88,30 @@ def measured_device(base: Device, timer: DeviceTimer) -> Device:
         slow_attention=tuple((queries + 1, factor) for queries, factor in slow),
         host_bandwidth=timer.host_rate(),
     )
+
+
+def within_peaks(device: Device) -> Device:
+    """The same device with higher peaks where it is faster than those of the file that they are taken from."""
+    compute = max(1.0, device.matmul_efficiency, device.flash_forward, device.flash_backward)
+    memory = max(1.0, device.memory_efficiency)
+    return structs.replace(
+        device,
+        peak_flops=device.peak_flops * compute,
+        matmul_efficiency=device.matmul_efficiency / compute,
+        flash_forward=device.flash_forward / compute,
+        flash_backward=device.flash_backward / compute,
+        memory_bandwidth=device.memory_bandwidth * memory,
+        memory_efficiency=device.memory_efficiency / memory,
+    )
+
+
+def check(path: Path) -> None:
+    """Raise ValueError for a file that no prediction can be made with, as where timings are shorter than latencies."""
+    try:
+        read_machine(path)
+    except ValueError as error:
+        wrong, way_out = str(error).removeprefix(f"{path}: "), "measure again while nothing else runs"
+        raise ValueError(f"what was measured makes no machine: {wrong}; {way_out}") from None
 
 
 def measured_links(base: Machine, timer: DeviceTimer) -> dict[str, Link]:

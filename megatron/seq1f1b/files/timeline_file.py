@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct, structs
 
 from ..schedule import CHUNK_KINDS, Action, Kind, Placement, Shape, Span, Timeline
-from .typed import At0, Count, converted, read_json
+from .typed import At0, Count, converted, read_json, with_way_out
 
 _WAY_OUT = "--pipeline-trace writes timelines"
 _Number = Annotated[int, Meta(ge=0, lt=10**12)]
@@ -71,7 +71,7 @@ def read_timeline(path: str | Path) -> Timeline:
             if fault := _fault(span, shape):
                 raise ValueError(f"{path}: {fault}")
     except ValueError as error:
-        raise ValueError(f"{error}; {_WAY_OUT}") from None
+        raise with_way_out(error, _WAY_OUT) from None
     of_shape = {field.name for field in structs.fields(_Sizes)}
     meta = {name: value for name, value in file.meta.items() if name not in of_shape}
     return Timeline(shape, ranks, sizes.time_unit, meta)

@@ -52,12 +52,22 @@ def read_json[T](path: str | Path, kind: type[T]) -> T:
     """The content of a JSON file, of the type `kind`."""
     text = read_text(path)
     try:
-        data = json.loads(text)
+        data = json.loads(text, object_pairs_hook=_named_once)
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}: line {error.lineno}: {reason(error)}") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: {reason(error)}") from None
     return converted(path, data, kind)
+
+
+def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The names and values of a JSON object; Python itself would take the last of two."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{twice!r} is in one object twice")
+    return found
 
 
 def read_rows[T: Struct](path: str | Path, kind: type[T], content: bytes | None = None) -> Iterator[T]:
@@ -99,6 +109,8 @@ def _in_words(message: str, data: Any, kind: Any, steps: Sequence[str]) -> str:
         return f"{unknown[1]!r} is unknown; {_meant(unknown[1], kind, steps)}"
     if missing := re.fullmatch(r"Object missing required field `(.*)`", message):
         return f"{missing[1]!r} is missing"
+    if message == "Number out of range":
+        return f"{_value(data, steps)} is out of range"
     types = re.match(r"Expected `([^`]*)`", message)
     if types is None:
         return message
@@ -139,3 +151,8 @@ def _meant(name: str, kind: Any, steps: Sequence[str]) -> str:
         known = [field.encode_name for field in msgspec.structs.fields(kind)]
     near = get_close_matches(name, known, n=1)
     return f"did you mean {near[0]!r}?" if near else f"the names are {', '.join(filter(None, known))}"
+
+
+def with_way_out(error: ValueError, way_out: str) -> ValueError:
+    """The error with a way out, unless it ends with a question that is one."""
+    return ValueError(str(error) if str(error).endswith("?") else f"{error}; {way_out}")

@@ -62,6 +62,7 @@ FILES = {
         for path, text in {"log.txt": LOG, "trace/iteration-1-pipeline-0.json": content}.items()
     },
     "many.json": '{"f": [1, true]}',
+    "twice.json": '{"f": 1, "f": 2}',
     "unknown.json": '{"f": 1, "messag": 1}',
     "three.csv": "tokens,sequences\n5,1,2\n",
     "shares.toml": "[device]\nname = 1\n",

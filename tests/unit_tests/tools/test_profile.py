@@ -68,3 +68,25 @@ def test_known_constants_are_found_and_written(tmp_path, monkeypatch):
     monkeypatch.setattr(Predicted, "num_ranks", 1)
     monkeypatch.setattr(Predicted, "ranks_in_node", 1)
     assert profile.measured_links(H100, Predicted()) == {}, "without other ranks, the links are those of the base"
+
+
+def test_a_device_that_is_faster_than_the_nearest_file_has_higher_peaks():
+    """Shares of more than all could not be read again; times stay as they are."""
+    fast = structs.replace(DEVICE, matmul_efficiency=2.5, flash_forward=1.5, memory_efficiency=1.2)
+    found = profile.within_peaks(fast)
+    assert found.matmul_efficiency == found.memory_efficiency == 1 and found.flash_forward < 1
+    sizes = (4096, 4096, 4096)
+    assert found.matmul_time(*sizes) == pytest.approx(fast.matmul_time(*sizes))
+    assert found.flash_time(8192, 8192, 8192**2, 16, 128) == pytest.approx(
+        fast.flash_time(8192, 8192, 8192**2, 16, 128)
+    )
+    assert profile.within_peaks(DEVICE) == DEVICE
+
+
+def test_a_measurement_that_makes_no_machine_is_a_sentence(tmp_path):
+    text = profile.as_toml(replace(H100, device=structs.replace(DEVICE, matmul_efficiency=-0.5)), H100)
+    (tmp_path / "mine.toml").write_text(text)
+    with pytest.raises(
+        ValueError, match="what was measured makes no machine: device.matmul_efficiency: .*; measure again"
+    ):
+        profile.check(tmp_path / "mine.toml")
