@@ -70,7 +70,7 @@ def test_known_constants_are_found_and_written(tmp_path, monkeypatch):
     assert profile.measured_links(H100, Predicted()) == {}, "without other ranks, the links are those of the base"
 
 
-def test_a_device_that_is_faster_than_the_nearest_file_has_higher_peaks():
+def test_a_device_faster_than_the_nearest_file_has_higher_peaks():
     """Shares of more than all could not be read again; times stay as they are."""
     fast = structs.replace(DEVICE, matmul_efficiency=2.5, flash_forward=1.5, memory_efficiency=1.2)
     found = profile.within_peaks(fast)
