@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The checks that need a GPU: one of them, 10 minutes at most, no network, nothing to compile. PYTHON needs torch and
-# megatron-core, from their wheels. Without a GPU it ends with a sentence. Arguments go to tests/gpu_tests/run.py (see its --help).
+# The checks that need a GPU: one of them, 10 minutes at most, no network, nothing to compile. PYTHON needs torch,
+# megatron-core, msgspec and greenlet, from their wheels. Without a GPU it ends with a sentence. Arguments go to tests/gpu_tests/run.py (see its --help).
 #
 #   bash scripts/gpu_test.sh                       # or PYTHON=/path/to/python bash scripts/gpu_test.sh
 #   PACKED=gpu_packed bash scripts/gpu_test.sh     # with what scripts/pack_gpu_test.sh has packed: torch is enough
@@ -30,7 +30,8 @@ if [ -n "$PACKED" ]; then
         preload=("LD_PRELOAD=$unpacked/libnccl.so.2")
     fi
 fi
-"$PYTHON" -c 'from importlib.util import find_spec; find_spec("megatron.core").name' 2>/dev/null || {
-    die "$PYTHON has no megatron-core: run bash scripts/setup.sh, or set PYTHON."
-}
+for package in torch megatron.core msgspec greenlet; do
+    "$PYTHON" -c 'import sys; from importlib.util import find_spec; find_spec(sys.argv[1]).name' "$package" 2>/dev/null ||
+        die "$PYTHON has no ${package/./-}: run bash scripts/setup.sh, or set PYTHON."
+done
 env "${preload[@]}" "$PYTHON" -m gpu_tests.run "$@"

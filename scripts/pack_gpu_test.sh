@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Pack what scripts/gpu_test.sh needs on a machine that has torch, a GPU and no network, into a folder of 40 MB: the wheels
-# of megatron-core and msgspec, and an NCCL that lets several ranks share one GPU, with the code of one architecture.
+# of megatron-core, msgspec and greenlet, and an NCCL that lets several ranks share one GPU, with the code of one architecture.
 #
 #   bash scripts/pack_gpu_test.sh gpu_packed                # here, with a network
 #   PACKED=gpu_packed bash scripts/gpu_test.sh              # there, after copying the repository and the folder
@@ -27,7 +27,7 @@ download() {
         die "$PYTHON could not download $1 with pip."
 }
 
-for package in megatron-core msgspec; do
+for package in megatron-core msgspec greenlet; do
     download "$(grep "^$package==" constraints.txt)" "$1"
 done
 whole=$(mktemp -d)

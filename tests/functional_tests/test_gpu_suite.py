@@ -1,5 +1,6 @@
 """The code of scripts/gpu_test.sh runs on a CPU, at sizes that measure nothing: what it measures needs a GPU."""
 
+import inspect
 import json
 import lzma
 import os
@@ -15,6 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed.elastic.multiprocessing.api import PContext
 
 import measured
 from gpu_tests import nccl, pipelines, run, suite
@@ -124,6 +126,21 @@ def test_a_failed_program_is_told_by_its_first_error(tmp_path, monkeypatch):
     assert pipelines.waits_of_the_host(suite.Found())["passed"] is None
 
 
+def test_a_section_that_raises_has_failed_and_others_follow(tmp_path):
+    def broken(of_suite: suite.Suite) -> suite.Found:
+        raise KeyError("bfloat16_peak")
+
+    result = run.result_of(run.Section("broken", 1, broken), suite_of(tmp_path, time.monotonic() + 1000), gpus=1)
+    (check,) = result["checks"]
+    assert check == {"name": "broken", "passed": False, "found": "KeyError: 'bfloat16_peak'"}
+
+
+def test_torchrun_has_time_to_kill_its_ranks():
+    """Else ranks that ignore its signal would keep the GPU after their section."""
+    waits = inspect.signature(PContext.close).parameters["timeout"].default
+    assert suite.TO_END > waits > 0
+
+
 def test_a_process_waits_for_a_core_for_each_of_its_ranks():
     cores, order, ready, done = suite.Cores(2), [], Event(), Event()
 
@@ -226,10 +243,13 @@ def test_an_older_nccl_is_told_what_is_needed(monkeypatch, tmp_path, version, wo
 
 def test_what_is_packed_is_used_in_place_of_what_python_lacks(tmp_path):
     """A Python with torch alone finds Megatron in the packed wheel, and NCCL in the packed library."""
-    packed, bare = tmp_path / "packed", tmp_path / "python"
+    packed, bare, image = tmp_path / "packed", tmp_path / "python", tmp_path / "image"
+    (image / "torch").mkdir(parents=True)
+    (image / "torch" / "__init__.py").touch()
     packed.mkdir()
-    with zipfile.ZipFile(packed / "megatron_core-0.0-py3-none-any.whl", "w") as wheel:
-        wheel.writestr("megatron/core/__init__.py", "")
+    for package in ("megatron/core", "msgspec", "greenlet"):
+        with zipfile.ZipFile(packed / f"{package.replace('/', '_')}-0.0-py3-none-any.whl", "w") as wheel:
+            wheel.writestr(f"{package}/__init__.py", "")
     (packed / "libnccl.so.2.xz").write_bytes(lzma.compress(b"a library"))
     # Instead of the suite it tells what it was given.
     bare.write_text(
@@ -243,7 +263,7 @@ def test_what_is_packed_is_used_in_place_of_what_python_lacks(tmp_path):
     command = ["bash", ROOT / "scripts" / "gpu_test.sh"]
 
     def start(**settings: str) -> subprocess.CompletedProcess[str]:
-        environment = os.environ | ENVIRONMENT | {"PYTHON": str(bare), "PYTHONPATH": ""} | settings
+        environment = os.environ | ENVIRONMENT | {"PYTHON": str(bare), "PYTHONPATH": str(image)} | settings
         return subprocess.run(command, capture_output=True, text=True, env=environment)
 
     ended = start(PACKED=str(packed))

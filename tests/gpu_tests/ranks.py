@@ -35,7 +35,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from functional_tests.equality.cases import Layout
 from functional_tests.equality.layout import named, sizes_of
-from functional_tests.equality.models import HEADS, Model
+from functional_tests.equality.models import Model
 from megatron.seq1f1b.partition import even, packs_of_step
 from megatron.seq1f1b.process.patches import patched
 from megatron.seq1f1b.runtime import PipelineExecutor, Repacking, Segmentation, communication
@@ -43,6 +43,7 @@ from megatron.seq1f1b.runtime.v_chunks import at_stage, building
 from megatron.seq1f1b.schedule import Placement, ScheduleChoice
 
 LAYERS, VOCABULARY, MICROBATCHES, STEPS = 8, 256, 4, 3
+FEWEST_HEADS, WIDEST_HEAD = 4, 128  # FlashAttention takes heads up to 256
 
 
 class Variant(NamedTuple):
@@ -74,13 +75,15 @@ UNEQUAL = (1, 3, 5, 7, 7, 30, 50, 60)
 def build(args: argparse.Namespace, length: int, dtype: torch.dtype, variant: Variant) -> list[GPTModel]:
     """The model chunks of this rank; a layer has the same weights on any number of ranks and chunks."""
     placement = Placement(dist.get_world_size(), variant.chunks, variant.style)
+    heads = max(FEWEST_HEADS, args.hidden // WIDEST_HEAD)
     model = Model(
         dtype,
         LAYERS,
-        kv_heads=2,
+        heads,
+        kv_heads=heads // 2,
         recompute="full" if variant.recomputes else None,
         per_token_loss=args.unequal,
-    ).but(hidden_size=args.hidden, kv_channels=args.hidden // HEADS, bf16=dtype is torch.bfloat16)
+    ).but(hidden_size=args.hidden, kv_channels=args.hidden // heads, bf16=dtype is torch.bfloat16)
     config = model.transformer_config(**sizes_of(Layout(dist.get_world_size(), variant.chunks)))
     groups = ProcessGroupCollection.use_mpu_process_groups()
     found = []
@@ -103,7 +106,8 @@ def build(args: argparse.Namespace, length: int, dtype: torch.dtype, variant: Va
         for name, parameter in named(found):
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
             noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(noise * 0.1 if parameter.dim() > 1 else 1 + 0.1 * noise)
+            # The scores of attention have a spread of 1, whatever the hidden size is.
+            parameter.copy_(noise / args.hidden**0.5 if parameter.dim() > 1 else 1 + 0.1 * noise)
     return [model_chunk.to(args.device) for model_chunk in found]
 
 

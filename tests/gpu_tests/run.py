@@ -120,7 +120,10 @@ def result_of(section: Section, suite: Suite, gpus: int) -> dict:
         found.check(section.title, None, f"{NOT_RUN}needs {lacks}")
     else:
         print(f"{section.title}, at most {max(0.0, suite.until - start):.0f} s", flush=True)
-        found = section.run(suite)
+        try:
+            found = section.run(suite)
+        except Exception as error:  # the sections after it run
+            found.check(section.title, False, f"{type(error).__name__}: {error}")
     if not found.checks:
         found.check(section.title, False, "it found nothing")
     took = time.monotonic() - start

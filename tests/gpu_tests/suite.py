@@ -26,6 +26,7 @@ VERDICTS = {None: "not judged", True: "ok", False: "FAILED"}
 NOT_RUN = "not run: "
 OUT_OF_TIME = f"{NOT_RUN}time"
 TIMED_OUT = 124  # of the program `timeout`
+TO_END = 45  # seconds for a program that is told to; torchrun kills ranks that have not ended after 30
 # A line with the type and the words of an exception, after the rank that PyTorch puts before it.
 ERROR = re.compile(r"^(?:\[rank\d+\]: *)?((?:\w+\.)*\w*(?:Error|Exception|Interrupt): .*)$", re.MULTILINE)
 # Relative; bf16 rounds to 3 digits, and fp32 sums differ in their order.
@@ -127,8 +128,8 @@ class Suite:
             if left <= 0:
                 return Ended(OUT_OF_TIME, "")
             left = min(left, limit or left)
-            # torchrun is told to end its ranks, which have process groups of their own.
-            limited = ["timeout", "--kill-after=20", str(left), *command]
+            # torchrun is told to end its ranks, which have process groups of their own: it kills those that stay.
+            limited = ["timeout", f"--kill-after={TO_END}", str(left), *command]
             with log.open("w") as file:
                 print(*command, file=file, flush=True)
                 code = subprocess.run(limited, stdout=file, stderr=subprocess.STDOUT, env=environment).returncode

@@ -1,5 +1,7 @@
 """Which versions of Megatron are taken, and what the package is called."""
 
+import ast
+import sys
 import tomllib
 from pathlib import Path
 
@@ -24,6 +26,18 @@ def test_an_old_megatron_is_refused_and_an_unknown_one_noted(caplog):
 def test_a_wrong_keyword_of_a_program_is_one_sentence():
     with pytest.raises(ValueError, match="^unrecognized arguments: --sequence-split 2 .did you mean --sequence-splits"):
         install(sequence_split=2)
+
+
+def test_all_that_is_imported_is_declared():
+    """But what a user of `pip install -e .` has: PyTorch and Megatron. Imports within functions are of extras."""
+    trees = [ast.parse(path.read_text()) for path in Path(megatron.seq1f1b.__file__).parent.rglob("*.py")]
+    imports = [node for tree in trees for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = {name.name for node in imports if isinstance(node, ast.Import) for name in node.names}
+    names |= {node.module for node in imports if isinstance(node, ast.ImportFrom) and not node.level}
+    imported = {name.split(".")[0] for name in names} - sys.stdlib_module_names - {"torch", "megatron"}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert imported <= {*project["dependencies"]}, imported
+    assert "greenlet" in imported
 
 
 def test_the_package_has_the_version_of_its_project():
