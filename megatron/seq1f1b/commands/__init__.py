@@ -3,6 +3,7 @@
 A command is a module here with `main(argv) -> int | None`, and a line in COMMANDS. It is imported when it runs.
 """
 
+import gc
 import os
 import sys
 import traceback
@@ -30,6 +31,8 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
     }
 )
 
+_COLLECTED_AFTER = 200_000  # new objects
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The console command `seq1f1b COMMAND ...`; returns its exit code."""
@@ -54,6 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(name: str, argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. A mistake of the user becomes one sentence and the code 2."""
+    # A plan makes millions of actions, none of them in a cycle: to look for those would take half of its time.
+    gc.set_threshold(_COLLECTED_AFTER)
     try:
         code = import_module(f".{COMMANDS[name][0]}", __name__).main(argv) or 0
         sys.stdout.flush()

@@ -108,6 +108,7 @@ def question(args: argparse.Namespace, rules: LaunchRules) -> Question:
         host_gib=machine.device.host_memory_gib if args.host_memory is None else args.host_memory,
         partitions_state=args.launch.partition_state or None,
         accepts=rules.accept,
+        accepts_of_megatron=rules.accept_of_megatron,
     )
 
 

@@ -75,8 +75,12 @@ def lower(schedule: Schedule, one_queue: bool = False, in_turn: bool = False) ->
     With `one_queue` it cannot hang where streams share hardware queues, but messages may be delayed. With `in_turn` it
     cannot hang where each rank waits for the end of a message before it goes on.
     """
-    ranks = (tuple(lower_rank(schedule, rank, one_queue, in_turn)) for rank in range(len(schedule.ranks)))
-    return Schedule(schedule.shape, tuple(ranks))
+    plain, placement = schedule.without_moves(), schedule.shape.placement
+    times = nominal_times(plain) if one_queue or in_turn else None
+    ends = [(rank, other) for rank in range(placement.num_ranks) for other in placement.neighbours_of(rank)]
+    transfers = {each: _transfers(schedule.shape, plain.ranks, *each) for each in ends}
+    ranks = (_merged(schedule, rank, order, transfers, times, in_turn) for rank, order in enumerate(plain.ranks))
+    return Schedule(schedule.shape, tuple(map(tuple, ranks)))
 
 
 def lower_rank(plan: Schedule | Clock, rank: int, one_queue: bool = False, in_turn: bool = False) -> list[Action]:
@@ -88,22 +92,37 @@ def lower_rank(plan: Schedule | Clock, rank: int, one_queue: bool = False, in_tu
     if isinstance(plan, Clock) and needs_times and plan.num_actions <= _SIMULATED:
         plan = plan.schedule()
     orders: Orders
-    times: NominalTimes
+    times: NominalTimes | None = None
     if isinstance(plan, Schedule):
         plain = plan.without_moves()
-        orders, times = plain.ranks, nominal_times(plain) if needs_times else {}
+        orders = plain.ranks
+        times = nominal_times(plain) if needs_times else None
     else:
         orders = {near: plan.order(near) for near in (rank, *neighbours)}
-        times = {near: plan.ticks(order) for near, order in orders.items()} if needs_times else {}
+        times = {near: plan.ticks(order) for near, order in orders.items()} if needs_times else None
+    ends = chain(*(((near, rank), (rank, near)) for near in neighbours))
+    transfers = {each: _transfers(shape, orders, *each) for each in ends}
+    return _merged(plan, rank, orders[rank], transfers, times, in_turn)
 
-    order = orders[rank]
+
+def _merged(
+    plan: Schedule | Clock,
+    rank: int,
+    order: Sequence[Action],
+    transfers: Mapping[tuple[int, int], list[list[Transfer]]],
+    times: NominalTimes | None,
+    in_turn: bool,
+) -> list[Action]:
+    """The compute actions of a rank, in their `order`, with all others around them. `transfers` has the messages from
+    one rank to another; by their nominal `times` they get an order for one queue, or in turn."""
+    shape, neighbours = plan.shape, plan.shape.placement.neighbours_of(rank)
     before: list[list[Action]] = [[] for _ in order]
     after: list[list[Action]] = [[] for _ in order]
     for index, action in _gathers(shape, order):
         before[index].append(action)
-    incoming = [each for source in neighbours for each in _transfers(shape, orders, source, rank)]
-    outgoing = [each for other in neighbours for each in _transfers(shape, orders, rank, other)]
-    if needs_times:
+    incoming = [each for near in neighbours for each in transfers[near, rank]]
+    outgoing = [each for near in neighbours for each in transfers[rank, near]]
+    if times is not None:
         for index, action in issue_order([*incoming, *outgoing], rank, times, in_turn):
             (after[index - 1] if index else before[0]).append(action)
     else:
@@ -146,27 +165,35 @@ def partition_state(lowered: Sequence[Action]) -> list[Action]:
 
 def _transfers(shape: Shape, orders: Orders, source: int, destination: int) -> list[list[Transfer]]:
     """The messages from one rank to another: for each channel between them, in the order of its sends."""
-    order, incoming = orders[destination], channels_of(shape.placement, destination)
+    incoming = channels_of(shape.placement, destination)
     expected = {key for key, channel in incoming.items() if channel.source == source}
+    receives = {(kind, stage): at for kind, at in _RECEIVE.items() for receive, stage in expected if receive is at}
     consumers = {}  # the receive of a message -> index of the action that waits for it
-    for index, (kind, stage, microbatch, segment) in enumerate(order):
-        if kind is not Kind.W and (_RECEIVE[kind], stage) in expected:
-            consumers[Action(_RECEIVE[kind], stage, microbatch, segment)] = index
+    for index, (kind, stage, microbatch, segment) in enumerate(orders[destination]):
+        if (receive := receives.get((kind, stage))) is not None:
+            consumers[receive, stage, microbatch, segment] = index
 
+    outgoing = channels_of(shape.placement, source)
+    sends = {
+        (kind, stage): (send, _RECEIVE[kind], stage + _STEP[send])
+        for kind, send in _SEND.items()
+        for stage in shape.placement.stages_of(source)
+        if (send, stage) in outgoing and outgoing[send, stage].destination == destination
+    }
     channels: dict[Kind, list[Transfer]] = {Kind.F: [], Kind.B: []}
     # From the last message back: a receive is posted no later than those that follow it.
-    post = dict.fromkeys(channels, len(order))
+    post = dict.fromkeys(channels, len(orders[destination]))
     for sent in reversed(range(len(orders[source]))):
         kind, stage, microbatch, segment = orders[source][sent]
-        if kind is Kind.W:
+        if (message := sends.get((kind, stage))) is None:
             continue
-        send = Action(_SEND[kind], stage, microbatch, segment)
-        receive = Action(_RECEIVE[kind], stage + _STEP[send.kind], microbatch, segment)
-        consumer = consumers.pop(receive, None)
+        send, receive, to_stage = message
+        consumer = consumers.pop((receive, to_stage, microbatch, segment), None)
         if consumer is not None:
-            payload = _PAYLOAD[send.kind]
+            payload = _PAYLOAD[send]
             post[payload] = min(post[payload], max(consumer - 1, 0))
-            channels[payload].append(Transfer(send, receive, source, sent, destination, post[payload]))
+            ends = Action(send, stage, microbatch, segment), Action(receive, to_stage, microbatch, segment)
+            channels[payload].append(Transfer(*ends, source, sent, destination, post[payload]))
     if consumers:
         raise ValueError(f"rank {destination} needs messages that rank {source} does not send; is this valid?")
     return [transfers[::-1] for transfers in channels.values() if transfers]

@@ -16,6 +16,7 @@ from megatron.seq1f1b.schedule import (
     channels_of,
     lower,
     lower_rank,
+    lowering,
     partition_state,
     simulate,
 )
@@ -63,6 +64,14 @@ def test_a_rank_of_a_large_step_makes_three_orders_only(family, monkeypatch):
     clock = FAMILIES[family](Shape(Placement(64, 2), 64, 16))
     assert len(lower_rank(clock, 31, one_queue=True)) == len(order(clock, 31)) + 2 * 2 * 2 * 64 * 16 + 4
     assert sorted(made) == [30, 31, 32]
+
+
+def test_the_messages_of_a_step_are_found_once(monkeypatch):
+    """Not by the rank that sends and again by the one that receives: that is most of the time of a plan."""
+    found, transfers = [], lowering._transfers
+    monkeypatch.setattr(lowering, "_transfers", lambda *given: found.append(given[2:]) or transfers(*given))
+    lower(build("1f1b", Shape(Placement(4), 8)))
+    assert len(found) == len({*found}) == 6
 
 
 @fixed

@@ -17,6 +17,7 @@ VERSIONS = ["==0.19.0", "==0.19.1", ""]
 def test_the_installed_version_has_every_name_as_recorded():
     installed, recorded = upstream_names.installed(), json.loads(upstream_names.RECORD.read_text())
     assert upstream_names.changes(installed) == [] and len(recorded) > 150
+    assert upstream_names.signatures(installed) == recorded, "run tools/upstream_names.py --write"
     # A patched method whose name is put together from two strings.
     assert "megatron.core.tensor_parallel.layers.ColumnParallelLinear._forward_impl" in recorded
     signature = upstream_names.Upstream(installed).signature

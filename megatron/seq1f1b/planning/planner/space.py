@@ -43,7 +43,7 @@ class Question:
     `host_gib` of the memory of its host. The tuples are the choices of the search. With `by_megatron` Megatron's own
     schedules run, not those of this package. With `partitions_state` replicas keep shares of weights and gradients;
     None: under `breadth-first`, where a configuration does not fit otherwise. `accepts` tells whether a configuration
-    is allowed, whatever its lengths."""
+    is allowed, whatever its lengths; `accepts_of_megatron` is for Megatron's own schedules."""
 
     model: ModelShape
     machine: Machine
@@ -60,6 +60,7 @@ class Question:
     by_megatron: bool = False
     partitions_state: bool | None = False
     accepts: "Callable[[Candidate], bool]" = lambda candidate: True
+    accepts_of_megatron: "Callable[[Candidate], bool]" = lambda candidate: True
 
     def of_megatron(self) -> "Question":
         """The same for Megatron's own schedules: 1F1B and its interleaved form on whole sequences. Logits are kept,
@@ -67,7 +68,7 @@ class Question:
         of modules move to the host."""
         recomputes = ("none", "layernorm mlp", "layernorm moe_act", "layernorm mlp moe", FULL)
         own: dict[str, Any] = {"families": ("1f1b",), "segments": (1,), "recomputes": recomputes, "by_megatron": True}
-        return replace(self, **own, partitions_state=False, accepts=lambda candidate: True)
+        return replace(self, **own, partitions_state=False, accepts=self.accepts_of_megatron)
 
     @property
     def memory_limit(self) -> float:
