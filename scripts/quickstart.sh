@@ -9,8 +9,8 @@ set -euo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
 
 : "${OUTPUT:=quickstart}"
-: "${TRAIN_ITERS:=15}"
-: "${SEQ_LENGTH:=3072}" # 768 tokens a segment: the CPU's attention kernel slows down below
+: "${TRAIN_ITERS:=8}"
+: "${SEQ_LENGTH:=4096}" # 1,024 tokens a segment: the CPU's attention kernel slows down below
 : "${NUM_MICRO_BATCHES:=2}"
 : "${SEQUENCE_SPLITS:=4}"
 : "${VOCAB_SIZE:=1024}" # few words, so that the last rank, which has their logits, works as long as the first
@@ -34,12 +34,12 @@ train() {
     # A rank that is aborted leaves the stacks of its threads in the log.
     PYTHONFAULTHANDLER=1 .venv/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 pretrain_gpt.py \
         --device cpu --pipeline-model-parallel-size 2 \
-        --num-layers 4 --hidden-size 128 --num-attention-heads 2 \
+        --num-layers 4 --hidden-size 256 --num-attention-heads 2 \
         --seq-length "$SEQ_LENGTH" --max-position-embeddings "$SEQ_LENGTH" --position-embedding-type rope \
         --untie-embeddings-and-output-weights --normalization RMSNorm --swiglu --disable-bias-linear \
         --attention-dropout 0 --hidden-dropout 0 \
         --micro-batch-size 1 --global-batch-size "$NUM_MICRO_BATCHES" \
-        --train-iters "$TRAIN_ITERS" --lr 8e-3 --lr-warmup-iters 2 --adam-beta2 0.95 --clip-grad 1.0 --weight-decay 0.1 \
+        --train-iters "$TRAIN_ITERS" --lr 4e-3 --lr-warmup-iters 2 --adam-beta2 0.95 --clip-grad 1.0 --weight-decay 0.1 \
         --data-path "$OUTPUT/data/stdlib" --split 98,2,0 \
         --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$OUTPUT/data/tokenizer" \
         --log-interval 1 --eval-iters 1 --eval-interval 1000 \
