@@ -60,6 +60,11 @@ def words(name: str) -> Callable[[Figure], str]:
     return text
 
 
+def of_step(name: str, step: int) -> Callable[[Figure], str]:
+    """One of a figure's numbers of all steps; empty where the run did not come to it."""
+    return lambda figure: f"{figure[name][step]:.4f}" if figure[name] else ""
+
+
 def off(measured: str, predicted: str) -> Callable[[Figure], str]:
     """How far a prediction is off, in percent."""
     return lambda figure: f"{100 * (figure[predicted] / figure[measured] - 1):+.0f} %"
@@ -191,6 +196,21 @@ TABLES = (
         (TOKENS, SEGMENTS, SECONDS),
     ),
     Table(
+        "Training",
+        "training",
+        "`pretrain_gpt.py` in bf16 on a small model: losses of the first and the last of its iterations, the norm of all "
+        "gradients in the first. Runs share the GPU, so that tokens/s only show that they are under way.",
+        (
+            Column("on", words("on")),
+            Column("run", words("run")),
+            Column("tokens", number("tokens", ",.0f")),
+            Column("first loss", of_step("losses", 0)),
+            Column("last loss", of_step("losses", -1)),
+            Column("norm", of_step("norms", 0)),
+            Column("tokens/s", number("tokens_per_second", ",.0f")),
+        ),
+    ),
+    Table(
         "Several ranks over NCCL",
         "nccl",
         "The settings of NCCL that were tried for ranks that share one GPU, in this order, until some work.",
@@ -203,12 +223,14 @@ TABLES = (
     Table(
         "Steps of several ranks",
         "pipelines",
-        "Median seconds of a step of a small model. Ranks that share a GPU take turns: a proof of order, not of speed.",
+        "Median seconds of a step of a small model, and memory above that between steps, on the rank with the most. Ranks "
+        "that share a GPU take turns: a proof of order, not of speed.",
         (
             Column("ranks", words("run")),
             Column("schedule", words("variant")),
             Column("s in fp32", number("float32_seconds", ".2f")),
             Column("s in bf16", number("bfloat16_seconds", ".2f")),
+            Column("GiB in bf16", number("bfloat16_peak", ".2f", 2**-30)),
         ),
     ),
     Table(
@@ -246,7 +268,7 @@ def page_of(result: Mapping[str, Any] | None) -> str:
         if not rows:
             continue
         lines += [f"## {table.title}", "", table.text, ""]
-        if table.picture:
+        if table.picture and drawn(result):
             lines += [table.picture, ""]
         lines += [*markdown([column.title for column in table.columns], rows), ""]
     lines += ["## All checks", "", *checks(result), ""]
@@ -281,9 +303,13 @@ def checks(result: Mapping[str, Any]) -> Iterator[str]:
     yield from markdown(["", "check", "found"], [[verdict(each), each["name"], each["found"]] for each in found])
 
 
-def plot(result: Mapping[str, Any], path: Path) -> None:
+def drawn(result: Mapping[str, Any]) -> list[Figure]:
+    """What the picture shows; nothing if the time did not suffice for a stage."""
+    return [figure for figure in figures_of(result, "stage") if not figure.get("out_of_memory")]
+
+
+def plot(figures: Sequence[Figure], path: Path) -> None:
     """Time and memory of a stage over the number of segments, a line for each length."""
-    figures = [figure for figure in figures_of(result, "stage") if not figure.get("out_of_memory")]
     lengths = sorted({figure["length"] for figure in figures})
     with picture(path, 7, 2.6) as canvas:
         panels = canvas.subplots(1, 2)
@@ -295,7 +321,9 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
             axes.set_xscale("log", base=2)
             axes.set_xticks(sorted({figure["segments"] for figure in figures}))
             axes.xaxis.set_major_formatter("{x:.0f}")
+            axes.margins(y=0.1)
             axes.set_ylim(bottom=0)
+            axes.yaxis.set_major_formatter("{x:,.0f}")
             axes.set_xlabel("segments")
             axes.set_title(title)
         panels[0].legend()
@@ -317,7 +345,9 @@ def main(argv: list[str] | None = None) -> None:
             raise SystemExit(f"error: {source} is no file of scripts/gpu_test.sh: {error}") from error
         if not is_measured:
             raise SystemExit(f"error: {source} has sizes that measure nothing: run scripts/gpu_test.sh on a GPU.")
-        plot(result, PICTURE)
+        PICTURE.unlink(missing_ok=True)
+        if figures := drawn(result):
+            plot(figures, PICTURE)
         if source != KEPT:
             shutil.copyfile(source, KEPT)
     PAGE.write_text(page_of(result), encoding="utf-8")

@@ -142,5 +142,5 @@ def waits_of_the_host(found: Found) -> dict:
     if waits:
         return check(name, False, "; ".join(waits))
     if not watched:
-        return check(name, None, "no run over NCCL came to its end")
+        return check(name, None, "it is watched over NCCL alone, and no such run came to its end")
     return check(name, True, "; ".join(watched))

@@ -123,7 +123,8 @@ def result_of(section: Section, suite: Suite, gpus: int) -> dict:
         try:
             found = section.run(suite)
         except Exception as error:  # the sections after it run
-            found.check(section.title, False, f"{type(error).__name__}: {error}")
+            first_line, *_ = str(error).splitlines() or [""]
+            found.check(section.title, False, f"{type(error).__name__}: {first_line}")
     if not found.checks:
         found.check(section.title, False, "it found nothing")
     took = time.monotonic() - start

@@ -114,7 +114,7 @@ def trained_alike(suite: Suite, what: str, own: Sequence[str], ours: dict[str, l
     else:  # each has all GPUs
         reference, *runs = [start() for start in starts]
     for name, run in zip(["Megatron's own schedule", *ours], (reference, *runs), strict=True):
-        found.figures.append({"table": "training", "run": name, "tokens": length, **run._asdict()})
+        found.figures.append({"table": "training", "on": what, "run": name, "tokens": length, **run._asdict()})
     if reference.problem:
         found.check("Megatron's own schedule", passed_of(reference.problem), reference.problem)
         return found

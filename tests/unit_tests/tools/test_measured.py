@@ -62,7 +62,7 @@ def test_the_page_is_that_of_the_figures_that_are_kept():
     """Without any it says so, and links to what is predicted."""
     kept = json.loads(measured.KEPT.read_text(encoding="utf-8")) if measured.KEPT.exists() else None
     assert measured.PAGE.read_text(encoding="utf-8") == measured.page_of(kept)
-    assert measured.PICTURE.exists() == (kept is not None)
+    assert measured.PICTURE.exists() == (kept is not None and bool(measured.drawn(kept)))
     assert "There is no measurement yet" in measured.page_of(None)
 
 
@@ -83,6 +83,16 @@ def test_a_file_becomes_the_page_and_its_picture(docs):
     given.unlink()
     measured.main([])  # from the copy
     assert measured.PAGE.read_text() == page
+
+
+@pytest.mark.parametrize("figures", [[], [{"table": "stage", "length": 16384, "segments": 1, "out_of_memory": True}]])
+def test_a_page_without_a_stage_has_no_picture(docs, figures):
+    given = docs / "gpu_test.json"
+    checks = [{"name": "first", "passed": True, "found": "0"}]
+    given.write_text(json.dumps(result(sections=[{"checks": checks, "figures": figures}])))
+    measured.PICTURE.touch()  # of an earlier visit
+    measured.main([str(given)])
+    assert "measured.svg" not in measured.PAGE.read_text() and not measured.PICTURE.exists()
 
 
 @pytest.mark.parametrize(
