@@ -198,7 +198,7 @@ TABLES = (
     Table(
         "Training",
         "training",
-        "`pretrain_gpt.py` in bf16 on a small model: losses of the first and the last of its iterations, the norm of all "
+        "`pretrain_gpt.py` in bf16 on a small model: losses of the first and the last iteration, and the norm of all "
         "gradients in the first. Runs share the GPU, so that tokens/s only show that they are under way.",
         (
             Column("on", words("on")),
@@ -223,8 +223,8 @@ TABLES = (
     Table(
         "Steps of several ranks",
         "pipelines",
-        "Median seconds of a step of a small model, and memory above that between steps, on the rank with the most. Ranks "
-        "that share a GPU take turns: a proof of order, not of speed.",
+        "Median seconds of a step of a small model, and memory above that between steps, on the rank with the most. "
+        "Ranks that share a GPU take turns: a proof of order, not of speed.",
         (
             Column("ranks", words("run")),
             Column("schedule", words("variant")),
