@@ -8,7 +8,7 @@ from functional_tests.programs.comparison import SETTINGS, run_programs
 from support.on_ranks import few_of
 
 FEW, MANY = 3, 12  # programs for each setting, every day and in exhaustive tests
-RANKS = {"pp1": 1} | dict.fromkeys(("pp4", "pp4-hybrid", "pp2-tp2", "pp2-dp2", "pp2-dp2-experts"), 4)
+RANKS = {"pp1": 1} | dict.fromkeys(("pp4", "pp4-hybrid", "pp2-tp2", "pp2-dp2", "pp2-dp2-experts", "pp2-cp2"), 4)
 EVERY_DAY = [name for name in SETTINGS if RANKS.get(name, 2) < 4]
 
 

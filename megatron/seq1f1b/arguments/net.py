@@ -25,9 +25,9 @@ from functools import partial
 from types import FrameType, MappingProxyType, TracebackType
 from typing import Any, TextIO
 
+from ..process.causes import has_lost_a_peer, hidden_package, name_file, plain, way_out
 from ..process.ranks import Peers, is_rank_0, rank
 from ..schedule import ScheduleError
-from .causes import has_lost_a_peer, hidden_package, name_file, plain, way_out
 from .config import refuse_unsupported
 
 # What some functions do, with values of their `args`.

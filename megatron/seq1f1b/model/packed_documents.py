@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-KEEP_APART = "for packed documents give --reset-attention-mask, or in a program keep_documents_apart"
+KEEP_APART = (
+    "for packed documents give --reset-attention-mask, or mark them in the call of the model on the first stage, too"
+)
 
 _ROWS_AT_ONCE = 1024  # of a mask
 

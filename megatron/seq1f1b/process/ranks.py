@@ -163,7 +163,7 @@ class Peers:
         self._connected.wait(_PATIENCE)
         if self._store is not None and not self._left.is_set():
             try:
-                return str(_in_time(_PATIENCE, partial(self._store.compare_set, "failure", "", failure)), "utf-8")
+                return str(in_time(_PATIENCE, partial(self._store.compare_set, "failure", "", failure)), "utf-8")
             except RuntimeError:  # the store is gone with its process
                 self._store = None
                 self._left.set()
@@ -185,7 +185,7 @@ class Peers:
             return str(self._store.get(name).decode())
 
         self._connected.wait(seconds)
-        return text if self._store is None else str(_in_time(seconds + _PATIENCE, of_rank_0))
+        return text if self._store is None else str(in_time(seconds + _PATIENCE, of_rank_0))
 
     def leave(self, wait: bool = False) -> bool:
         """Stop watching the peers. With `wait`, let rank 0 leave first, for some seconds; returns whether it has. Rank
@@ -244,7 +244,7 @@ class Peers:
             self._say_so(store)
 
 
-def _in_time(seconds: float, call: Callable[[], Any]) -> Any:
+def in_time(seconds: float, call: Callable[[], Any]) -> Any:
     """The result of `call()`; raises RuntimeError if it takes longer: a store whose process is stopped never answers,
     and its clients have no time-out for that."""
     result: Future[Any] = Future()

@@ -17,7 +17,7 @@ from greenlet import getcurrent, greenlet
 
 from ..process.patches import patched_on, wrapping
 from .context_shares import ContextShares, whole_arguments
-from .cut import Arguments
+from .cut import Arguments, gather_embeddings
 from .step import Step
 
 _NO_ARGUMENTS = Arguments((), {}, ())
@@ -43,7 +43,10 @@ class Call(greenlet):
     def start(self, needs_gradients: bool) -> None:
         """Run the program until it calls its model. Raises ValueError if it does not, or where it cannot wait."""
         was_inferring = torch.is_inference_mode_enabled()
-        asked = self._switch()
+        try:
+            asked = self._switch()
+        except StopIteration as error:
+            raise data_ended(self._where) from error
         if self.dead:
             raise ValueError(
                 f"the forward step of {self._where} returned without a call of its model, and segments are cut at that "
@@ -175,9 +178,10 @@ class Calls:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        self._doors.close()
+        # While a program ends, its model is still a door: one that catches everything must not run it.
         for call in (call for calls in self._started for call in calls):
             call.close()
+        self._doors.close()
         self._started.clear()
         self.running = None
 
@@ -215,6 +219,8 @@ class Calls:
         self._started[chunk].append(call)  # to be closed, also if it fails
         with self._around(chunk, microbatch):
             call.start(needs_gradients=not step.forward_only)
+        if step.sequence_parallel is not None:
+            call.arguments = gather_embeddings(call.arguments, step.sequence_parallel)
         if step.groups.cp.size() > 1:
             given = call.arguments, step.groups.cp, self._divides_documents, step.device
             call.arguments, call.shares = whole_arguments(*given)
@@ -237,6 +243,14 @@ def model_of(chunk: torch.nn.Module) -> torch.nn.Module:
             return module
     raise ValueError(
         f"a {type(chunk).__name__} holds no model with a set_input_tensor, which gets the input of its stage by it"
+    )
+
+
+def data_ended(where: str) -> ValueError:
+    """The error of a forward step, that of `where`, whose data iterator has no more data."""
+    return ValueError(
+        f"a data iterator ended before {where} of its step; give more data, or run fewer steps (--train-iters, "
+        "--eval-iters)"
     )
 
 

@@ -8,6 +8,7 @@ back to the ranks that the program expects it on, row by row.
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import all_to_all
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..model import Segment
@@ -51,11 +53,9 @@ class ContextShares:
         self._order = np.argsort(np.concatenate(self._of_program))
 
     def gathered(self, own: Tensor, dimension: int) -> Tensor:
-        """The tokens of all ranks in order, of this rank's share along a dimension."""
-        rows = own.movedim(dimension, 0).contiguous()
-        parts = [torch.empty_like(rows) for _ in range(self._size)]
-        dist.all_gather(parts, rows, group=self._group)
-        return torch.cat(parts).index_select(0, self._index(self._order)).movedim(0, dimension)
+        """The tokens of all ranks in order, of this rank's share along a dimension; gradients go back."""
+        rows: Tensor = _GatheredRows.apply(own.movedim(dimension, 0), self._group)
+        return rows.index_select(0, self._index(self._order)).movedim(0, dimension)
 
     def part(self, whole: Tensor, dimension: int, segment: Segment) -> Tensor:
         """This rank's share of a segment along a dimension of a gathered tensor."""
@@ -77,6 +77,24 @@ class ContextShares:
 
     def _index(self, positions: np.ndarray) -> Tensor:
         return torch.from_numpy(positions).to(self._device, non_blocking=True)
+
+
+class _GatheredRows(torch.autograd.Function):
+    """The rows of all ranks of a group. Every rank computes with some of them, so the gradients are summed."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        parts = [torch.empty_like(rows, memory_format=torch.contiguous_format) for _ in range(group.size())]
+        dist.all_gather(parts, rows.contiguous(), group=group)
+        return torch.cat(parts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        total = gradient.contiguous().clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total.chunk(ctx.group.size())[ctx.group.rank()], None
 
 
 def _holders(shares: Sequence[np.ndarray]) -> np.ndarray:

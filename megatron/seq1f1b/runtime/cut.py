@@ -4,11 +4,17 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_sequence_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..model import Segment
+from .argument_gradients import ArgumentGradients
 
 # Masks and packed formats, which the attention of segments does without: it hides later tokens and other documents.
 _OF_ATTENTION = "attention_mask", "packed_seq_params"
@@ -24,13 +30,37 @@ class Arguments(NamedTuple):
     def by_name(self) -> dict[str, Any]:
         return dict(zip(self.names, self.positional, strict=True)) | self.named
 
+    def embeddings(self) -> Tensor | None:
+        """Those of a program that computes them by itself, [s, b, h]."""
+        found = self.by_name().get("decoder_input")
+        return found if isinstance(found, Tensor) else None
+
+    def with_embeddings(self, embeddings: Tensor) -> "Arguments":
+        """These arguments with other embeddings."""
+        own = self.embeddings()
+        positional = tuple(embeddings if value is own else value for value in self.positional)
+        named = {name: embeddings if value is own else value for name, value in self.named.items()}
+        return Arguments(positional, named, self.names)
+
+
+def gather_embeddings(arguments: Arguments, group: dist.ProcessGroup) -> Arguments:
+    """Arguments whose embeddings [s, b, h] are whole: with sequence parallelism a program gives every tensor-parallel
+    rank its rows of the whole sequence, and the model needs those of a segment. A collective of the group."""
+    own = arguments.embeddings()
+    if own is None:
+        return arguments
+    whole = gather_from_sequence_parallel_region(own, tensor_parallel_output_grad=False, group=group)
+    return arguments.with_embeddings(whole)
+
 
 class CutArguments:
     """The arguments of one call, for `num_sequences` (b) sequences of `length` (s) tokens.
 
     A tensor is cut along every dimension but the first that has s elements, or along the first if it is [s, b, ...];
     all else passes through. `part(tensor, dimension, segment)` is what a segment has of a tensor. With
-    `follows_segments` the attention layers know segments and documents, and get no masks.
+    `follows_segments` the attention layers know segments and documents, and get no masks. With `sequence_parallel`,
+    a tensor-parallel group, its ranks divide the embeddings of a segment. `gradients` are those of the tensors that the
+    program computed from its own parameters; None if there are none.
     """
 
     def __init__(
@@ -40,6 +70,7 @@ class CutArguments:
         length: int,
         part: Callable[[Tensor, int, Segment], Tensor],
         follows_segments: bool,
+        sequence_parallel: dist.ProcessGroup | None = None,
     ) -> None:
         self._part = part
         dropped = _OF_ATTENTION if follows_segments else ()
@@ -48,6 +79,11 @@ class CutArguments:
         named = {name: None if name in dropped else value for name, value in arguments.named.items()}
         self._whole = Arguments(positional, named, arguments.names)
         self._leaves, self._tree = tree_flatten((positional, named))
+        self._sequence_parallel = sequence_parallel
+        self._divided: list[int] = []  # the place of embeddings, if they are
+        if sequence_parallel is not None and (embeddings := arguments.embeddings()) is not None:
+            self._divided = [place for place, leaf in enumerate(self._leaves) if leaf is embeddings]
+        self.gradients = self._end_graphs()
         self._cuts = [
             (place, dimensions)
             for place, leaf in enumerate(self._leaves)
@@ -56,15 +92,35 @@ class CutArguments:
 
     def of(self, segment: Segment) -> Arguments:
         """The arguments for one segment."""
-        if not self._cuts or (self._part is narrowed and segment.is_whole_sequence):
+        if not self._cuts:
+            return self._whole
+        is_whole = self._part is narrowed and segment.is_whole_sequence
+        if is_whole and not self._divided:
             return self._whole
         leaves = list(self._leaves)
-        for place, dimensions in self._cuts:
-            for dimension in dimensions:
-                leaves[place] = self._part(leaves[place], dimension, segment)
-            leaves[place] = leaves[place].contiguous()
+        if not is_whole:
+            for place, dimensions in self._cuts:
+                for dimension in dimensions:
+                    leaves[place] = self._part(leaves[place], dimension, segment)
+                leaves[place] = leaves[place].contiguous()
+        for place in self._divided:
+            leaves[place] = scatter_to_sequence_parallel_region(leaves[place], group=self._sequence_parallel)
+        return self._with(leaves)
+
+    def _with(self, leaves: list[Any]) -> Arguments:
         positional, named = tree_unflatten(leaves, self._tree)
         return Arguments(positional, named, self._whole.names)
+
+    def _end_graphs(self) -> ArgumentGradients | None:
+        """Put leaves in the place of arguments with a gradient."""
+        places = [place for place, leaf in enumerate(self._leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        if not places:
+            return None
+        gradients = ArgumentGradients([self._leaves[place] for place in places])
+        for place, leaf in zip(places, gradients.leaves, strict=True):
+            self._leaves[place] = leaf
+        self._whole = self._with(self._leaves)
+        return gradients
 
 
 def token_dimensions(leaf: Any, num_sequences: int, length: int) -> Sequence[int]:

@@ -25,6 +25,7 @@ from ..model import (
 )
 from ..process.patches import patched
 from ..process.ranks import OneCaller, check_agreement
+from ..process.step_failure import explained
 from ..schedule import CostsOfLengths, ScheduleChoice
 from .call import Calls
 from .communication import Communicator
@@ -79,6 +80,7 @@ class PipelineExecutor:
         self._check_agreement = cache(check_agreement)
         self._ran_before: set[tuple] = set()
         self._failure: str | None = None
+        self._num_steps = 0
         self._caller = OneCaller()
 
     def host_rate(self) -> float:
@@ -100,6 +102,7 @@ class PipelineExecutor:
                 f"an earlier step of this pipeline failed ({self._failure}), and its ranks have been out of step since "
                 "then; end the program, and start it again from a checkpoint"
             )
+        self._num_steps += 1
         step = Step(style=self.programs.placement, **arguments)
         segmentation, context = self.segmentation, self.context
         cuts_sequences, follows_segments = segmentation.num_segments != 1, segmentation.follows_segments
@@ -139,14 +142,13 @@ class PipelineExecutor:
                 reports = self._run(step, calls, program, communicator)
             self._ran_before.add(kernels)
         except BaseException as error:
-            if not is_alone:
-                self._failure = f"{type(error).__name__}: {error}"
-            if isinstance(error, StopIteration):
-                raise ValueError(
-                    f"a data iterator ended within a step of {step.num_microbatches} micro-batches; give more data, or "
-                    "run fewer steps (--train-iters, --eval-iters)"
-                ) from error
-            raise
+            if is_alone:
+                raise
+            told = explained(error, f"{step.pipeline.group_name}, {self._num_steps}")
+            self._failure = f"{type(told).__name__}: {told}"
+            if told is error:
+                raise
+            raise told from error
         finally:
             context.clear()
         if timers:

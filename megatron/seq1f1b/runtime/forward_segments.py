@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ..model import Segment, SegmentContext
+from .argument_gradients import ArgumentGradients
 from .call import Call, Calls
 from .cut import CutArguments, narrowed, require_size
 from .loss import Losses
@@ -39,6 +40,8 @@ class SegmentForwards:
         self._arguments: dict[tuple[int, int], CutArguments] = {}
         # What the last stage returned, by micro-batch, until the backward of its first segment.
         self._outputs: dict[int, Outputs] = {}
+        # Those of the arguments, by (model chunk, micro-batch), until the backward of its first segment.
+        self._argument_gradients: dict[tuple[int, int], ArgumentGradients] = {}
 
     def forward(self, stage: int, segment: Segment, arrived: Tensor | None, moves: bool) -> Tensor:
         """The output of a stage for a segment whose input has `arrived`, or the scalar that stands for that of the last
@@ -62,8 +65,16 @@ class SegmentForwards:
             del self._outputs[segment.microbatch]  # the graph of the segment holds it
         return torch.ones_like(output)
 
+    def end_backward(self, stage: int, segment: Segment) -> None:
+        """Behind the backward of a segment on a stage: let the program's own computation before its call go backward
+        when the call has."""
+        if self._argument_gradients and segment.is_first:
+            gradients = self._argument_gradients.pop((self._chunk_of[stage], segment.microbatch), None)
+            if gradients is not None:
+                gradients.go_backward()
+
     def assert_empty(self) -> None:
-        left = [*self._arguments, *self._outputs]
+        left = [*self._arguments, *self._outputs, *self._argument_gradients]
         assert not left, f"calls outlived the step: {left}"
 
     def _run_model(self, call: Call, chunk: int, segment: Segment, arrived: Tensor | None) -> Any:
@@ -108,7 +119,12 @@ class SegmentForwards:
                 where = f"the attention mask of micro-batch {segment.microbatch}"
                 self._context.masks.require_causal(call.arguments.by_name().get("attention_mask"), length, where)
             part = narrowed if call.shares is None else call.shares.part
-            self._arguments[key] = CutArguments(call.arguments, number, length, part, self._follows_segments)
+            cut = CutArguments(
+                call.arguments, number, length, part, self._follows_segments, self._step.sequence_parallel
+            )
+            self._arguments[key] = cut
+            if cut.gradients is not None and not self._step.forward_only:
+                self._argument_gradients[key] = cut.gradients
         return self._arguments[key]
 
     def _outputs_of(self, call: Call, segment: Segment) -> Outputs:
@@ -136,5 +152,11 @@ class SegmentForwards:
 
 
 def _first_tensor(output: Any) -> Tensor:
-    """A tensor of a structure: Megatron asks for its device."""
-    return next(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
+    """A tensor of a structure: Megatron asks for its device. Raises ValueError if there is none."""
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, Tensor):
+            return leaf
+    raise ValueError(
+        f"the model returns a {type(output).__name__}, in which no tensor is found to be joined over segments; return "
+        "a tensor, a dict, list or tuple of them, or a dataclass that torch.utils._pytree.register_dataclass knows"
+    )

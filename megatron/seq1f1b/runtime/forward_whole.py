@@ -7,6 +7,7 @@ from megatron.core.pipeline_parallel.schedules import check_first_val_step, forw
 from torch import Tensor
 
 from ..model import Segment, SegmentContext
+from .call import data_ended
 from .loss import Losses
 from .step import Step
 
@@ -37,26 +38,32 @@ class WholeForwards:
         unit = stage, microbatch, segment.index
         running = self._context.running(segment, not step.forward_only, unit, moves)
         with running, self._around_program(stage, segment.sequence_length):
-            output, num_tokens = forward_step(
-                step.forward_step_func,
-                step.iterators[chunk],
-                step.chunks[chunk],
-                step.num_microbatches,
-                arrived,
-                self._losses.reports_of[microbatch],
-                step.config,
-                cp_group_size=step.groups.cp.size(),
-                collect_non_loss_data=step.collect_non_loss_data,
-                is_first_microbatch=check_first_val_step(step.first_val_step, step.forward_only, is_first_of_chunk),
-                current_microbatch=microbatch,
-                vp_stage=chunk if len(step.chunks) > 1 else None,
-                is_last_stage=stage == step.placement.num_stages - 1,
-            )
+            try:
+                output, num_tokens = forward_step(
+                    step.forward_step_func,
+                    step.iterators[chunk],
+                    step.chunks[chunk],
+                    step.num_microbatches,
+                    arrived,
+                    self._losses.reports_of[microbatch],
+                    step.config,
+                    cp_group_size=step.groups.cp.size(),
+                    collect_non_loss_data=step.collect_non_loss_data,
+                    is_first_microbatch=check_first_val_step(step.first_val_step, step.forward_only, is_first_of_chunk),
+                    current_microbatch=microbatch,
+                    vp_stage=chunk if len(step.chunks) > 1 else None,
+                    is_last_stage=stage == step.placement.num_stages - 1,
+                )
+            except StopIteration as error:
+                raise data_ended(f"micro-batch {microbatch}") from error
         self._losses.count(num_tokens)
         return output
 
     def loss_gradient(self, output: Tensor, segment: Segment) -> None:
         """A loss goes backward by itself."""
+
+    def end_backward(self, stage: int, segment: Segment) -> None:
+        """The graph of a micro-batch holds the program's own computation, too."""
 
     def assert_empty(self) -> None:
         """There is nothing that could outlive a step."""

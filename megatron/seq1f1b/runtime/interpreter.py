@@ -102,6 +102,7 @@ class Interpreter:
         with self.context.running(segment, True, action[1:]), self.recorder.span(action):
             with self._reducing(Kind.I, action):
                 gradient = backward_step(arrived, output, gradient, self.step.config)
+                self.forwards.end_backward(stage, segment)
             if kind is Kind.B and self.program.splits_backwards:
                 with self._reducing(Kind.W, action):
                     self.context.weight_gradients.compute(action[1:])

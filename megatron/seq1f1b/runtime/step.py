@@ -71,6 +71,8 @@ class Step:
                 "schedules hold segments; unset it, or run this model with Megatron's own schedule"
             )
         self.groups = pg_collection or _build_default_pg_collection()
+        # The ranks that divide the tokens of activations among each other, if any do.
+        self.sequence_parallel = self.groups.tp if getattr(self.config, "sequence_parallel", False) else None
         self.pipeline = self.groups.pp if self.p2p_communicator is None else self.p2p_communicator.pp_group
         refuse_waits(self.config, self.pipeline)
         self.rank: int = self.pipeline.rank()

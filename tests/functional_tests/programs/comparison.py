@@ -44,6 +44,7 @@ SPLIT, OFFLOADED = options(pipeline_schedule="zb-h1"), options(pipeline_schedule
 PIPELINE, CHUNKS = Layout(pipeline=2), Layout(pipeline=2, chunks=2)
 V = Layout(pipeline=2, chunks=2, style="v")
 IN_V = options(pipeline_placement="v")
+CONTEXT = Layout(context=2)
 TENSOR = Layout(tensor=2, sequence_parallel=True)
 
 SETTINGS = {
@@ -69,6 +70,9 @@ SETTINGS = {
     "pp2-tp2": Setting(PLAIN, Layout(pipeline=2, tensor=2, sequence_parallel=True)),
     "pp2-dp2": Setting(PLAIN, Layout(pipeline=2, overlap=True, distributed_optimizer=True)),
     "pp2-dp2-experts": Setting(EXPERTS, Layout(pipeline=2, expert=2)),
+    "cp2": Setting(PLAIN, CONTEXT),
+    "cp2-whole": Setting(PLAIN, CONTEXT, options(segment_tokens="64")),
+    "pp2-cp2": Setting(PLAIN, Layout(pipeline=2, context=2)),
 }
 
 
@@ -96,6 +100,8 @@ def compare(program: Program, setting: Setting) -> dict[str, float]:
     """The relative errors of all that this rank finds, by name."""
     model, layout = setting.model, setting.layout
     divisor = layout.tensor if layout.sequence_parallel else 1
+    if layout.context > 1:
+        divisor = 2 * layout.context
     use_ranks(layout)
     replica = parallel_state.get_data_parallel_rank()
     data = [program.data(divisor, number) for number in range(replicas_of(layout))]
@@ -106,7 +112,7 @@ def compare(program: Program, setting: Setting) -> dict[str, float]:
     chunks = build(model, layout)
     chunks[0].config.variable_seq_lengths = True
     given = dict(setting.options)
-    if "sequence_splits" not in given:
+    if not {"sequence_splits", "segment_tokens"} & given.keys():
         given["segment_tokens"] = str(SEGMENT_TOKENS)
     megatron.seq1f1b.install(**given)
     try:

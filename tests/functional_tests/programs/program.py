@@ -11,8 +11,14 @@ from itertools import accumulate
 from types import SimpleNamespace
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+from megatron.core.tensor_parallel import (
+    gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
 from torch import Tensor
 
 from functional_tests.equality.models import VOCABULARY
@@ -34,6 +40,7 @@ LOSSES = (
     "score of the last token",
     "two losses of one output",
 )
+TEMPERATURE = 0.8
 REPORTS = ("dictionary", "pair", "numbers", "list", "nothing", "object")
 
 
@@ -49,12 +56,13 @@ class Program:
     microbatches: int
     is_variable: bool
     seed: int
+    embeds: bool = False  # by itself, before it calls the model
 
     @classmethod
-    def drawn(cls, seed: int, divisor: int = 1, packs: bool = True) -> Program:
-        """The program of a seed, in whose micro-batches tokens are a multiple of `divisor`."""
+    def drawn(cls, seed: int) -> Program:
+        """The program of a seed."""
         choose = random.Random(seed).choice
-        layout = choose(LAYOUTS if packs else LAYOUTS[:2])
+        layout = choose(LAYOUTS)
         return cls(
             form=choose(FORMS),
             layout=layout,
@@ -64,10 +72,12 @@ class Program:
             microbatches=choose((1, 2, 3, 5)),
             is_variable=choose((True, True, False)),
             seed=seed,
+            embeds=choose((True, False, False)),
         )
 
     def data(self, divisor: int = 1, replica: int = 0) -> list[list[dict[str, Tensor]]]:
-        """The sequences of each micro-batch of a replica. Micro-batches of rows have equally many, packs any number."""
+        """The sequences of each micro-batch of a replica. Micro-batches of rows have equally many, packs any number.
+        The tokens of rows and of packed sequences are a multiple of `divisor`."""
         draw = random.Random(1000 * self.seed + replica)
         generator = torch.Generator().manual_seed(1000 * self.seed + replica)
         same = divisor * draw.randint(-(-8 // divisor), 32 // divisor)
@@ -80,7 +90,8 @@ class Program:
             elif self.layout == "padded rows":
                 lengths = [length, draw.randint(2, length)]
             else:
-                lengths = _parts(length, min(count, length // 2), draw)
+                unit = max(2, divisor)
+                lengths = _parts(length, unit, min(count, length // unit), draw)
             found.append([self._sequence(each, generator) for each in lengths])
         return found
 
@@ -101,10 +112,10 @@ class Program:
         return partial(_forward_step, self, num_tokens)
 
 
-def _parts(length: int, count: int, draw: random.Random) -> list[int]:
-    """A length in parts of at least two tokens."""
-    cuts = sorted(draw.sample(range(1, length // 2), count - 1)) if count > 1 else []
-    bounds = [0, *(2 * cut for cut in cuts), length]
+def _parts(length: int, unit: int, count: int, draw: random.Random) -> list[int]:
+    """A length in parts, each but the last a multiple of `unit` tokens."""
+    cuts = sorted(draw.sample(range(1, length // unit), count - 1)) if count > 1 else []
+    bounds = [0, *(unit * cut for cut in cuts), length]
     return [end - start for start, end in zip(bounds[:-1], bounds[1:], strict=True)]
 
 
@@ -181,12 +192,20 @@ def _forward_step(program: Program, num_tokens: float, iterator: object, model: 
     length = tokens.shape[1]
     mask = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
     arguments = {"packed_seq_params": packed} if is_packed else {}
+    labels = tokens.roll(-1, dims=1)
+    runs = [(start, end) for _, start, end in where] if is_packed else [(0, length)]
+    share = ContextShare(runs)
     if program.targets.startswith("labels"):
-        arguments["labels"] = tokens.roll(-1, dims=1)
-    output = model(tokens, positions, None if is_packed else mask, **arguments)
+        arguments["labels"] = share.of(labels)
+    if program.embeds and unwrapped(model).pre_process:
+        arguments["decoder_input"] = unwrapped(model).embedding(share.of(tokens), share.of(positions))
+    output = model(share.of(tokens), share.of(positions), None if is_packed else mask, **arguments)
     if not unwrapped(model).post_process:
         return output, None
-    log_probs = _log_probs(program, output, tokens)
+    if program.targets == "logits in place":
+        output.div_(TEMPERATURE)
+    output = share.gathered(output)
+    log_probs = _log_probs(program, output, labels)
     of_sequences = [
         (log_probs[row, start : end - 1], each) for (row, start, end), each in zip(where, sequences, strict=True)
     ]
@@ -203,14 +222,44 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def _log_probs(program: Program, output: Tensor, tokens: Tensor) -> Tensor:
+class ContextShare:
+    """A context-parallel rank's zigzag share of tokens [b, s], of each of the `runs` that they consist of."""
+
+    def __init__(self, runs: list[tuple[int, int]]) -> None:
+        self._group = parallel_state.get_context_parallel_group()
+        size = self._group.size()
+        self._of_ranks: list[list[int]] = [[] for _ in range(size)]
+        for start, end in runs:
+            parts = torch.arange(start, end).chunk(2 * size)
+            for rank, positions in enumerate(self._of_ranks):
+                positions += [*parts[rank].tolist(), *parts[2 * size - 1 - rank].tolist()]
+
+    def of(self, tokens: Tensor) -> Tensor:
+        return tokens[:, self._own] if self._group.size() > 1 else tokens
+
+    def gathered(self, output: Tensor) -> Tensor:
+        """The outputs of all ranks, as frameworks gather them: gradients go to this rank's own."""
+        if self._group.size() == 1:
+            return output
+        of_ranks = [torch.empty_like(output) for _ in self._of_ranks]
+        dist.all_gather(of_ranks, output.detach().contiguous(), group=self._group)
+        in_turn = torch.cat(of_ranks, dim=1)
+        whole = torch.empty_like(in_turn)
+        whole[:, torch.tensor([position for positions in self._of_ranks for position in positions])] = in_turn
+        whole[:, self._own] = output
+        return whole
+
+    @property
+    def _own(self) -> Tensor:
+        return torch.tensor(self._of_ranks[self._group.rank()])
+
+
+def _log_probs(program: Program, output: Tensor, labels: Tensor) -> Tensor:
     """Of each token but the first, [b, s], at the place of the token before."""
     if program.targets.startswith("labels"):
         return -output.double()
-    if program.targets == "logits in place":
-        output.div_(0.8)
     output = gather_from_tensor_model_parallel_region(output)
-    return torch.log_softmax(output.double(), dim=-1).gather(-1, tokens.roll(-1, dims=1)[..., None])[..., 0]
+    return torch.log_softmax(output.double(), dim=-1).gather(-1, labels[..., None])[..., 0]
 
 
 def _loss(program: Program, num_tokens: float, of_sequences: list, scores: list[Tensor], _: Tensor) -> tuple:
@@ -218,10 +267,12 @@ def _loss(program: Program, num_tokens: float, of_sequences: list, scores: list[
     total = sum((-log_probs * mask).sum() for log_probs, mask, _, _ in pairs)
     count = sum(mask.sum() for _, mask, _, _ in pairs)
     kind = program.loss
+    # With three values Megatron takes the mean over context-parallel ranks for that of their shares.
+    num_shares = parallel_state.get_context_parallel_world_size()
     if kind == "sums":
-        return total, count.int(), _report(program, total, count)
+        return total * num_shares, count.int(), _report(program, total, count)
     if kind == "num_tokens of 1":
-        return total / num_tokens, torch.tensor(1), _report(program, total, count)
+        return total / num_tokens * num_shares, torch.tensor(1), _report(program, total, count)
     if kind == "token mean":
         loss = total / count.clamp(min=1)
     elif kind == "sequence mean":
@@ -287,8 +338,15 @@ class EachAlone(torch.nn.Module):
             return self.module(tokens, positions, mask, **named)
         ends = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
         outputs = []
+        embedded = named.pop("decoder_input", None)
+        is_divided = unwrapped(self).config.sequence_parallel
+        if embedded is not None and is_divided:
+            embedded = gather_from_sequence_parallel_region(embedded, tensor_parallel_output_grad=False)
         for start, end in _pairs(ends.tolist()):
             of_document = {name: value[:, start:end] for name, value in named.items()}
+            if embedded is not None:
+                rows = embedded[start:end]
+                of_document["decoder_input"] = scatter_to_sequence_parallel_region(rows) if is_divided else rows
             causal = torch.ones(1, 1, end - start, end - start, dtype=torch.bool).triu(1)
             outputs.append(self.module(tokens[:, start:end], positions[:, start:end], causal, **of_document))
         return torch.cat(outputs, dim=1)

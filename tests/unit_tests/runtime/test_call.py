@@ -23,6 +23,7 @@ def started(program, model=None):
         placement=SimpleNamespace(stage_of=lambda rank, chunk: 0),
         rank=0,
         groups=SimpleNamespace(cp=SimpleNamespace(size=lambda: 1)),
+        sequence_parallel=None,
         length_of=lambda microbatch: 8,
         autocast=nullcontext,
         num_microbatches=1,
