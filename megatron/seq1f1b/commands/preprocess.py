@@ -41,6 +41,7 @@ BATCH = 64  # documents: worth a message to a worker
 AHEAD = 4  # batches of each worker that are read while those before are written; bounds memory
 EOD, PAD = "<|endoftext|>", "<|padding|>"
 TOKENIZER, CONFIG = "tokenizer.json", "tokenizer_config.json"
+_ENDING = (signal.SIGINT, signal.SIGTERM)
 MEND = "mend or remove it, or use --on-error skip"
 
 
@@ -219,6 +220,7 @@ def encoded(source: Iterable[Document], encoder: Encoder, num_workers: int) -> I
     pool = ProcessPoolExecutor(num_workers, multiprocessing.get_context("fork"), _start_worker, (encoder,))
     next_ones: Iterable[list] = ()
     try:
+        _start(pool)
         for batches in chain(batched(batched(source, BATCH), AHEAD * num_workers), [()]):
             made, next_ones = next_ones, pool.map(_work, batches)
             yield from chain.from_iterable(made)
@@ -229,9 +231,20 @@ def encoded(source: Iterable[Document], encoder: Encoder, num_workers: int) -> I
         pool.shutdown(cancel_futures=True)
 
 
+def _start(pool: ProcessPoolExecutor) -> None:
+    """Start all workers. A signal between two of them would end this process with workers that nobody ends: it would
+    wait for them for ever. So it is held back."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
+    try:
+        pool.submit(int)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _start_worker(encoder: Encoder) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C reaches all, and the parent acts on it
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
     end_with_parent()
     _work.encoder = encoder
 

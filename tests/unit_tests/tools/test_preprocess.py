@@ -187,32 +187,64 @@ def test_a_worker_that_dies_ends_the_run(corpus):
 def test_a_signal_ends_the_run_and_its_workers(corpus, tmp_path, number):
     """The run waits in the middle of a stream; what it wrote so far goes, unless it is killed."""
     os.mkfifo(tmp_path / "pipe.jsonl")
+    # Opened for reading, too, it waits for no reader, and holds what is written.
+    pipe = os.open(tmp_path / "pipe.jsonl", os.O_RDWR)
+    assert os.write(pipe, b'{"text": "hello"}\n' * 3000) == 54_000
     words = command(corpus, tmp_path / "pipe.jsonl", "out", "--output-prefix", tmp_path / "out")
-    process = multiprocessing.get_context("fork").Process(target=in_own_session, args=(words,))
-    process.start()
+    process = started(words, number)
     try:
-        with open(tmp_path / "pipe.jsonl", "w") as pipe:
-            pipe.write('{"text": "hello"}\n' * 5000)
-            pipe.flush()
-            until = time.monotonic() + patient(60)
-            while not list(tmp_path.glob(".*/out.bin")):
-                assert time.monotonic() < until and process.is_alive()
-                time.sleep(0.05)
-            os.kill(process.pid, number)
-            process.join(timeout=patient(20))
-            while workers_of(process.pid):
-                assert time.monotonic() < until
-                time.sleep(0.05)
-        assert process.exitcode not in (None, 0)
+        until = time.monotonic() + patient(60)
+        while not list(tmp_path.glob(".*/out.bin")):
+            assert time.monotonic() < until and process.is_alive()
+            time.sleep(0.05)
+        os.kill(process.pid, number)
+        assert has_ended(process)
         assert number is signal.SIGKILL or names(tmp_path) == {"pipe.jsonl"}
+    finally:
+        process.kill()
+        os.close(pipe)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_between_two_workers_ends_the_run(corpus, tmp_path, number):
+    words = command(corpus, corpus / "a.jsonl", "out", "--output-prefix", tmp_path / "out", "--workers", "2")
+    process = started(words, number, after_fork=True)
+    try:
+        assert has_ended(process) and not names(tmp_path)
     finally:
         process.kill()
 
 
-def in_own_session(words: list) -> None:
+def started(words: list[str], number: int, after_fork: bool = False) -> multiprocessing.Process:
+    process = multiprocessing.get_context("fork").Process(target=in_own_session, args=(words, number, after_fork))
+    process.start()
+    return process
+
+
+def in_own_session(words: list[str], number: int, after_fork: bool) -> None:
+    """Run the command; `after_fork` it is sent the signal as soon as it has started its second process."""
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if the tests run in the background of a shell
+    fork, children = os.fork, []
+
+    def fork_and_signal() -> int:
+        children.append(fork())
+        if len(children) == 2 and children[-1]:
+            signal.raise_signal(number)
+        return children[-1]
+
+    if after_fork:
+        os.fork = fork_and_signal
     sys.exit(run("preprocess", words))
+
+
+def has_ended(process: multiprocessing.Process) -> bool:
+    """Whether it has, soon and by the signal, with all that it started."""
+    until = time.monotonic() + patient(20)
+    process.join(timeout=patient(20))
+    while workers_of(process.pid) and time.monotonic() < until:
+        time.sleep(0.05)
+    return process.exitcode not in (None, 0) and not workers_of(process.pid)
 
 
 def workers_of(session: int) -> str:
