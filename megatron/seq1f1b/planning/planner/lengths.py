@@ -32,6 +32,7 @@ from .space import Candidate, Question, powers_of_two
 _BINS = 8  # of lengths, to each doubling
 _MOST_UNITS = 256  # of a sequence
 _MANY_UNITS = 1024  # of a step: its bubble is small, and shorter ones gain little
+_MOST_OF_STEP = 8 * _MANY_UNITS  # units; their memory takes seconds to find
 _SHORTEST = 1024  # tokens of a unit; shorter ones leave a GPU waiting for its host
 _CHUNKS = (1, 2, 4)  # more gain little where units are many
 # At least this many sequences are drawn, in at least and at most so many steps.
@@ -130,9 +131,13 @@ class UnitSearch:
     def best(self, count: int = 5) -> list[UnitPlan]:
         """The `count` configurations with the most tokens per second that fit, best first. Units of which a step has
         very many are tried where nothing else fits."""
-        sizes = self.unit_tokens()
+        sizes = self._sizes()
         few = [size for size in sizes if self.tokens <= size * _MANY_UNITS] or sizes[-1:]
-        return self._best(few, count) or self._best(sizes, count)
+        return self._best(few, count) or self._best([size for size in sizes if size not in few], count)
+
+    def _sizes(self) -> list[int]:
+        """Those of units that are tried."""
+        return [size for size in self.unit_tokens() if self.tokens <= size * _MOST_OF_STEP]
 
     def _best(self, sizes: Sequence[int], count: int) -> list[UnitPlan]:
         """Those for units of some sizes: chosen by the likely slowest replica of each step, then predicted with all
@@ -150,10 +155,13 @@ class UnitSearch:
     def way_out(self) -> ValueError:
         """The error for a question without a plan."""
         asked = self.question
+        shortest = min(self._sizes())
+        also = ", or a smaller --global-batch-size" if shortest > min(self.unit_tokens()) else ""
         return ValueError(
             f"no configuration of {asked.num_devices} devices that divides a batch of {asked.global_batch_size} "
-            f"sequences holds one of {max(self.fullest)} tokens in {asked.memory_limit:.0f} GiB a device; take more "
-            "--gpus, or a shorter --seq-length, which cuts off longer sequences"
+            f"sequences holds one of {max(self.fullest)} tokens in {asked.memory_limit:.0f} GiB a device, in units of "
+            f"{shortest} tokens or more; take more --gpus, or a shorter --seq-length, which cuts off longer "
+            f"sequences{also}"
         )
 
     def unit_tokens(self) -> list[int]:

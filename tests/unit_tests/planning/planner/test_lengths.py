@@ -106,7 +106,17 @@ def test_the_best_units_fit_and_no_other_that_fits_is_faster():
 def test_where_nothing_fits_the_longest_sequence_is_named():
     found = search(HISTOGRAM, global_batch_size=64, memory_gib=0.5)
     assert found.best(1) == [] and found.of_megatron() is None
-    assert "holds one of 8192 tokens in 0 GiB a device; take more --gpus" in str(found.way_out())
+    sentence = str(found.way_out())
+    assert "holds one of 8192 tokens in 0 GiB a device, in units of 1024 tokens or more; take more --gpus" in sentence
+    assert "--global-batch-size" not in sentence
+
+
+def test_units_of_which_a_step_has_too_many_are_not_tried():
+    """To find the memory of steps of so many units would take minutes; a smaller batch has them."""
+    found = search({10**8 - 1: 1, 10**7: 9}, sequence_length=10**8, global_batch_size=512, memory_gib=1)
+    sentence = str(found.way_out())
+    assert "in units of 2097152 tokens or more" in sentence and sentence.endswith(", or a smaller --global-batch-size")
+    assert found.best(1) == []
 
 
 def test_packs_of_megatron_hold_the_tokens_of_a_step():
