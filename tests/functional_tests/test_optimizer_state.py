@@ -18,8 +18,6 @@ from torch.nn import Parameter
 
 import megatron.seq1f1b
 from functional_tests.equality.models import Model, mixture
-from megatron.seq1f1b.process.patches import patched
-from megatron.seq1f1b.runtime.optimizer_state import recognition
 from support.launch import TINY_GPT
 
 # Sizes with which the buckets before the last do not end at a multiple of 128 elements, to which Megatron pads them.
@@ -109,21 +107,23 @@ def check_checkpoints(cause: str) -> tuple[int, int]:
             for name, tensor in tensors.items():
                 assert torch.equal(there[name].flatten()[place.start : place.end], tensor), (name, tensor.shape)
                 expected[parameter, name] = tensor.clone()
-        with patched(recognition()):
-            try:
-                optimizer.load_parameter_state_from_fully_reshardable(displaced)
-            except ValueError as error:
-                assert "add --no-load-optim to go on from the weights" in str(error)
-                num_refused += 1
-            asked = optimizer.sharded_param_state_fully_reshardable(weights, is_loading=True, metadata={})
-            for number, of in asked.items():
-                assert {name: each.data.shape for name, each in of.items()} == {
-                    name: each.shape for name, each in state[number].items()
-                }
-            for _, tensors in own_tensors(optimizer):
-                tensors["exp_avg"].zero_()
-                tensors["exp_avg_sq"].zero_()
-            optimizer.load_parameter_state_from_fully_reshardable(state)
+        try:
+            optimizer.load_parameter_state_from_fully_reshardable(displaced)
+        except ValueError as error:
+            assert "add --no-load-optim to go on from the weights" in str(error)
+            num_refused += 1
+        asked = optimizer.sharded_param_state_fully_reshardable(weights, is_loading=True, metadata={})
+        for number, of in asked.items():
+            assert {name: each.data.shape for name, each in of.items()} == {
+                name: each.shape for name, each in state[number].items()
+            }
+        for _, tensors in own_tensors(optimizer):
+            tensors["exp_avg"].zero_()
+            tensors["exp_avg_sq"].zero_()
+        # A program of its own may load its model later.
+        for parameter in order:
+            parameter.data.normal_()
+        optimizer.load_parameter_state_from_fully_reshardable(state)
         for parameter, tensors in own_tensors(optimizer):
             for name, tensor in tensors.items():
                 assert torch.equal(tensor, expected[parameter, name])

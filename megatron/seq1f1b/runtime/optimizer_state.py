@@ -31,16 +31,14 @@ def repairs(version: tuple[int, ...]) -> PatchTable:
     """The patches with which Megatron of this version saves the state of the optimizer as it was meant."""
     by_bucket = f"{_OPTIMIZER}.sharded_param_state_dp_reshardable"
     by_parameter = f"{_OPTIMIZER}.sharded_param_state_fully_reshardable"
-    rows = [wrapping(by_bucket, _within_buckets, "pads beyond the end of a bucket")]
+    loading = f"{_OPTIMIZER}.load_parameter_state_from_fully_reshardable"
+    rows = [
+        wrapping(by_bucket, _within_buckets, "pads beyond the end of a bucket"),
+        wrapping(loading, _unless_displaced, "takes other weights than those of the model"),
+    ]
     if version < (0, 20):
         rows.append(wrapping(by_parameter, _by_offsets_without_padding, "displaces what is behind a padded bucket"))
     return tuple(rows)
-
-
-def recognition() -> PatchTable:
-    """The patch that refuses a displaced checkpoint, for training loops that load the model before the optimizer."""
-    name = f"{_OPTIMIZER}.load_parameter_state_from_fully_reshardable"
-    return (wrapping(name, _unless_displaced, "takes other weights than those of the model"),)
 
 
 def _by_offsets_without_padding(upstream: Callable, optimizer: Any, *args: Any, **options: Any) -> Any:
@@ -72,15 +70,22 @@ def _within_buckets(upstream: Callable, *args: Any, **options: Any) -> Any:
 
 
 def _unless_displaced(upstream: Callable, optimizer: Any, state: dict[int, dict[str, Tensor]]) -> None:
-    """Raise ValueError if this rank's part of a parameter differs from the model's."""
+    """Raise ValueError if this rank's parts of parameters differ from the model's behind the first bucket of a buffer
+    and equal them in it, where none is displaced. If those differ, too, the program loads its model later."""
     parameters = chain.from_iterable(buffer.param_index_map for buffer in optimizer.buffers)
-    for number, parameter in enumerate(parameters):
-        if parameter not in optimizer.model_param_gbuf_map:
-            continue
+    saved = {parameter: state[number]["param"] for number, parameter in enumerate(parameters)}
+
+    def differs(parameter: Parameter) -> bool:
         own = optimizer._get_model_param_range_map(parameter)["param"]
         weights = parameter.detach().float().flatten()[own.start : own.end]
-        saved = state[number]["param"].flatten()[own.start : own.end].to(weights.device)
-        if _size(saved - weights) > _LARGEST_SHARE * _size(weights) + _LARGEST_NEAR_ZERO:
+        difference = saved[parameter].flatten()[own.start : own.end].to(weights.device) - weights
+        return _size(difference) > _LARGEST_SHARE * _size(weights) + _LARGEST_NEAR_ZERO
+
+    for buffer in optimizer.buffers:
+        own = [parameter for parameter in buffer.param_index_map if parameter in optimizer.model_param_gbuf_map]
+        # Not vectors: those of norms are much alike in all models.
+        in_first = [each for each in own if buffer.param_index_map[each][2] == 0 and each.dim() > 1]
+        if any(map(differs, own)) and in_first and not any(map(differs, in_first)):
             raise ValueError(
                 "the checkpoint's optimizer has other weights than its model: without megatron.seq1f1b, Megatron "
                 "before 0.20 mixes parameters up when it saves several gradient buckets with "

@@ -17,7 +17,6 @@ from megatron.core.datasets.utils import Split
 
 from ..process.patches import Patch, wrapping
 from ..process.ranks import warn_on_rank_0
-from . import optimizer_state
 from .parameter_groups import ParameterGroups
 from .skipped_iterations import SkippedIterations
 from .tracer import Reading
@@ -61,7 +60,6 @@ class TrainingLoop:
             wrapping(f"{core}.utils.StragglerDetector.__exit__", exit_silently, "logs exceptions on every rank, too"),
             Patch(data, lambda old: staticmethod(partial(_built, old)), "adds up epochs of no tokens for ever", True),
             wrapping(f"{core}.dist_checkpointing.load_content_metadata", self.metadata, "takes any optimizer's state"),
-            *optimizer_state.recognition(),
             *self._parameter_groups.patches(),
             *self._skipped.patches(),
         )
