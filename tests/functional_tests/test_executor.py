@@ -254,6 +254,30 @@ def test_what_the_next_rank_cannot_use_is_not_sent():
         dist.barrier()  # rank 0 has the store with its words
 
 
+def doubled(data_iterator, model):
+    output, loss_function = forward_step(data_iterator, model)
+    return 2 * output, loss_function
+
+
+def doubled_in_place(data_iterator, model):
+    output, loss_function = forward_step(data_iterator, model)
+    output[0] *= 2
+    return output, loss_function
+
+
+@on_ranks(2)
+def test_a_changed_output_of_a_stage_is_refused():
+    """It has gone to the next stage before the program gets it."""
+    for step in (doubled, doubled_in_place):
+        collection = groups()
+        collection.pp = dist.new_group()
+        words = "changes the output of a stage before the last"
+        kind = RuntimeError if dist.get_rank() == 1 else ValueError
+        with pytest.raises(kind, match=words):
+            run(executor(k=2, timeout=3), stage(), step, pg_collection=collection)
+        dist.barrier()
+
+
 @on_ranks(2)
 def test_an_error_in_data_read_ahead_is_raised_on_all_ranks():
     def read() -> None:

@@ -143,8 +143,9 @@ class SegmentForwards:
                 del self._outputs[microbatch]
             return
         handed = output.detach()
+        version = handed._version  # PyTorch counts changes in place
         returned, _ = self._calls.finish(chunk, microbatch, handed)
-        if returned is not handed:
+        if returned is not handed or handed._version != version:
             raise ValueError(
                 f"the forward step of micro-batch {microbatch} changes the output of a stage before the last, which "
                 "has already gone to the next stage in segments; return it as the model gave it"
