@@ -74,6 +74,8 @@ def build(model: Model, layout: Layout) -> list[torch.nn.Module]:
             chunks.append(model.build(config, stage == 0, is_last, number, groups_of(layout, stage)))
     if layout.context > 1:  # as the training scripts do, for sequences that are not cut
         use_segment_attention(chunks)
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        _compute_angles_in_fp64(module)
     with torch.no_grad():
         for name, param in named(chunks):
             param.copy_(initial(name, param))
@@ -90,6 +92,14 @@ def build(model: Model, layout: Layout) -> list[torch.nn.Module]:
     if layout.align:
         config.grad_sync_func = _bare_if_one([chunk.start_grad_sync for chunk in wrapped])
     return wrapped
+
+
+def _compute_angles_in_fp64(rotary: torch.nn.Module) -> None:
+    """Rotations depend on differences of positions: packs count them from another start than single documents, and the
+    angles of Megatron, in fp32, would round otherwise."""
+    for name in ("inv_freq", "inv_freq_extra", "inv_freq_inter"):
+        if isinstance(frequencies := getattr(rotary, name, None), torch.Tensor):
+            setattr(rotary, name, frequencies.double())
 
 
 def groups_of(layout: Layout, stage: int | None = None) -> ProcessGroupCollection | None:
