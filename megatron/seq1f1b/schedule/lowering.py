@@ -191,7 +191,8 @@ def _transfers(shape: Shape, orders: Orders, source: int, destination: int) -> l
         consumer = consumers.pop((receive, to_stage, microbatch, segment), None)
         if consumer is not None:
             payload = _PAYLOAD[send]
-            post[payload] = min(post[payload], max(consumer - 1, 0))
+            if consumer <= post[payload]:
+                post[payload] = max(consumer - 1, 0)
             ends = Action(send, stage, microbatch, segment), Action(receive, to_stage, microbatch, segment)
             channels[payload].append(Transfer(*ends, source, sent, destination, post[payload]))
     if consumers:

@@ -5,7 +5,7 @@ from functools import cache, lru_cache, singledispatch
 from itertools import chain, pairwise
 from operator import add
 
-from ...schedule import Costs
+from ...schedule import Costs, Placement
 from ...schedule.cost_tables import Table
 from .blocks import BYTES
 from .layer_bytes import stage_moved
@@ -63,18 +63,22 @@ def stage_rows(setup: TrainingSetup, machine: Machine) -> list[tuple[Row, Row, R
 def balanced_layers(setup: TrainingSetup, machine: Machine, least: int = 1) -> tuple[int, ...]:
     """Layers for each stage, at least `least`, with the shortest time of the slowest rank, and then stage, embedding
     and loss included. Later stages get more among equal ones, since fewer units are in flight there."""
-    alone, placement = setup.alone, setup.placement
+    return _balanced(setup.alone, setup.placement, machine, least)
+
+
+@lru_cache(maxsize=1 << 16)
+def _balanced(alone: TrainingSetup, placement: Placement, machine: Machine, least: int) -> tuple[int, ...]:
     layers, first, last = (
         sum(map(sum, _rows(alone, machine, Stage(*stage))))
         for stage in ((alone.stages[0].layers, False, False), ((), True, False), ((), False, True))
     )
-    layer = layers / setup.model.num_layers
+    layer = layers / alone.model.num_layers
     stages = range(placement.num_stages)
     loads = [least * layer + first * (stage == 0) + last * (stage == stages[-1]) for stage in stages]
     counts, ranks = [least] * placement.num_stages, [0.0] * placement.num_ranks
     for stage in stages:
         ranks[placement.rank_of(stage)] += loads[stage]
-    for _ in range(setup.model.num_layers - least * placement.num_stages):
+    for _ in range(alone.model.num_layers - least * placement.num_stages):
         rank = min(reversed(range(placement.num_ranks)), key=ranks.__getitem__)
         stage = min(reversed(placement.stages_of(rank)), key=loads.__getitem__)
         counts[stage] += 1

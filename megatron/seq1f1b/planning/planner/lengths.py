@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from heapq import merge
 from itertools import accumulate, chain, pairwise
-from math import ceil, lcm, log2
+from math import ceil, inf, lcm, log2
 from operator import itemgetter
 from random import Random
 from statistics import fmean
@@ -21,7 +21,6 @@ from ...partition import Pack, packs_of_step, segment_multiple, work_by_flops
 from ...schedule import FAMILIES, Action, Schedule, Shape
 from ..costs.blocks import authors_flops, pairs
 from ..costs.layer_times import comm_type_of_segments
-from ..costs.machine import GIB
 from ..costs.stage_times import Row, stage_rows
 from ..costs.step_memory import rank_memory
 from ..costs.training_setup import TrainingSetup
@@ -147,9 +146,9 @@ class UnitSearch:
         for average, candidate in merge(*streams, key=itemgetter(0)):
             if len(found) >= count and average > found[-1][0]:
                 break
-            plan = self.predict(candidate, replicas=1)
-            if plan.memory_gib * GIB <= self.question.room.device:
-                found = sorted([*found, (plan.seconds, candidate)], key=itemgetter(0))[:count]
+            seconds = self._likely_seconds(candidate)
+            if seconds < inf:
+                found = sorted([*found, (seconds, candidate)], key=itemgetter(0))[:count]
         return sorted((self.predict(candidate) for _, candidate in found), key=lambda plan: plan.seconds)
 
     def way_out(self) -> ValueError:
@@ -219,18 +218,28 @@ class UnitSearch:
         memory = (rank_memory(setup, orders[rank], rank) for rank in fullest_ranks(setup))
         return all(rank.total <= self.question.room.device for rank in memory)
 
-    def predict(self, candidate: Candidate, replicas: int | None = None) -> UnitPlan:
+    def _likely_seconds(self, candidate: Candidate) -> float:
+        """Of a step with the likely slowest replica, in the mean; inf if one of them or the fullest does not fit."""
+        packed, machine = self._packed(candidate), self.question.machine
+        setup = packed.setup_of(candidate.setup)
+        likely = packed.seconds(setup, stage_rows(setup, machine))
+        slowest = (max(step, key=likely) for step in packed.steps)
+        steps = [predict(setup, machine, packed.schedule(setup, order)) for order in slowest]
+        orders = packed.schedule(setup, packed.fullest).ranks
+        fullest = (rank_memory(setup, order, rank) for rank, order in enumerate(orders))
+        most = max(rank.total for rank in chain(*(step.memory for step in steps), fullest))
+        return fmean(step.seconds for step in steps) if most <= self.question.room.device else inf
+
+    def predict(self, candidate: Candidate) -> UnitPlan:
         """The plan of a candidate for average units, whether it fits or not. A step takes as long as its slowest
-        replica, of all or of the `replicas` that are likely the slowest."""
+        replica."""
         packed, machine = self._packed(candidate), self.question.machine
         setup = packed.setup_of(candidate.setup)
 
         def predicted(order: tuple[int, ...]) -> Prediction:
             return predict(setup, machine, packed.schedule(setup, order))
 
-        likely = packed.seconds(setup, stage_rows(setup, machine))
-        slowest = (sorted(set(step), key=likely, reverse=True)[:replicas] for step in packed.steps)
-        steps = tuple(max(map(predicted, some), key=lambda each: each.seconds) for some in slowest)
+        steps = tuple(max(map(predicted, set(step)), key=lambda each: each.seconds) for step in packed.steps)
         length, size = self.question.sequence_length, self.question.global_batch_size
         share = size // setup.data_parallel
         whole = replace(candidate.setup, sequence_length=length, segments=(length,), seen=(), num_microbatches=share)
