@@ -144,9 +144,10 @@ class UnitSearch:
         streams = (self._by_average(tokens) for tokens in sizes)
         found: list[tuple[float, Candidate]] = []
         for average, candidate in merge(*streams, key=itemgetter(0)):
-            if len(found) >= count and average > found[-1][0]:
+            below = found[-1][0] if len(found) >= count else inf
+            if average > below:
                 break
-            seconds = self._likely_seconds(candidate)
+            seconds = self._likely_seconds(candidate, below)
             if seconds < inf:
                 found = sorted([*found, (seconds, candidate)], key=itemgetter(0))[:count]
         return sorted((self.predict(candidate) for _, candidate in found), key=lambda plan: plan.seconds)
@@ -218,12 +219,15 @@ class UnitSearch:
         memory = (rank_memory(setup, orders[rank], rank) for rank in fullest_ranks(setup))
         return all(rank.total <= self.question.room.device for rank in memory)
 
-    def _likely_seconds(self, candidate: Candidate) -> float:
-        """Of a step with the likely slowest replica, in the mean; inf if one of them or the fullest does not fit."""
+    def _likely_seconds(self, candidate: Candidate, below: float) -> float:
+        """Of a step with the likely slowest replica, in the mean; inf if one of them or the fullest does not fit, or if
+        compute alone takes `below` seconds."""
         packed, machine = self._packed(candidate), self.question.machine
         setup = packed.setup_of(candidate.setup)
-        likely = packed.seconds(setup, stage_rows(setup, machine))
-        slowest = (max(step, key=likely) for step in packed.steps)
+        rows = stage_rows(setup, machine)
+        slowest = [max(step, key=packed.seconds(setup, rows)) for step in packed.steps]
+        if fmean(packed.compute(setup, rows, order) for order in slowest) >= below:
+            return inf
         steps = [predict(setup, machine, packed.schedule(setup, order)) for order in slowest]
         orders = packed.schedule(setup, packed.fullest).ranks
         fullest = (rank_memory(setup, order, rank) for rank, order in enumerate(orders))
@@ -322,6 +326,17 @@ class _Packed:
             for actions in map(built.order, range(setup.pipeline_parallel))
         )
         return Schedule(Shape(setup.placement, len(order), self.firsts[-1]), tuple(ranks))
+
+    def compute(self, setup: TrainingSetup, rows: Sequence[tuple[Row, Row, Row]], order: Sequence[int]) -> float:
+        """The seconds of compute of the busiest rank of a replica, for some kinds."""
+        counts = Counter(order)
+
+        def of_stage(stage: int) -> float:
+            of_column = [sum(times) for times in zip(*rows[stage], strict=True)]
+            return sum(count * sum(of_column[slice(*self.firsts[kind : kind + 2])]) for kind, count in counts.items())
+
+        placement = setup.placement
+        return max(sum(map(of_stage, placement.stages_of(rank))) for rank in range(placement.num_ranks))
 
     def seconds(self, setup: TrainingSetup, rows: Sequence[tuple[Row, Row, Row]]) -> Callable[[Sequence[int]], float]:
         """About the time of a replica for some kinds, up to a factor: its compute, and a bubble of P - 1 units."""

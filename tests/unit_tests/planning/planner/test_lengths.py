@@ -7,6 +7,7 @@ import pytest
 
 from megatron.seq1f1b.partition import Pack
 from megatron.seq1f1b.planning.costs.blocks import pairs
+from megatron.seq1f1b.planning.costs.stage_times import stage_rows
 from megatron.seq1f1b.planning.planner.lengths import UnitSearch, draw, seen_by_units
 from megatron.seq1f1b.planning.planner.space import Candidate
 from megatron.seq1f1b.planning.simulator import execute_lowered, predict
@@ -101,6 +102,20 @@ def test_the_best_units_fit_and_no_other_that_fits_is_faster():
         for sizes in ((1, 1, 4, 1), (1, 1, 2, 2), (2, 1, 2, 1)):
             plan = found.predict(candidate(found, unit_tokens, sizes))
             assert plan.memory_gib > 4 or plan.seconds >= best.seconds * 0.999
+
+
+def test_no_step_is_shorter_than_its_compute():
+    """So what a search leaves out by its compute is no faster than what it has."""
+    found = search(HISTOGRAM, global_batch_size=64)
+    for sizes in ((1, 1, 4, 1), (1, 1, 2, 2)):
+        chosen = candidate(found, 2048, sizes)
+        packed = found._packed(chosen)
+        setup = packed.setup_of(chosen.setup)
+        rows = stage_rows(setup, found.question.machine)
+        least = [max(packed.compute(setup, rows, order) for order in step) for step in packed.steps]
+        plan = found.predict(chosen)
+        assert all(0.5 < a / step.seconds <= 1 for a, step in zip(least, plan.steps, strict=True))
+        assert found._likely_seconds(chosen, below=least[0] / 2) == float("inf") > found._likely_seconds(chosen, 1e9)
 
 
 def test_where_nothing_fits_the_longest_sequence_is_named():
