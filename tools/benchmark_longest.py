@@ -51,8 +51,8 @@ METHODS: Mapping[str, tuple[str, ...]] = {
 IMPORTED = (
     "megatron.core.datasets.gpt_dataset",
     "megatron.core.tokenizers.text.models",
-    "megatron.seq1f1b.runtime.from_config",
-    "megatron.seq1f1b.runtime.training_loop",
+    "megatron.seq1f1b.launch.executors",
+    "megatron.seq1f1b.launch.training_loop",
     "megatron.training",
 )
 OUT_OF_MEMORY = re.compile(r"can't allocate memory|Cannot allocate memory|MemoryError|bad_alloc|out of memory", re.I)
@@ -199,9 +199,9 @@ def run_rank(rank: int, flags: Sequence[str], port: int, log: Path, memory: int)
     sys.argv = [str(SCRIPT), *flags]
     from megatron.training import initialize, training
 
-    from megatron.seq1f1b.runtime import from_config
+    from megatron.seq1f1b.launch import executors
 
-    from_config.PIECE = PIECE
+    executors.PIECE = PIECE
     initialize._warmup_jit_function = lambda *_, **__: None  # it computes the feed-forward block of a whole sequence
     training.setup_model_and_optimizer = with_fused_attention(training.setup_model_and_optimizer)
     library, attributes = ctypes.CDLL(None), ctypes.create_string_buffer(64)

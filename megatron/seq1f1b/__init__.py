@@ -7,7 +7,7 @@ all public names.
 """
 
 from .arguments import PipelineConfig, add_arguments
-from .install import (
+from .launch import (
     install,
     local_hybrid_spec,
     pipeline_config,

@@ -7,7 +7,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from megatron.seq1f1b.install import install
+from megatron.seq1f1b.launch import install
 
 
 def main() -> None:

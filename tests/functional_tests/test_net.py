@@ -1,11 +1,11 @@
-"""Whatever rank fails, and however, all ranks end, with one sentence on rank 0 (which one: unit_tests/arguments)."""
+"""Whatever rank fails, and however, all ranks end, with one sentence on rank 0 (which one: unit_tests/process/test_net.py)."""
 
 import pytest
 
 PROGRAM = """
 import os, sys, time
-from argparse import Namespace
-from megatron.seq1f1b.arguments.net import Net
+from datetime import timedelta
+from megatron.seq1f1b.process.net import Net
 net = Net()
 sys.excepthook = net.caught
 net.connect()
@@ -26,7 +26,7 @@ PROGRAMS = {
     ),
     "interrupted": ("if rank == 1: raise KeyboardInterrupt\ntime.sleep(60)", "error: interrupted (rank 1 on "),
     "other flags": (
-        "net.parsed(Namespace(distributed_timeout_minutes=1, rank=rank, folder=f'/node/{rank}', num_layers=rank + 1))\n"
+        "net.require_equal({'--num-layers': str(rank + 1)}, timedelta(minutes=1))\n"
         "time.sleep(60)",
         "error: the ranks disagree: --num-layers is 2 on rank 1, but 1 on rank 0; start all ranks with",
     ),

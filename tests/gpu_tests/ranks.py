@@ -36,10 +36,10 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from functional_tests.equality.cases import Layout
 from functional_tests.equality.layout import named, sizes_of
 from functional_tests.equality.models import Model
+from megatron.seq1f1b.launch.v_chunks import at_stage, building
 from megatron.seq1f1b.partition import even, packs_of_step
 from megatron.seq1f1b.process.patches import patched
 from megatron.seq1f1b.runtime import PipelineExecutor, Repacking, Segmentation, communication
-from megatron.seq1f1b.runtime.v_chunks import at_stage, building
 from megatron.seq1f1b.schedule import Placement, ScheduleChoice
 
 LAYERS, VOCABULARY, MICROBATCHES, STEPS = 8, 256, 4, 3
@@ -121,9 +121,7 @@ def executor_of(args: argparse.Namespace, length: int, variant: Variant) -> Pipe
             cut, lambda lengths, replicas, alike: packs_of_step(lengths, unit, replicas=replicas, alike=alike)
         )
     schedule = ScheduleChoice(variant.schedule, variant.style)
-    executor = PipelineExecutor(schedule, segmentation, timeout=patience(args.device))
-    executor.programs.offloaded = variant.offloaded
-    return executor
+    return PipelineExecutor(schedule, segmentation, timeout=patience(args.device), offloads=variant.offloaded)
 
 
 def forward_step(data_iterator: Iterator, model: GPTModel) -> tuple:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from megatron.core import ModelParallelConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron.seq1f1b.runtime import PipelineExecutor, Segmentation, Tracer
+from megatron.seq1f1b.runtime import PipelineExecutor, Segmentation
 from megatron.seq1f1b.schedule import ScheduleChoice
 
 SEQUENCE, BATCH, HIDDEN = 8, 2, 4
@@ -78,12 +78,11 @@ def call(function: Callable, model: Stage | list[Stage], m: int, step=forward_st
     return function(**{"forward_step_func": step, "data_iterator": data, "model": model, **sizes, **given})
 
 
-def executor(schedule="1f1b", k: int = 2, tracer: Tracer | None = None, timeout: float = 60.0) -> PipelineExecutor:
-    """Runs a family, or a ScheduleChoice, on equal segments."""
-    choice, whole = ScheduleChoice(schedule) if isinstance(schedule, str) else schedule, timedelta(seconds=timeout)
-    made = PipelineExecutor(choice, Segmentation(k, lambda length: [length // k] * k), timeout=whole)
-    made.tracer = tracer
-    return made
+def executor(schedule="1f1b", k: int = 2, timeout: float = 60.0, **options) -> PipelineExecutor:
+    """Runs a family, or a ScheduleChoice, on equal segments; `options` are the executor's own."""
+    choice = ScheduleChoice(schedule) if isinstance(schedule, str) else schedule
+    equal = Segmentation(k, lambda length: [length // k] * k)
+    return PipelineExecutor(choice, equal, timeout=timedelta(seconds=timeout), **options)
 
 
 def run(executor: PipelineExecutor, model: Stage, num_microbatches: int = 3, step=summed, **given) -> list:

@@ -30,8 +30,8 @@ COMMON = (
     "megatron.core.datasets.helpers",
     "megatron.core.models.mimo",
     "megatron.core.tokenizers.text.models",  # and transformers
-    "megatron.seq1f1b.runtime.from_config",
-    "megatron.seq1f1b.runtime.training_loop",
+    "megatron.seq1f1b.launch.executors",
+    "megatron.seq1f1b.launch.training_loop",
     "megatron.training.datasets.sft_dataset",
     "pytest",
 )

@@ -17,7 +17,7 @@ MAY_IMPORT = {
     room: ({*ROWS} - {room} if "all" in allowed else set()) ^ set(re.findall(r"`(\w+)`", allowed))
     for room, allowed in ROWS.items()
 }
-MAY_IMPORT |= {"__init__": {"arguments", "install"}, "__main__": {"install"}}
+MAY_IMPORT |= {"__init__": {"arguments", "launch"}, "__main__": {"launch"}}
 PURE = {"schedule": set(), "partition": {"numpy"}, "files": {"msgspec"}, "planning": {"msgspec", "numpy"}}
 PUBLIC_NAMES = re.findall(r'^    "(\w+)",$', (ROOT / "__init__.py").read_text(), re.MULTILINE)
 
@@ -36,7 +36,7 @@ def imported(path: Path) -> set[str]:
     return found
 
 
-CORE = {"schedule", "partition", "process", "model", "runtime", "arguments"}
+CORE = {"schedule", "partition", "process", "model", "runtime", "arguments"}  # and launch, which joins them
 AROUND = {"planning", "rehearsal", "report", "cpu", "commands"}
 
 

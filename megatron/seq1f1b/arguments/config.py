@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..partition import DEFAULT_STRATEGY, Pack, packs_of_step, work_by_flops
-from ..schedule import ScheduleChoice, read_csv
+from ..schedule import CostsOfLengths, ScheduleChoice, read_csv
 from .flags import AUTO
 from .megatron_run import MegatronRun, is_on_cpu
 from .sequence_partition import Predictions, SequencePartition
@@ -32,6 +32,11 @@ class PipelineConfig:
     @property
     def num_segments(self) -> int:
         return len(self.lengths)
+
+    @property
+    def costs_of_actions(self) -> CostsOfLengths | None:
+        """What `auto` plans for; None if the sizes of the model are not known."""
+        return self.partition.costs.of_actions if self.run.has_sizes else None
 
     def cut(
         self,

@@ -14,7 +14,7 @@ from importlib import import_module
 from importlib.metadata import version
 from types import MappingProxyType
 
-from ..arguments.net import say, sentence_of
+from ..process.sentences import say, sentence_of
 
 # Name -> (module, what it does).
 COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(

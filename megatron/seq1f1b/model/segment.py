@@ -59,16 +59,17 @@ class SegmentContext:
     It is set around the forward and around the backward of a unit, since recomputation runs a forward inside the
     backward. Between units there is no running segment, and modules treat their input as whole sequences. A cache holds
     the state that a layer passes from segment to segment. It lives until the backward of the first segment, or the
-    forward of the last one if no backward follows.
+    forward of the last one if no backward follows. With `keeps_attention` recomputation finds the attention of first
+    forwards.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, keeps_attention: bool = False) -> None:
         self.host_memory = HostMemory()
         self.weight_gradients = WeightGradientStore()
         self.segment: Segment | None = None
         self.keeps_for_backward = True
         self.splits_backwards = False  # if so, inputs and output gradients are kept for the weight gradients
-        self.kept_attention: dict[Hashable, Any] | None = None  # from first forwards, if recomputation keeps attention
+        self.kept_attention: dict[Hashable, Any] | None = {} if keeps_attention else None
         self.masks = MaskCheck()
         self._caches: dict[tuple[Any, int], Any] = {}
 

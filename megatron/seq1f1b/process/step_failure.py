@@ -1,6 +1,6 @@
 """The reason why a step failed, told to the ranks that only see the failed one go.
 
-A program has no net that ends its ranks together (arguments/net.py): a rank that waits for a message of one that failed
+A program has no net that ends its ranks together (net.py): a rank that waits for a message of one that failed
 gets an error of the transport, which names nothing. The store of torch.distributed brings it the words of the other.
 """
 

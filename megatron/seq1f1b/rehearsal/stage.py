@@ -13,7 +13,7 @@ from megatron.core.rerun_state_machine import RerunDataIterator
 from ..model import use_segment_attention
 from ..planning.costs.machine import bytes_outside
 from ..process.patches import patched, wrapping
-from ..runtime.from_config import watched
+from ..runtime import watched
 from .fakes import fake_batches, patches
 from .launch import has_transformer_engine
 from .ledger import Category, Ledger

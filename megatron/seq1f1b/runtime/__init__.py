@@ -1,6 +1,6 @@
 """Running a schedule: the interpreter of its actions, messages, losses, gradient reduction and traces."""
 
-from .executor import PipelineExecutor
+from .executor import PipelineExecutor, watched
 from .repacking import Repacking
 from .segmentation import Segmentation
-from .tracer import Reading, Tracer, run_traced
+from .tracer import Reading, Tracer

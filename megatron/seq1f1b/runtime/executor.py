@@ -39,7 +39,7 @@ from .prediction import prediction_patches
 from .program import Program, Programs
 from .segmentation import Segmentation
 from .step import Step
-from .tracer import Recorder, Tracer
+from .tracer import Recorder, Tracer, run_traced
 
 
 class PipelineExecutor:
@@ -48,7 +48,8 @@ class PipelineExecutor:
     `auto` plans for `costs(lengths)`, for equal costs if it is None. `around_program` and `divides_documents` are those
     of `Calls`. No wait for a message is longer than `timeout`. With `reports_on_last_rank` the last rank gets the
     reports of another one, too. The loss is computed in pieces of `piece` logits (model/loss_pieces.py); None keeps all
-    logits.
+    logits. The share `offloads` of activations moves to the host; with `keeps_attention` recomputation repeats all but
+    attention. A `tracer` records training steps.
 
     No state of a step survives it. After a step that failed every call raises RuntimeError: the other ranks stopped in
     the middle of it, and their messages no longer match.
@@ -64,24 +65,31 @@ class PipelineExecutor:
         timeout: timedelta = timedelta(minutes=10),
         reports_on_last_rank: bool = False,
         piece: int | None = PIECE,
+        offloads: float = 0.0,
+        keeps_attention: bool = False,
+        tracer: Tracer | None = None,
     ) -> None:
         # A GPU has 8 hardware queues by default, and at most 32, enough for all streams of a process.
         shares_queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "32"
-        self.programs = Programs(schedule, costs, shares_queues)  # which choose the activations to move
-        self.context = SegmentContext()  # which may keep attention
+        self.programs = Programs(schedule, costs, shares_queues, offloads)
+        self.context = SegmentContext(keeps_attention)
         self.segmentation = segmentation
-        self.tracer: Tracer | None = None  # records training steps
         self.recorder: Recorder | None = None  # of the last training step
         self._around_program = around_program
         self._divides_documents = divides_documents
         self._reports_on_last_rank = reports_on_last_rank
         self._piece = piece
+        self._tracer = tracer
         self._communicator = cache(partial(Communicator, timeout=timeout))
         self._check_agreement = cache(check_agreement)
         self._ran_before: set[tuple] = set()
         self._failure: str | None = None
         self._num_steps = 0
         self._caller = OneCaller()
+
+    def watch(self, tracer: Tracer) -> None:
+        """Let `tracer`, in place of any other, record the training steps from now on."""
+        self._tracer = tracer
 
     def host_rate(self) -> float:
         """Bytes/s of the slowest rank's link to the host, each way, while all ranks use both ways."""
@@ -170,11 +178,11 @@ class PipelineExecutor:
             else:
                 forwards = SegmentForwards(step, self.context, losses, calls, self.segmentation.follows_segments)
                 around.enter_context(patched(prediction_patches(step, self.context, calls)))
-            if self.tracer is None or step.forward_only:
+            if self._tracer is None or step.forward_only:
                 recorder = around.enter_context(Recorder(step.device))
             else:
                 lengths = {tuple(segment.length for segment in segments) for segments in step.segments}
-                tracing = self.tracer.step(self.programs.name, step.shape, step.chunks, step.pipeline, lengths)
+                tracing = self._tracer.step(self.programs.name, step.shape, step.chunks, step.pipeline, lengths)
                 recorder = around.enter_context(tracing)
             if not step.forward_only:
                 self.recorder = recorder
@@ -219,6 +227,14 @@ class PipelineExecutor:
             f"micro-batches {sizes}{within}, of a model with {getattr(config, 'num_layers', 'its own')} layers and "
             f"messages of {config.hidden_size} {config.pipeline_dtype}"
         )
+
+
+def watched(function: Callable, tracer: Tracer) -> Callable:
+    """A `forward_backward_func`, ours or Megatron's, that reports every action of every training step to `tracer`."""
+    if isinstance(function, PipelineExecutor):
+        function.watch(tracer)
+        return function
+    return partial(run_traced, function, tracer)
 
 
 def most_tokens(step: Step) -> int:

@@ -50,10 +50,16 @@ class Programs:
     `offloaded`: the share of activations that moves to the host, see `units_to_move`. `program` caches `_program`.
     """
 
-    def __init__(self, choice: ScheduleChoice, costs: CostsOfLengths | None = None, one_queue: bool = True) -> None:
+    def __init__(
+        self,
+        choice: ScheduleChoice,
+        costs: CostsOfLengths | None = None,
+        one_queue: bool = True,
+        offloaded: float = 0.0,
+    ) -> None:
         self.name = choice.name
         self.placement = choice.placement
-        self.offloaded = 0.0
+        self._offloaded = offloaded
         self._choice = choice
         self._one_queue = one_queue
         self._plan = lru_cache(maxsize=1)(partial(choice.plan, costs=costs))
@@ -80,9 +86,9 @@ class Programs:
             if self._choice.is_planned and shape.num_stages * shape.num_units > _MANY_FORWARDS:
                 warn_on_rank_0(f"Planning the order of a step on {shape}; the first step begins after that.")
             actions = lower_rank(self._plan(shape, lengths), rank, self._one_queue, in_turn)
-            if self.offloaded:
+            if self._offloaded:
                 order = [action for action in actions if action.kind in COMPUTE_KINDS]
-                actions = with_moves(actions, units_to_move(order, self.offloaded))
+                actions = with_moves(actions, units_to_move(order, self._offloaded))
             return Program(actions, is_partitioned)
         finally:
             if was_enabled:

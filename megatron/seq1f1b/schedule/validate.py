@@ -15,6 +15,8 @@ _RANKS = 8  # ranks shown
 class ScheduleError(ValueError):
     """A schedule that must not be run. The message shows the place, rank by rank."""
 
+    has_picture = True
+
 
 def validate(schedule: Schedule) -> None:
     """Raises ScheduleError unless every rank runs exactly what it must, in an order that can run.

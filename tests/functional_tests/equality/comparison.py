@@ -148,10 +148,14 @@ def compare(references: References, model: Model, layout: Layout, cases: Iterabl
         choice = ScheduleChoice(case.family, layout.style)
         # A fifth of the logits of a micro-batch on a rank: 11 tokens or less. A step of one micro-batch keeps them all.
         piece = None if case.m == 1 else case.batch * SEQUENCE * VOCABULARY // (5 * layout.context * layout.tensor)
-        usual, executor = (PipelineExecutor(choice, segmentation(case), piece=piece) for _ in range(2))
-        executor.programs.offloaded = model.offloads
-        if model.keeps_attention:
-            executor.context.kept_attention = {}
+        usual = PipelineExecutor(choice, segmentation(case), piece=piece)
+        executor = PipelineExecutor(
+            choice,
+            segmentation(case),
+            piece=piece,
+            offloads=model.offloads,
+            keeps_attention=model.keeps_attention,
+        )
         evaluated, _ = step(executor, case=replace(case, m=1), forward_only=True)
         with counted_attention() as calls:
             reports, grads = step(executor, case=case)

@@ -16,9 +16,9 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 
 from functional_tests.equality.cases import Layout
 from functional_tests.equality.models import Model
+from megatron.seq1f1b.launch.v_chunks import at_stage, building
 from megatron.seq1f1b.model import use_segment_attention
 from megatron.seq1f1b.process.patches import patched
-from megatron.seq1f1b.runtime.v_chunks import at_stage, building
 
 SIZES: dict[str, int | None] = {}  # of the groups that there are
 

@@ -48,7 +48,7 @@ def run_programs(reads_logits: bool) -> None:
     """The program in each setting; rank 0 prints a line for each."""
     for name, setting in SETTINGS.items():
         program = LogProbsProgram("dict", "rows", "logits", "", "", 2, True, len(name), reads_logits)
-        small = Patch("megatron.seq1f1b.runtime.from_config.PIECE", PIECE, "is larger than these logits")
+        small = Patch("megatron.seq1f1b.launch.executors.PIECE", PIECE, "is larger than these logits")
         with patched([*patches_of(setting.model), small]):
             errors = compare(program, setting)
         of_ranks: list[dict[str, float]] = [{}] * dist.get_world_size()

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megatron.seq1f1b.install import _patches_of_megatron
+from megatron.seq1f1b.launch.overlay import patches_of_megatron
 from megatron.seq1f1b.process import ranks
 from megatron.seq1f1b.process.ranks import OneCaller, Outcome, Peers, check_agreement
 from support.patience import patient
@@ -80,7 +80,7 @@ def test_what_a_rank_starts_ends_with_it(tmp_path):
     for child in left:
         os.kill(child, signal.SIGKILL)
     assert not left
-    assert "multiprocessing.process.BaseProcess.start" in {row.target for row in _patches_of_megatron((0, 19))}
+    assert "multiprocessing.process.BaseProcess.start" in {row.target for row in patches_of_megatron((0, 19))}
 
 
 def is_running(process: int) -> bool:

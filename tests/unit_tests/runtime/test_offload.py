@@ -12,9 +12,7 @@ from support.linear_stages import Stage, executor, run
 def offloading(alone, monkeypatch):
     """All activations move, also small ones."""
     monkeypatch.setattr(host_memory, "SMALLEST", 1)
-    made = executor("gpipe", k=4)
-    made.programs.offloaded = 1.0
-    return made
+    return executor("gpipe", k=4, offloads=1.0)
 
 
 def test_a_step_records_its_moves_and_evaluation_has_none(offloading):

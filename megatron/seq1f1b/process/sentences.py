@@ -1,34 +1,19 @@
-"""The net under a program: an exception that ends it is one sentence on rank 0, and ends all ranks.
+"""One sentence for a failure: the current operation, the words of the exception, and the file with its traceback."""
 
-The sentence has the current operation, the words of the exception, and the file with its traceback, unless we found the
-mistake. After the first step, the rank that failed first prints its traceback instead; all others print nothing. An
-error that only says that another rank has ended or hangs is a sentence then, too.
-"""
-
-import atexit
-import json
 import os
 import re
 import shutil
-import socket
 import sys
 import tempfile
-import threading
 import traceback
-from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import suppress
-from datetime import timedelta
-from enum import Enum
 from functools import partial
-from types import FrameType, MappingProxyType, TracebackType
-from typing import Any, TextIO
+from types import FrameType, MappingProxyType
+from typing import TextIO
 
-from ..process.causes import has_lost_a_peer, hidden_package, name_file, plain, way_out
-from ..process.ranks import Peers, is_rank_0, rank
-from ..schedule import ScheduleError
-from .config import refuse_unsupported
+from .causes import hidden_package, name_file, plain, way_out
 
 # What some functions do, with values of their `args`.
 _ACTIONS: Mapping[str, str] = MappingProxyType(
@@ -46,98 +31,8 @@ _ACTIONS: Mapping[str, str] = MappingProxyType(
 )
 _LITTLE = 2**20  # bytes
 _LONGEST = 400  # characters of an exception's words: some hold whole state dictionaries
-_VALUES = (bool, int, float, str, list, tuple, Enum, type(None))
 _OF_TRAINING = ("megatron", "tokenizers", "torch", "tqdm")  # packages of the extra `train`
 _SCRIPTS = ("__main__", "pretrain_gpt", "pretrain_hybrid")
-
-
-class Net:
-    """Ends the ranks of a job together: `caught` replaces `sys.excepthook`, `connect` joins the other ranks."""
-
-    def __init__(self) -> None:
-        self._peers: Peers | None = None
-        self._printing = threading.Lock()
-
-    def connect(self) -> None:
-        """Join the other ranks that the environment names; call it as early as possible."""
-        if any("multiprocessing" in word for word in sys.orig_argv):  # a worker, which imports the script of its rank
-            return
-        text = os.environ.get("WORLD_SIZE", "1")
-        size = int(text) if text.isdecimal() else 1
-        if rank() >= size:  # torch would wait for the missing ranks
-            raise ValueError(f"RANK={rank()} in the environment must be below WORLD_SIZE={size}")
-        if size > 1 and {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-            self._peers = Peers(self._end_with)
-            atexit.register(self._peers.leave)
-
-    def parsed(self, args: Namespace) -> Namespace:
-        """The parsed `args`; raises ValueError if they differ from those of rank 0, or are unsupported."""
-        if hasattr(args, "pipeline_schedule"):  # a script may parse its arguments without our flags
-            refuse_unsupported(args, vars(args))
-        if self._peers is not None:
-            facts = _facts(args)
-            timeout = timedelta(minutes=args.distributed_timeout_minutes)
-            usual = json.loads(self._peers.share(json.dumps(facts), timeout))
-            for name, here in facts.items():
-                if usual.get(name) != here:
-                    raise ValueError(
-                        f"the ranks disagree: {name} is {here} on rank {rank()}, but {usual.get(name)} on rank 0; "
-                        "start all ranks with the same flags and environment"
-                    )
-        return args
-
-    def caught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Replaces `sys.excepthook`: ends this rank, and with it all others."""
-        name_file(error)
-        needs_trace = not (isinstance(error, KeyboardInterrupt) or is_mistake(error) or has_lost_a_peer(error))
-        is_late = _first_step_is_over() and needs_trace
-        own = {
-            "rank": rank(),
-            "host": socket.gethostname(),
-            "sentence": sentence_of(error),
-            "traceback": None if is_mistake(error) else "".join(traceback.format_exception(error)),
-            "is_late": is_late,
-        }
-        sys.unraisablehook = lambda unraisable: None  # half-built objects fail once more when they are deleted
-        first = json.loads(self._peers.report(json.dumps(own))) if self._peers else own
-        if first == own and is_late:
-            sys.__excepthook__(kind, error, trace)
-        elif is_rank_0():
-            self._print(first if first["sentence"] != own["sentence"] else own)
-        waits = first == own and not is_late and not is_rank_0()
-        if (self._peers is None or not self._peers.leave(waits)) and waits:
-            self._print(own)  # rank 0 has not printed
-        if not first["is_late"] and not isinstance(
-            error, KeyboardInterrupt
-        ):  # for which Python itself ends by the signal
-            sys.exit(2)
-
-    def _end_with(self, report: str) -> None:
-        """End this process at once: its main thread may wait for ever for the rank that failed."""
-        first = json.loads(report)
-        if is_rank_0():
-            self._print(first)
-        if self._peers is not None:
-            self._peers.leave()
-        os._exit(1 if first["is_late"] else 2)
-
-    def _print(self, failure: Mapping[str, Any]) -> None:
-        if failure["is_late"] or not self._printing.acquire(blocking=False):
-            return
-        where = "" if failure["rank"] == rank() == 0 else f" (rank {failure['rank']} on {failure['host']})"
-        # torch.distributed's own hook wraps this one and holds its output back until it returns.
-        sentence, line_end, picture = failure["sentence"].partition("\n")
-        say(sentence + where + line_end + picture, failure["traceback"], sys.__stderr__)
-
-
-def _facts(args: Namespace) -> dict[str, str]:
-    """The values that must be equal on all ranks; folders and the numbers of ranks may differ."""
-    facts = {
-        f"--{name.replace('_', '-')}": str(value)
-        for name, value in vars(args).items()
-        if name not in ("rank", "local_rank") and isinstance(value, _VALUES) and os.sep not in str(value)
-    }
-    return facts | {"CUDA_DEVICE_MAX_CONNECTIONS": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "unset")}
 
 
 def say(sentence: str, trace: str | None = None, stream: TextIO | None = None) -> None:
@@ -199,7 +94,7 @@ def _words(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         of_file = error.filename and f"{error.filename}: {error.strerror}{way_out(error)}"
         return of_file or f"{error.strerror}{_full_disks()}"
-    if isinstance(error, ScheduleError):  # shows the ranks below each other
+    if getattr(error, "has_picture", False):  # such as a schedule's, which shows the ranks below each other
         return str(error)
     if isinstance(error, StopIteration):
         return "a data iterator ended early; give more data, or run fewer steps (--train-iters, --eval-iters)"
@@ -239,9 +134,3 @@ def _failed_statement(error: BaseException) -> str:
 
 def _frames(error: BaseException) -> list[FrameType]:
     return [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-
-
-def _first_step_is_over() -> bool:
-    """Whether Megatron's training loop, if there is one, has finished a step."""
-    args = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
-    return args is not None and getattr(args, "curr_iteration", 0) > getattr(args, "iteration", 0)

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
 
-from ..process.patches import Patch, PatchTable, wrapping
+from ...process.patches import Patch, PatchTable, wrapping
 
 Group = dict[str, Any]
 # What the flags of a schedule set in all groups.

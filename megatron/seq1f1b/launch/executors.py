@@ -1,5 +1,4 @@
-"""Builds the function that runs a step from a PipelineConfig: our interpreter, or Megatron's own schedule with a
-trace."""
+"""Makes the executor that a PipelineConfig describes, for Megatron's training loop or for a program of its own."""
 
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -15,20 +14,22 @@ from ..arguments import MegatronRun, PipelineConfig, is_on_cpu, run_of_program
 from ..model import PIECE, Documents
 from ..model.kernels import AttentionRule, KernelChoice
 from ..process.ranks import OneCaller, warn_on_rank_0
-from .executor import PipelineExecutor
-from .repacking import Repacking
-from .segmentation import Segmentation
-from .tracer import Tracer, run_traced
+from ..runtime import PipelineExecutor, Repacking, Segmentation, Tracer
 from .v_chunks import in_forward_step
 
 
 def training_executor(
-    config: PipelineConfig, args: Namespace, end_of_document: Callable[[], int], divides_documents: bool = False
+    config: PipelineConfig,
+    args: Namespace,
+    end_of_document: Callable[[], int],
+    divides_documents: bool = False,
+    tracer: Tracer | None = None,
 ) -> PipelineExecutor:
     """The executor for Megatron's training loop and `args`; `end_of_document()` is the token that ends a document. A
     script that `divides_documents` gives context-parallel ranks a share of each document, else of whole sequences."""
     return _executor(
         config,
+        tracer,
         end_of_document,
         around_program=partial(_in_a_v if config.schedule.placement == "v" else sequences_of, args),
         divides_documents=divides_documents,
@@ -77,41 +78,40 @@ class ProgramExecutor:
             run = run_of_program(model, num_microbatches, seq_length, size, self._keep_documents_apart)
             config = self._configure(run)
             # Programs divide packs among context-parallel ranks by documents, as Transformer Engine wants them.
-            executor = _executor(config, from_calls=True, divides_documents=True)
-            self._run = self._run or traced(executor, config, lambda: self._training_steps)
+            tracer = tracer_of(config, lambda: self._training_steps)
+            executor = _executor(config, tracer, from_calls=True, divides_documents=True)
+            self._run = self._run or executor
             self._checked.append(of_model)
         self._training_steps += not step.get("forward_only", False)
         return self._run(model=model, num_microbatches=num_microbatches, seq_length=seq_length, **step)
 
 
-def traced(function: Callable, config: PipelineConfig, iteration_now: Callable[[], int]) -> Callable:
-    """A `forward_backward_func`, ours or Megatron's, traced with `--pipeline-trace`."""
+def tracer_of(config: PipelineConfig, iteration_now: Callable[[], int]) -> Tracer | None:
+    """The tracer of `--pipeline-trace`; `iteration_now()` is the number of the running iteration."""
     if config.flags.pipeline_trace is None:
-        return function
-    tracer = Tracer(config.flags.pipeline_trace, config.flags.pipeline_trace_iterations, iteration_now)
-    return watched(function, tracer)
-
-
-def watched(function: Callable, tracer: Any) -> Callable:
-    """A `forward_backward_func`, ours or Megatron's, that reports every action of every step to `tracer` alone."""
-    if isinstance(function, PipelineExecutor):
-        function.tracer = tracer
-        return function
-    return partial(run_traced, function, tracer)
+        return None
+    return Tracer(config.flags.pipeline_trace, config.flags.pipeline_trace_iterations, iteration_now)
 
 
 def _executor(
-    config: PipelineConfig, end_of_document: Callable[[], int] | None = None, from_calls: bool = False, **options: Any
+    config: PipelineConfig,
+    tracer: Tracer | None,
+    end_of_document: Callable[[], int] | None = None,
+    from_calls: bool = False,
+    **options: Any,
 ) -> PipelineExecutor:
-    flags, costs = config.flags, config.partition.costs.of_actions if config.run.has_sizes else None
+    flags = config.flags
     warn_on_rank_0(f"steps are run by megatron.seq1f1b: {config.schedule.name}, {_parts(config)}")
-    segmentation = _segmentation(config, end_of_document, from_calls)
-    piece = None if flags.keep_logits else PIECE
-    executor = PipelineExecutor(config.schedule, segmentation, costs, piece=piece, **options)
-    executor.programs.offloaded = config.offloads
-    if flags.recompute_keeps_attention:
-        executor.context.kept_attention = {}
-    return executor
+    return PipelineExecutor(
+        config.schedule,
+        _segmentation(config, end_of_document, from_calls),
+        config.costs_of_actions,
+        piece=None if flags.keep_logits else PIECE,
+        offloads=config.offloads,
+        keeps_attention=bool(flags.recompute_keeps_attention),
+        tracer=tracer,
+        **options,
+    )
 
 
 def _parts(config: PipelineConfig) -> str:

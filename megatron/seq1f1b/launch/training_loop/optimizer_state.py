@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..process.patches import PatchTable, wrapping
+from ...process.patches import PatchTable, wrapping
 
 _OPTIMIZER = "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer"
 # The optimizer's weights and the model's differ by rounding: in 4 bits by a tenth, in fp16 those near zero by 1e-7.

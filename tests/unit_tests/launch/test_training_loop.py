@@ -8,8 +8,10 @@ import pytest
 import torch
 from megatron.core import parallel_state
 
-from megatron.seq1f1b.runtime import Reading, training_loop
-from megatron.seq1f1b.runtime.training_loop import TrainingLoop
+from megatron.seq1f1b.launch.training_loop import log
+from megatron.seq1f1b.launch.training_loop.checkpoints import Checkpoints
+from megatron.seq1f1b.launch.training_loop.log import IterationLog
+from megatron.seq1f1b.runtime import Reading
 
 LINE = (
     " [2026-01-01 00:00:00.000000] iteration        3/       5 | consumed samples: 24 | "
@@ -18,21 +20,21 @@ LINE = (
 )
 
 
-def loop(documents=None, **args) -> TrainingLoop:
+def log_of(documents=None, **args) -> IterationLog:
     recorder = SimpleNamespace(reading=lambda: None)
     executor = SimpleNamespace(segmentation=SimpleNamespace(apart=documents), recorder=recorder)
-    return TrainingLoop(lambda: Namespace(**args), lambda: executor)
+    return IterationLog(lambda: Namespace(**args), lambda: executor)
 
 
 def test_an_iteration_shows_tokens_idle_shares_and_memory(monkeypatch):
     readings = [Reading(0.3, 0.4, 2**20), Reading(0.2, 0.3, 2**21)]
     written, lines = {}, []
-    monkeypatch.setattr(training_loop, "_of_all_stages", lambda reading: readings)
-    monkeypatch.setattr(training_loop, "_write", lambda values, iteration: written.update(values, iteration=iteration))
+    monkeypatch.setattr(log, "_of_all_stages", lambda reading: readings)
+    monkeypatch.setattr(log, "_write", lambda values, iteration: written.update(values, iteration=iteration))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cuda")
     args = {"seq_length": 64, "world_size": 2}
     for message in (LINE, "something else"):
-        loop(**args, tensorboard_log_interval=1).print_rank_last(lines.append, message)
+        log_of(**args, tensorboard_log_interval=1).print_rank_last(lines.append, message)
     line, other = lines
     assert other == "something else" and line.startswith(LINE)
     assert " tokens/s per GPU: 512.0 |" in line
@@ -42,7 +44,7 @@ def test_an_iteration_shows_tokens_idle_shares_and_memory(monkeypatch):
     assert written["idle-share/pipeline-rank-1"] == pytest.approx(0.5)
     assert written["peak-activation-bytes/pipeline-rank-1"] == 2**21
     written.clear()
-    loop(**args, tensorboard_log_interval=0).print_rank_last(lines.append, LINE)  # Megatron's value without writers
+    log_of(**args, tensorboard_log_interval=0).print_rank_last(lines.append, LINE)  # Megatron's value without writers
     assert lines[-1] == line and not written
 
 
@@ -52,19 +54,19 @@ def test_an_iteration_shows_tokens_idle_shares_and_memory(monkeypatch):
 def test_the_first_iteration_is_printed_within_an_interval(log_interval, iteration, prints_besides):
     """Megatron keeps a loss that it printed early for the next line, which would show the mean of both."""
     upstream = Mock()
-    log = loop(log_interval=log_interval, curr_iteration=iteration - 1).training_log
-    log(upstream, {"lm loss": 1}, {}, is_first_iteration=True)
+    training_log = log_of(log_interval=log_interval, curr_iteration=iteration - 1).training_log
+    training_log(upstream, {"lm loss": 1}, {}, is_first_iteration=True)
     upstream.assert_called_once_with({"lm loss": 1}, {}, is_first_iteration=prints_besides)
 
 
 def test_documents_and_micro_batches_are_those_of_the_step(alone, monkeypatch):
     monkeypatch.setattr(parallel_state, "get_data_parallel_group", lambda: torch.distributed.group.WORLD)
     for documents, counted, scale in ((None, (7.0, 50.0), 0.5), ((4, [3, 5, 1]), (9.0, 35.0), 0.25)):
-        found = loop(documents, curr_iteration=0)
+        found = log_of(documents, curr_iteration=0)
         assert found.count_documents(lambda: (7.0, 50.0)) == counted
         assert found.report_experts(lambda tracker, scale, iteration: (scale, iteration), None, 0.5, 3) == (scale, 3)
 
 
 def test_a_checkpoint_at_which_megatron_exits_is_an_error():
     with pytest.raises(RuntimeError, match="cannot load /saved; what it printed last is the reason"):
-        loop(load="/saved").load(Mock(side_effect=SystemExit))
+        Checkpoints(lambda: Namespace(load="/saved")).load(Mock(side_effect=SystemExit))

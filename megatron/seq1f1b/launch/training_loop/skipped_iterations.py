@@ -11,7 +11,7 @@ from typing import Any
 from megatron.core.num_microbatches_calculator import get_current_running_global_batch_size, get_num_microbatches
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 
-from ..process.patches import PatchTable, wrapping
+from ...process.patches import PatchTable, wrapping
 
 
 class SkippedIterations:

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron.seq1f1b.runtime import from_config
+from megatron.seq1f1b.launch import executors
 
 
 def test_every_model_of_a_program_is_checked(monkeypatch):
@@ -16,10 +16,10 @@ def test_every_model_of_a_program_is_checked(monkeypatch):
             raise ValueError("drop it")
         return run
 
-    monkeypatch.setattr(from_config, "run_of_program", lambda model, *_: model.config.name)
-    monkeypatch.setattr(from_config, "_executor", lambda config, **_: lambda **step: config)
-    monkeypatch.setattr(from_config, "traced", lambda function, *_: function)
-    program = from_config.ProgramExecutor(configure)
+    monkeypatch.setattr(executors, "run_of_program", lambda model, *_: model.config.name)
+    monkeypatch.setattr(executors, "_executor", lambda config, tracer, **_: lambda **step: config)
+    monkeypatch.setattr(executors, "tracer_of", lambda *_: None)
+    program = executors.ProgramExecutor(configure)
     first, second, unsupported = models
     assert [program(model=model, num_microbatches=1) for model in (first, second, [first])] == ["first"] * 3
     for _ in range(2):

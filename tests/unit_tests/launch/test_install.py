@@ -9,9 +9,9 @@ import pytest
 from megatron.core import package_info
 
 import megatron.seq1f1b
-from megatron.seq1f1b.install import check_version, install
+from megatron.seq1f1b.launch.install import check_version, install
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_an_old_megatron_is_refused_and_an_unknown_one_noted(caplog):

@@ -1,25 +1,16 @@
-"""Wrappers of functions of Megatron's training loop."""
+"""What Megatron's training loop prints and writes about iterations."""
 
 import re
-import shutil
 from argparse import Namespace
-from collections.abc import Callable, Sequence
-from functools import partial
-from pathlib import Path
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.datasets.blended_dataset import BlendedDataset
-from megatron.core.datasets.gpt_dataset import GPTDataset
-from megatron.core.datasets.utils import Split
 
-from ..process.patches import Patch, wrapping
-from ..process.ranks import warn_on_rank_0
-from .parameter_groups import ParameterGroups
-from .skipped_iterations import SkippedIterations
-from .tracer import Reading
+from ...process.patches import PatchTable, wrapping
+from ...runtime import Reading
 
 _LINE = re.compile(
     r" iteration +(?P<iteration>\d+)/.* elapsed time per iteration \(ms\): (?P<milliseconds>\S+) \|"
@@ -27,51 +18,29 @@ _LINE = re.compile(
 )
 
 
-class TrainingLoop:
-    """Wraps functions of Megatron's training loop; `args()` returns its arguments, `executor()` the executor of our
-    schedules."""
+class IterationLog:
+    """The lines of iterations. `args()` returns Megatron's arguments, `executor()` the executor of our schedules; the
+    iterations that are `skipped` have no lines of ours."""
 
-    def __init__(self, args: Callable[[], Namespace], executor: Callable[[], Any]) -> None:
+    def __init__(
+        self, args: Callable[[], Namespace], executor: Callable[[], Any], skipped: Container[int] = ()
+    ) -> None:
         self._args = args
         self._executor = executor
+        self._skipped = skipped
         self._tokens: float | None = None  # in the last step, over all replicas, without padding
         self._microbatches: float | None = None  # per replica in that step, on average
-        self._skipped = SkippedIterations(args)
-        self._parameter_groups = ParameterGroups(args)
 
-    def patches(self) -> tuple[Patch, ...]:
-        """Each row names the fault of one of Megatron's functions."""
-        training, core = "megatron.training.training", "megatron.core"
-        data = f"{core}.datasets.blended_megatron_dataset_builder.BlendedMegatronDatasetBuilder.build_generic_dataset"
-        experts = f"{core}.transformer.moe.moe_logging.MoEMetricsTracker.report"
-
-        def exit_silently(upstream: Callable, detector: Any, *_: Any) -> None:
-            upstream(detector, None, None, None)
-
+    def patches(self) -> PatchTable:
+        training = "megatron.training.training"
+        experts = "megatron.core.transformer.moe.moe_logging.MoEMetricsTracker.report"
         return (
-            wrapping(f"{training}.build_train_valid_test_data_loaders", self.loaders, "evaluates without data"),
             wrapping(f"{training}.training_log", self.training_log, "averages two losses into the second line"),
             wrapping(f"{training}.print_rank_last", self.print_rank_last, "shows neither tokens/s nor idle ranks"),
             wrapping(f"{training}.consume_seqlen_stats_in_iteration", self.count_documents, "counts by segment"),
             wrapping(experts, self.report_experts, "divides by the micro-batches of the flags, but units make others"),
             wrapping(f"{training}.report_theoretical_memory", self.report_memory, "counts whole micro-batches"),
-            wrapping(f"{training}.save_checkpoint_and_time", self.save, "names no folder if it fails, and needs one"),
-            wrapping(f"{training}.load_checkpoint", self.load, "exits with code 0 if it cannot load"),
-            wrapping(f"{core}.utils.StragglerDetector.__exit__", exit_silently, "logs exceptions on every rank, too"),
-            Patch(data, lambda old: staticmethod(partial(_built, old)), "adds up epochs of no tokens for ever", True),
-            wrapping(f"{core}.dist_checkpointing.load_content_metadata", self.metadata, "takes any optimizer's state"),
-            *self._parameter_groups.patches(),
-            *self._skipped.patches(),
         )
-
-    def loaders(self, upstream: Callable, provider: Callable) -> tuple:
-        """Turn evaluations off if no data set is left for them."""
-        was_valid = getattr(self._args(), "do_valid", False)
-        train, valid, test = upstream(provider)
-        has_valid = [bool(valid) and valid[0] is not None]
-        dist.broadcast_object_list(has_valid)
-        self._args().do_valid = was_valid or self._args().do_valid and has_valid[0]
-        return train, valid, test
 
     def training_log(
         self,
@@ -140,75 +109,6 @@ class TrainingLoop:
         """Megatron's own schedules only: the block at the start estimates ours."""
         if getattr(args, "pipeline_schedule", None) is None and not getattr(args, "pipeline_schedule_file", None):
             upstream(args, *rest, **more)
-
-    def save(self, upstream: Callable, iteration: int, *rest: Any, **more: Any) -> None:
-        """Megatron's loop saves after a loss that is not a number, even without --save."""
-        folder = self._args().save
-        if folder is None:
-            warn_on_rank_0(f"nothing is saved of iteration {iteration}, since --save is not given")
-            return
-        try:
-            upstream(iteration, *rest, **more)
-        except BaseException as error:  # torch's CheckpointException is not an Exception
-            last, free = Path(folder, "latest_checkpointed_iteration.txt"), shutil.disk_usage(folder).free / 2**20
-            complete = last.read_text().strip() if last.is_file() else "none"
-            kept = f"the last complete one is {complete}; {folder} has {free:.0f} MiB free"
-            error.add_note(f"the checkpoint of iteration {iteration} was not saved; {kept}")
-            raise
-
-    def load(self, upstream: Callable, *rest: Any, **more: Any) -> Any:
-        """Megatron prints the reason and exits with code 0 for some bad checkpoints."""
-        try:
-            return upstream(*rest, **more)
-        except SystemExit as error:
-            folder = self._args().load or self._args().pretrained_checkpoint
-            raise RuntimeError(f"Megatron cannot load {folder}; what it printed last is the reason") from error
-
-    def metadata(self, upstream: Callable, *rest: Any, preloaded_state_dict: Any, **more: Any) -> Any:
-        """Of the optimizer's state in a checkpoint, which is saved in one form with the distributed optimizer and in
-        another without it. Raises ValueError if the run has the other one."""
-        args, found = self._args(), upstream(*rest, preloaded_state_dict=preloaded_state_dict, **more)
-        saved = preloaded_state_dict.get("args")
-        if found is None or saved is None or args.no_load_optim or args.finetune or saved.no_save_optim:
-            return found
-        is_saved_with = "distrib_optim_sharding_type" in found
-        is_loaded_with = args.use_distributed_optimizer or args.use_layer_wise_distributed_optimizer
-        if is_saved_with != is_loaded_with:
-            with_it, change = ("with", "add") if is_saved_with else ("without", "drop")
-            raise ValueError(
-                f"the checkpoint in {args.load} was saved {with_it} --use-distributed-optimizer; {change} that flag, "
-                "or go on from the weights with --no-load-optim"
-            )
-        return found
-
-
-def _built(upstream: Callable, kind: Any, is_built: Callable[[], bool], synchronizes: bool, *arguments: Any) -> Any:
-    """A data set; None for a part of --split that has too few documents."""
-    if not is_built() or not _is_left_out(kind, arguments):
-        return upstream(kind, is_built, synchronizes, *arguments)
-    if synchronizes and dist.is_initialized():
-        dist.barrier()  # ranks that build nothing wait there
-    return None
-
-
-def _is_left_out(kind: Any, arguments: tuple) -> bool:
-    """Whether a part for evaluations has no tokens; raises ValueError for training."""
-    if kind is BlendedDataset:
-        return None in arguments[0]
-    if not (isinstance(kind, type) and issubclass(kind, GPTDataset)):
-        return False
-    dataset, _, indices, _, split, config = arguments
-    # Megatron has no indices with --dataloader-fast-cache-load.
-    if indices is None or any(dataset.sequence_lengths[index] for index in indices):
-        return False
-    reason = (
-        f"{dataset.path_prefix} has {len(dataset.document_indices) - 1} documents, none of them for the {split.name} "
-        f"part of --split {config.split}; give that part a larger share, or take more text"
-    )
-    if split is Split.train:
-        raise ValueError(reason)
-    warn_on_rank_0(f"{reason}. There is no {split.name} part.")
-    return True
 
 
 def _of_all_stages(reading: Reading) -> list[Reading]:

@@ -1,0 +1,112 @@
+"""Makes Megatron's `get_forward_backward_func` return our schedule in this process, if our flags select one."""
+
+import logging
+import os
+import re
+import sys
+import warnings
+from argparse import Namespace
+from contextlib import ExitStack
+from typing import Any
+
+from .. import cpu, rehearsal
+from ..arguments import PipelineConfig, parse_options
+from ..process.net import Net
+from ..process.patches import Patch, patched, rebound
+from ..process.ranks import warn_on_rank_0
+from .overlay import Overlay, installed, patches_of_megatron
+from .validation import validated
+
+# Versions of megatron-core that were seen to train.
+TESTED = ("0.19.0", "0.19.1", "0.19.2")
+
+
+def install(add_flags: bool = False, keep_documents_apart: bool = False, **flags: Any) -> None:
+    """Make Megatron in this process run our schedules; best called before a program imports Megatron. A second call
+    does nothing. Raises ValueError for unknown keywords, or others than before, and ImportError for an old Megatron.
+
+    A script with Megatron's arguments adds our flags to its parser and calls `validate`. With `add_flags` this happens
+    in every script that has Megatron parse its arguments and calls `pretrain`. With `--dry-run` it rehearses.
+
+    A program without megatron.training passes our `flags` as keywords: `install(sequence_splits=4)`. Megatron's
+    `get_forward_backward_func` then returns our schedule (1f1b if none is named); its first step raises ValueError for
+    what is unsupported. With `pipeline_placement="v"` rank r of P holds the stages r and 2P-1-r as its chunks. With
+    `keep_documents_apart` no token sees another document of its sequence (docs/library.md).
+
+    Without a GPU, or with `--device cpu`, Megatron moves to the CPU.
+    """
+    keywords = flags | ({"keep_documents_apart": True} if keep_documents_apart else {})
+    if (before := installed()) is not None:
+        if keywords not in ({}, before.keywords):
+            raise ValueError("install was called before with other keywords; call it once, or uninstall in between")
+        return
+    options = parse_options(flags) if keywords else None
+    is_rehearsal = options is None and "--dry-run" in sys.argv[1:]
+    net, patches = Net(), ExitStack()
+    if options is None:
+        hook = Patch("sys.excepthook", net.caught, "prints a traceback on every rank that fails")
+        patches.enter_context(patched([hook]))
+        if is_rehearsal:
+            rehearsal.prepare(os.environ)
+        else:
+            net.connect()
+    if is_rehearsal or cpu.wanted(sys.argv[1:] if options is None else ["--device", options.device]):
+        _silence_imports()
+        cpu.activate()
+    from megatron.core import package_info
+    from megatron.core.pipeline_parallel import schedules
+
+    version = package_info.__version__.split("+")[0]  # without a commit, which is that of the repository around it
+    check_version(version)
+    upstream = schedules.get_forward_backward_func
+    overlay = Overlay(upstream, patches, keywords)
+    rows = patches_of_megatron(_numbers(version))
+    if options is None:
+        rows += overlay.patches_of_scripts(net, add_flags)
+    else:
+        rows += overlay.patches_of_programs(options, keep_documents_apart)
+    patches.enter_context(patched(rows))
+    patches.enter_context(rebound(upstream, overlay.get_forward_backward_func))
+    if is_rehearsal:
+        patches.enter_context(patched(rehearsal.patches()))
+
+
+def check_version(version: str) -> None:
+    """Raise ImportError for a Megatron without the names that we need; warn of an untested one."""
+    tested = f"tested with {', '.join(TESTED)}"
+    if _numbers(version) < (0, 19):
+        raise ImportError(f"megatron.seq1f1b needs megatron-core 0.19 and found {version}; it is {tested}")
+    if version not in TESTED:
+        warn_on_rank_0(f"megatron-core {version} was never tried with megatron.seq1f1b, which is {tested}")
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """Major and minor version."""
+    return tuple(map(int, re.findall(r"\d+", version)[:2]))
+
+
+def _silence_imports() -> None:
+    """Suppress warnings about packages for GPUs."""
+    warnings.filterwarnings("ignore", r".*(Apex|transformer-engine)", UserWarning, r"megatron\.(core|training)")
+    warnings.filterwarnings("ignore", "invalid escape sequence", SyntaxWarning)
+    warnings.filterwarnings("ignore", "'pin_memory' argument", UserWarning)
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+
+
+def uninstall() -> None:
+    """Undo `install`; without it, do nothing. If Megatron runs on the CPU, it stays there."""
+    if (overlay := installed()) is not None:
+        overlay.patches.close()
+
+
+def validate(args: Namespace) -> PipelineConfig:
+    """The configuration of the parsed arguments, Megatron's and ours; raises ValueError for what is unsupported."""
+    config = validated(args)
+    if (overlay := installed()) is not None:
+        overlay.use(config)
+    return config
+
+
+def pipeline_config() -> PipelineConfig:
+    """The configuration of this process, as `validate` returned it. To be called after `install`."""
+    return installed().pipeline_config()

@@ -1,0 +1,184 @@
+"""What replaces Megatron's choice of a schedule, and what of Megatron is wrapped beside it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from datetime import timedelta
+from enum import Enum
+from importlib.util import find_spec
+from typing import Any
+
+from .. import cpu
+from ..arguments import PipelineConfig, add_arguments
+from ..arguments.config import refuse_unsupported
+from ..planning.run_costs import RunCosts
+from ..planning.summary import copies_summary
+from ..process.net import Net
+from ..process.patches import Patch, patched, wrapping
+from ..process.ranks import is_rank_0, start_process
+from .validation import configured, validated
+
+# Of flags that all ranks must have in common.
+_VALUES = (bool, int, float, str, list, tuple, Enum, type(None))
+
+
+class Overlay:
+    """Replaces Megatron's choice of a schedule by ours, with one configuration and one executor; `keywords` are those
+    of `install`."""
+
+    def __init__(self, upstream: Callable, patches: ExitStack, keywords: Mapping[str, Any] | None = None) -> None:
+        self._upstream, self.patches, self.keywords = upstream, patches, keywords or {}
+        self._runs_own_script = True  # which calls `validate` itself
+        self.config: PipelineConfig | None = None
+        self.executor: Callable | None = None
+
+    def patches_of_programs(self, options: Namespace, keep_documents_apart: bool) -> list[Patch]:
+        """The patches for a program without Megatron's arguments, which has an executor at once."""
+        from ..runtime import partitioned_state
+        from .executors import ProgramExecutor
+
+        if options.pipeline_schedule is None and options.pipeline_schedule_file is None:
+            options.pipeline_schedule = "1f1b"
+        self.executor = ProgramExecutor(lambda run: configured(RunCosts(options, run)), keep_documents_apart)
+        return list(partitioned_state.patches()) if options.partition_state else []
+
+    def patches_of_scripts(self, net: Net, add_flags: bool) -> list[Patch]:
+        """The patches for a script with Megatron's arguments, with `add_flags` for one without our flags."""
+        from . import training_loop
+
+        def parse(upstream: Callable, own_flags: Callable | None = None, *args: Any, **more: Any) -> Namespace:
+            def with_our_flags(parser: ArgumentParser) -> ArgumentParser:
+                parser = own_flags(parser) if own_flags else parser
+                return parser if "--sequence-splits" in parser._option_string_actions else add_arguments(parser)
+
+            parsed = upstream(with_our_flags if add_flags else own_flags, *args, **more)
+            if hasattr(parsed, "pipeline_schedule"):  # a script may parse its arguments without our flags
+                refuse_unsupported(parsed, vars(parsed))
+            net.require_equal(_equal_on_all_ranks(parsed), timedelta(minutes=parsed.distributed_timeout_minutes))
+            return parsed
+
+        rows = [wrapping("megatron.training.arguments.parse_args", parse, "does not compare the flags of ranks")]
+        if add_flags:
+            names = "megatron.training.training.pretrain", "megatron.training.pretrain"
+            rows += [wrapping(name, self.pretrain, "does not validate our flags") for name in names]
+        return [*rows, *training_loop.patches(_megatron_args, lambda: self.executor)]
+
+    def use(self, config: PipelineConfig) -> None:
+        """Take the configuration of validated arguments, before Megatron builds its process groups and its model."""
+        from ..runtime import partitioned_state
+        from . import v_chunks
+        from .executors import sequences_of
+
+        def communicators_of_segments(initialize: Callable[[], None]) -> None:
+            with sequences_of(_megatron_args(), 0, config.lengths[0]):  # all are equally long
+                initialize()
+
+        self.config = config
+        rows: list[Patch] = []
+        if config.schedule is not None and config.schedule.placement == "v":
+            rows += v_chunks.patches()
+        if config.flags.partition_state:
+            rows += partitioned_state.patches() + partitioned_state.patches_of_training_loop()
+        if config.num_segments > 1 and config.run.settings.get("tp_comm_overlap"):
+            name = "megatron.training.initialize._initialize_tp_communicators"
+            rows.append(wrapping(name, communicators_of_segments, "makes buffers for whole sequences"))
+        self.patches.enter_context(patched(rows))
+
+    def get_forward_backward_func(self, *args: Any, **kwargs: Any) -> Callable:
+        """Our executor if a schedule flag was given, Megatron's own function otherwise."""
+        if self.executor is not None:
+            return self.executor
+        from megatron.training import get_tokenizer
+
+        from ..runtime import watched
+        from .executors import tracer_of, training_executor
+
+        config, parsed = self.pipeline_config(), _megatron_args()
+        tracer = tracer_of(config, lambda: parsed.curr_iteration + 1)
+        if config.schedule is None:
+            upstream = self._upstream(*args, **kwargs)
+            return upstream if tracer is None else watched(upstream, tracer)
+        # Megatron's scripts divide documents among context-parallel ranks, but for inter-document masking.
+        divides_documents = not (self._runs_own_script or parsed.dataloader_inter_document_masking)
+        executor = training_executor(config, parsed, lambda: get_tokenizer().eod, divides_documents, tracer)
+        if (config.offloads or config.schedule.has_moves) and not parsed.dry_run:
+            rate = executor.host_rate()
+            if is_rank_0():
+                print(copies_summary(config, RunCosts(parsed, config.run), rate), flush=True)
+        self.executor = executor
+        return executor
+
+    def pipeline_config(self) -> PipelineConfig:
+        """The configuration of Megatron's arguments; raises ValueError where no script has validated them."""
+        if self.config is None:
+            raise ValueError("the script must call megatron.seq1f1b.validate with its parsed arguments before pretrain")
+        return self.config
+
+    def pretrain(self, pretrain: Callable, cfg_container: Any, *args: Any, **kwargs: Any) -> Any:
+        """Megatron's `pretrain` for a script that calls neither `validate` nor `use_segment_attention`."""
+        parsed = _megatron_args()
+        self._runs_own_script = self.config is not None
+        if self.config is None:
+            self.use(validated(parsed))
+        config = self.pipeline_config()
+        if config.schedule is not None:
+            if parsed.context_parallel_size > 1 and parsed.create_attention_mask_in_dataloader:
+                raise ValueError(
+                    "--context-parallel-size above 1 divides attention masks among ranks, which our schedules do "
+                    "without; add --no-create-attention-mask-in-dataloader"
+                )
+            if config.wants_segment_attention and cfg_container.model is not None:
+                from ..model import use_segment_attention
+
+                cfg_container.model.pre_wrap_hooks.append(use_segment_attention)
+        return pretrain(cfg_container, *args, **kwargs)
+
+
+def installed() -> Overlay | None:
+    """The overlay that `install` has bound, or None."""
+    schedules = sys.modules.get("megatron.core.pipeline_parallel.schedules")
+    overlay = getattr(getattr(schedules, "get_forward_backward_func", None), "__self__", None)
+    return overlay if isinstance(overlay, Overlay) else None
+
+
+def _megatron_args() -> Namespace:
+    from megatron.training import get_args
+
+    return get_args()
+
+
+def _equal_on_all_ranks(args: Namespace) -> dict[str, str]:
+    """The values that must be equal on all ranks; folders and the numbers of ranks may differ."""
+    facts = {
+        f"--{name.replace('_', '-')}": str(value)
+        for name, value in vars(args).items()
+        if name not in ("rank", "local_rank") and isinstance(value, _VALUES) and os.sep not in str(value)
+    }
+    return facts | {"CUDA_DEVICE_MAX_CONNECTIONS": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "unset")}
+
+
+def patches_of_megatron(version: tuple[int, ...]) -> list[Patch]:
+    """Those that every process needs, for a major and minor version."""
+    from ..model import without_te
+    from .training_loop import optimizer_state
+
+    def compile_unless_shipped(compile_helpers: Callable[[], None]) -> None:
+        if find_spec("megatron.core.datasets.helpers_cpp") is None:
+            compile_helpers()
+
+    def queue(get_queue: Callable[[str], Any], mp_mode: str | None = None) -> Any:
+        # A spawned Python imports Megatron and the script again, but with CUDA a fork is not safe.
+        return get_queue(mp_mode or ("fork" if cpu.is_active() else "spawn"))
+
+    writing = "megatron.core.dist_checkpointing.strategies.filesystem_async.get_write_results_queue"
+    name, reason = "megatron.core.datasets.utils.compile_helpers", "fails in a wheel, which ships them compiled"
+    rows = [wrapping(name, compile_unless_shipped, reason)]
+    rows.append(wrapping(writing, queue, "starts a new Python, which imports all again, on the CPU, too"))
+    starting = "multiprocessing.process.BaseProcess.start"
+    rows.append(wrapping(starting, start_process, "starts processes that outlive a killed rank"))
+    rows += optimizer_state.repairs(version)
+    return rows if cpu.is_active() else [*rows, *without_te.repairs()]  # the CPU's patches include the repairs

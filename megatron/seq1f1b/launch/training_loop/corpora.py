@@ -1,0 +1,72 @@
+"""Corpora of Megatron's training loop with parts that have too few documents."""
+
+from argparse import Namespace
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core.datasets.blended_dataset import BlendedDataset
+from megatron.core.datasets.gpt_dataset import GPTDataset
+from megatron.core.datasets.utils import Split
+
+from ...process.patches import Patch, PatchTable, wrapping
+from ...process.ranks import warn_on_rank_0
+
+
+class Corpora:
+    """Wraps functions that build data sets; `args()` returns Megatron's arguments."""
+
+    def __init__(self, args: Callable[[], Namespace]) -> None:
+        self._args = args
+
+    def patches(self) -> PatchTable:
+        builder = "megatron.core.datasets.blended_megatron_dataset_builder.BlendedMegatronDatasetBuilder"
+        loaders = "megatron.training.training.build_train_valid_test_data_loaders"
+        return (
+            wrapping(loaders, self.loaders, "evaluates without data"),
+            Patch(
+                f"{builder}.build_generic_dataset",
+                lambda upstream: staticmethod(partial(_built, upstream)),
+                "adds up epochs of no tokens for ever",
+                wraps=True,
+            ),
+        )
+
+    def loaders(self, upstream: Callable, provider: Callable) -> tuple:
+        """Turn evaluations off if no data set is left for them."""
+        was_valid = getattr(self._args(), "do_valid", False)
+        train, valid, test = upstream(provider)
+        has_valid = [bool(valid) and valid[0] is not None]
+        dist.broadcast_object_list(has_valid)
+        self._args().do_valid = was_valid or self._args().do_valid and has_valid[0]
+        return train, valid, test
+
+
+def _built(upstream: Callable, kind: Any, is_built: Callable[[], bool], synchronizes: bool, *arguments: Any) -> Any:
+    """A data set; None for a part of --split that has too few documents."""
+    if not is_built() or not _is_left_out(kind, arguments):
+        return upstream(kind, is_built, synchronizes, *arguments)
+    if synchronizes and dist.is_initialized():
+        dist.barrier()  # ranks that build nothing wait there
+    return None
+
+
+def _is_left_out(kind: Any, arguments: tuple) -> bool:
+    """Whether a part for evaluations has no tokens; raises ValueError for training."""
+    if kind is BlendedDataset:
+        return None in arguments[0]
+    if not (isinstance(kind, type) and issubclass(kind, GPTDataset)):
+        return False
+    dataset, _, indices, _, split, config = arguments
+    # Megatron has no indices with --dataloader-fast-cache-load.
+    if indices is None or any(dataset.sequence_lengths[index] for index in indices):
+        return False
+    reason = (
+        f"{dataset.path_prefix} has {len(dataset.document_indices) - 1} documents, none of them for the {split.name} "
+        f"part of --split {config.split}; give that part a larger share, or take more text"
+    )
+    if split is Split.train:
+        raise ValueError(reason)
+    warn_on_rank_0(f"{reason}. There is no {split.name} part.")
+    return True

@@ -1,0 +1,31 @@
+"""From Megatron's arguments to the configuration of a run."""
+
+from argparse import Namespace
+
+from ..arguments import PipelineConfig, pipeline_config, run_of_arguments
+from ..arguments.checks import check
+from ..planning.run_costs import RunCosts
+from ..planning.summary import advice, summary
+from ..process.ranks import is_rank_0, warn_on_rank_0
+
+
+def validated(args: Namespace) -> PipelineConfig:
+    """The configuration of the parsed arguments, Megatron's and ours; raises ValueError for what is unsupported. Rank 0
+    prints it."""
+    costs = RunCosts(args, run_of_arguments(args))
+    config = configured(costs)
+    check(args)
+    vars(args).update(config.in_force())
+    if config.schedule is not None and is_rank_0() and not args.dry_run:
+        from .executors import attention_kernel
+
+        print(summary(config, costs, attention_kernel(config)), flush=True)
+    return config
+
+
+def configured(costs: RunCosts) -> PipelineConfig:
+    """The configuration of our parsed flags; rank 0 logs what the user may not expect of it."""
+    config = pipeline_config(costs.flags, costs.run, costs)
+    for sentence in advice(config, costs):
+        warn_on_rank_0(f"{sentence}.")
+    return config

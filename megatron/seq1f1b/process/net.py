@@ -1,0 +1,103 @@
+"""The net under a program: an exception that ends it is one sentence on rank 0, and ends all ranks.
+
+The sentence has the current operation, the words of the exception, and the file with its traceback, unless we found the
+mistake. After the first step, the rank that failed first prints its traceback instead; all others print nothing. An
+error that only says that another rank has ended or hangs is a sentence then, too.
+"""
+
+import atexit
+import json
+import os
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Mapping
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+from .causes import has_lost_a_peer, name_file
+from .ranks import Peers, is_rank_0, rank
+from .sentences import is_mistake, say, sentence_of
+
+
+class Net:
+    """Ends the ranks of a job together: `caught` replaces `sys.excepthook`, `connect` joins the other ranks."""
+
+    def __init__(self) -> None:
+        self._peers: Peers | None = None
+        self._printing = threading.Lock()
+
+    def connect(self) -> None:
+        """Join the other ranks that the environment names; call it as early as possible."""
+        if any("multiprocessing" in word for word in sys.orig_argv):  # a worker, which imports the script of its rank
+            return
+        text = os.environ.get("WORLD_SIZE", "1")
+        size = int(text) if text.isdecimal() else 1
+        if rank() >= size:  # torch would wait for the missing ranks
+            raise ValueError(f"RANK={rank()} in the environment must be below WORLD_SIZE={size}")
+        if size > 1 and {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+            self._peers = Peers(self._end_with)
+            atexit.register(self._peers.leave)
+
+    def require_equal(self, facts: Mapping[str, str], timeout: timedelta) -> None:
+        """Raise ValueError if these `facts`, values by the names of flags, differ from those of rank 0."""
+        if self._peers is None:
+            return
+        usual = json.loads(self._peers.share(json.dumps(facts), timeout))
+        for name, here in facts.items():
+            if usual.get(name) != here:
+                raise ValueError(
+                    f"the ranks disagree: {name} is {here} on rank {rank()}, but {usual.get(name)} on rank 0; start "
+                    "all ranks with the same flags and environment"
+                )
+
+    def caught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """Replaces `sys.excepthook`: ends this rank, and with it all others."""
+        name_file(error)
+        needs_trace = not (isinstance(error, KeyboardInterrupt) or is_mistake(error) or has_lost_a_peer(error))
+        is_late = _first_step_is_over() and needs_trace
+        own = {
+            "rank": rank(),
+            "host": socket.gethostname(),
+            "sentence": sentence_of(error),
+            "traceback": None if is_mistake(error) else "".join(traceback.format_exception(error)),
+            "is_late": is_late,
+        }
+        sys.unraisablehook = lambda unraisable: None  # half-built objects fail once more when they are deleted
+        first = json.loads(self._peers.report(json.dumps(own))) if self._peers else own
+        if first == own and is_late:
+            sys.__excepthook__(kind, error, trace)
+        elif is_rank_0():
+            self._print(first if first["sentence"] != own["sentence"] else own)
+        waits = first == own and not is_late and not is_rank_0()
+        if (self._peers is None or not self._peers.leave(waits)) and waits:
+            self._print(own)  # rank 0 has not printed
+        if not first["is_late"] and not isinstance(
+            error, KeyboardInterrupt
+        ):  # for which Python itself ends by the signal
+            sys.exit(2)
+
+    def _end_with(self, report: str) -> None:
+        """End this process at once: its main thread may wait for ever for the rank that failed."""
+        first = json.loads(report)
+        if is_rank_0():
+            self._print(first)
+        if self._peers is not None:
+            self._peers.leave()
+        os._exit(1 if first["is_late"] else 2)
+
+    def _print(self, failure: Mapping[str, Any]) -> None:
+        if failure["is_late"] or not self._printing.acquire(blocking=False):
+            return
+        where = "" if failure["rank"] == rank() == 0 else f" (rank {failure['rank']} on {failure['host']})"
+        # torch.distributed's own hook wraps this one and holds its output back until it returns.
+        sentence, line_end, picture = failure["sentence"].partition("\n")
+        say(sentence + where + line_end + picture, failure["traceback"], sys.__stderr__)
+
+
+def _first_step_is_over() -> bool:
+    """Whether Megatron's training loop, if there is one, has finished a step."""
+    args = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
+    return args is not None and getattr(args, "curr_iteration", 0) > getattr(args, "iteration", 0)
