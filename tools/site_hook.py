@@ -1,5 +1,5 @@
-"""A hook of MkDocs that adds CONTRIBUTING.md as a page, and the playground's Python: the schedules of this package and,
-where it was fetched, Pyodide."""
+"""A hook of MkDocs that adds CONTRIBUTING.md and the teaching file as pages, and the playground's Python: the schedules
+of this package and, where it was fetched, Pyodide."""
 
 import shutil
 import zipfile
@@ -15,10 +15,22 @@ PYODIDE = ROOT / "build" / "pyodide"  # scripts/site.sh puts it there
 RUNTIME = ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "pyodide-lock.json", "python_stdlib.zip")
 
 
+# A path from docs/, as readers of the repository follow it, and its page in the site.
+TEACHING_FILE = "../examples/seq1f1b_from_scratch.py"
+TEACHING_PAGE = "from-scratch.md"
+
+
 def on_files(files, config, **_):
     text = (ROOT / "CONTRIBUTING.md").read_text("utf-8").replace("](docs/", "](")
     files.append(File.generated(config, "contributing.md", content=text))
+    code = (ROOT / "docs" / TEACHING_FILE).read_text("utf-8")
+    page = f"# Seq1F1B from scratch\n\n```python\n{code}```\n"
+    files.append(File.generated(config, TEACHING_PAGE, content=page))
     return files
+
+
+def on_page_markdown(markdown, **_):
+    return markdown.replace(f"]({TEACHING_FILE})", f"]({TEACHING_PAGE})")
 
 
 def on_post_build(config, **_) -> None:

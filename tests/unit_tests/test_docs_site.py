@@ -11,6 +11,8 @@ import pytest
 from megatron.seq1f1b import commands
 from megatron.seq1f1b.schedule import Placement, Shape, build, sequences_held, simulate
 
+TEACHING_FILE = "../examples/seq1f1b_from_scratch.py"  # the site has it as a page
+
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 SLOW = ("plan", "gain-map", "profile", "train-time")
@@ -20,6 +22,7 @@ COMMANDS = [
     for text in re.findall(r"```bash\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
     for block in re.split(r"(?<!\\)\n", text.strip())
 ]
+GENERATED = ("contributing.md", "from-scratch.md")  # by tools/site_hook.py
 # A row of choosing.md: family, segments, chunks, idle share, memory.
 FIGURES = re.findall(
     r"^\| `(\S+)` \| (\d) \| (\d) \| ([\d.]+) % \| ([\d.]+) \|",
@@ -31,17 +34,17 @@ assert len(FIGURES) >= 6
 
 def test_the_site_has_every_page_once_with_its_title():
     named = re.findall(r"- (.+): (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
-    # A hook adds CONTRIBUTING.md.
-    assert sorted(name for _, name in named) == sorted(["contributing.md", *(page.name for page in PAGES)])
+    assert sorted(name for _, name in named) == sorted([*GENERATED, *(page.name for page in PAGES)])
     for title, name in named:
-        if name not in ("index.md", "contributing.md"):
+        if name not in ("index.md", *GENERATED):
             assert (ROOT / "docs" / name).read_text().startswith(f"# {title}\n"), name
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda page: page.name)
 def test_links_stay_in_the_site_and_lead_somewhere(page):
     for target in re.findall(r"\]\((?!http)([^)#]+)\)", page.read_text(encoding="utf-8")):
-        assert (page.parent / target).exists() and not target.startswith(".."), target
+        assert (page.parent / target).exists(), target
+        assert not target.startswith("..") or target == TEACHING_FILE, target
 
 
 @pytest.mark.parametrize("family, segments, chunks, idle, memory", FIGURES)
@@ -58,6 +61,8 @@ def test_the_site_is_built_without_a_warning(tmp_path):
     built = subprocess.run(command, capture_output=True, text=True)
     assert built.returncode == 0, built.stderr
     assert all((site / page.stem).is_dir() or page.stem == "index" for page in PAGES)
+    assert 'href="../from-scratch/"' in (site / "how-it-works" / "index.html").read_text()
+    assert "def order" in re.sub("<[^>]*>", "", (site / "from-scratch" / "index.html").read_text())
     assert 'href="../schedules/"' in (site / "contributing" / "index.html").read_text()
 
 
