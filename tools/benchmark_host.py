@@ -159,9 +159,9 @@ def bare(step: Step, actions: Program) -> None:
             output, _ = forward_step(
                 *arguments, cp_group_size=1, current_microbatch=action.microbatch, is_last_stage=False
             )
-            kept[action[1:]] = arrived, output
-        elif action.kind in (Kind.B, Kind.I):
-            arrived, output = kept.pop(action[1:])
+            kept[action.unit] = arrived, output
+        elif action.kind.facts.gives_input_gradient:
+            arrived, output = kept.pop(action.unit)
             backward_step(arrived, output, torch.zeros(1), model.config)
 
 

@@ -10,7 +10,7 @@ from itertools import pairwise
 from math import sqrt
 from typing import Any
 
-from megatron.seq1f1b.report.style import NAMES, shade
+from megatron.seq1f1b.report.style import BOXES, shade
 from megatron.seq1f1b.schedule import Costs, Kind, Placement, Schedule, Shape, build, peak_memory, simulate
 
 CUTS = ("balanced", "even")
@@ -114,7 +114,7 @@ def _panel(name: str, schedule: Schedule, given: Costs) -> dict[str, Any]:
             ]
             for spans in timeline.ranks
         ],
-        "colours": {kind.value: _shades(kind, shape.num_segments) for kind in NAMES},
+        "colours": {kind.value: _shades(kind, shape.num_segments) for kind in BOXES},
     }
 
 
@@ -125,6 +125,11 @@ def _shades(kind: Kind, num_segments: int) -> Sequence[str]:
 def answer(question: str) -> str:
     """The panels for a JSON object of settings, as JSON; `error` holds a sentence where there are none."""
     try:
-        return json.dumps({"panels": panels(Settings(**json.loads(question))), "names": dict(NAMES)})
+        return json.dumps(
+            {
+                "panels": panels(Settings(**json.loads(question))),
+                "names": {kind: look.name for kind, look in BOXES.items()},
+            }
+        )
     except ValueError as error:
         return json.dumps({"error": str(error)})

@@ -15,7 +15,7 @@ from megatron.seq1f1b.planning.costs.machine import Machine, read_machine
 from megatron.seq1f1b.planning.costs.stage_times import balanced_layers, step_costs
 from megatron.seq1f1b.planning.costs.step_memory import rank_memory
 from megatron.seq1f1b.planning.simulator import predict
-from megatron.seq1f1b.schedule import Costs, Kind, Placement, Schedule, auto, build, peak_memory, simulate
+from megatron.seq1f1b.schedule import Costs, Holds, Placement, Schedule, auto, build, peak_memory, simulate
 from megatron.seq1f1b.schedule.cost_tables import Table
 
 from .programs import PaperSetup
@@ -78,7 +78,7 @@ def _with_memory(costs: Costs, setup: PaperSetup) -> Costs:
     """The costs with the bytes that units keep; a schedule may keep no more for W than it held before."""
     held, for_weights = (
         tuple(tuple(kept(setup, stage, after).sum(axis=1).tolist()) for stage in setup.stages)
-        for after in (Kind.F, Kind.I)
+        for after in (Holds.ACTIVATIONS, Holds.FOR_WEIGHTS)
     )
     least = tuple(tuple(map(min, *rows)) for rows in zip(for_weights, held, strict=True))
     return replace(costs, activation=held, kept=least)

@@ -9,12 +9,25 @@ their chunk, the end of the step for all gradients, a backward for its unit, and
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, fields, replace
 from functools import lru_cache, singledispatch
-from itertools import batched, chain
+from itertools import batched, chain, islice
 from math import ceil, isclose
+from typing import Self
 
-from ..schedule import COMPUTE_KINDS, Kind, Schedule, Shape, build, channels_of, lower, moved, partition_state
+from ..schedule import (
+    COMPUTE_KINDS,
+    Kind,
+    Lane,
+    Schedule,
+    Shape,
+    Unit,
+    build,
+    channels_of,
+    lower,
+    moved,
+    partition_state,
+)
 from ..schedule.cost_tables import Costs, Table
 from ..schedule.timeline import Span, Timeline
 from .costs.layer_bytes import moved_bytes
@@ -25,10 +38,6 @@ from .costs.training_setup import TrainingSetup
 
 _MOST_ACTIONS = 60_000  # longer steps are predicted from short ones
 _SHORT_STEP = 6  # groups of micro-batches after which the steady state is usually reached
-_COMPUTE = frozenset(COMPUTE_KINDS)
-_INPUT = {Kind.F: Kind.RECV_F, Kind.B: Kind.RECV_B, Kind.I: Kind.RECV_B}
-# Actions of one lane run one after the other beside compute.
-_LANES = {Kind.GATHER: "collectives", Kind.REDUCE: "collectives", Kind.OFFLOAD: "to the host", Kind.RELOAD: "back"}
 
 
 @dataclass(frozen=True)
@@ -55,31 +64,72 @@ class Prediction:
         return max(0.0, 1 - sum(self.busy) / (len(self.busy) * self.pipeline))
 
 
+@dataclass(frozen=True)
+class _Step:
+    """What a simulated step takes; the tuples have an entry for each rank."""
+
+    seconds: float
+    pipeline: float
+    busy: tuple[float, ...]
+    host_bytes: tuple[float, ...]
+    memory: tuple[Memory, ...]
+
+    def numbers(self) -> list[float]:
+        """All of it in one list, for `extended`."""
+        of_memory = chain(*(astuple(each) for each in self.memory))
+        return [self.seconds, self.pipeline, *self.busy, *self.host_bytes, *of_memory]
+
+    @classmethod
+    def of_numbers(cls, numbers: Sequence[float], num_ranks: int) -> Self:
+        """The inverse of `numbers`."""
+        left = iter(numbers)
+        seconds = next(left)
+        pipeline = next(left)
+        busy = tuple(islice(left, num_ranks))
+        host_bytes = tuple(islice(left, num_ranks))
+        memory = tuple(Memory(*of_rank) for of_rank in batched(left, len(fields(Memory))))
+        return cls(seconds, pipeline, busy, host_bytes, memory)
+
+
 def predict(setup: TrainingSetup, machine: Machine, schedule: Schedule | None = None) -> Prediction:
     """`schedule` is built from `setup.family` if it is not given; then long steps are predicted from short ones. Raises
     ValueError for a step that cannot run."""
     ends = tuple(step_end(setup, machine, rank) for rank in range(setup.pipeline_parallel))
 
-    def predicted(num_microbatches: int) -> list[float]:
+    def predicted(num_microbatches: int) -> _Step:
         short = replace(setup, num_microbatches=num_microbatches)
         costs = step_costs(short, machine)
         share = 0.0 if short.offloads_modules else short.offloads
         actions = moved(schedule, share) if schedule else _built(short.family, short.shape, share)
         timeline = timeline_of(short, machine, actions, costs)
-        memory = [rank_memory(short, order, rank) for rank, order in enumerate(actions.ranks)]
-        on_host = [host_bytes(short, order) for order in actions.ranks]
         computing = [span for spans in timeline.ranks for span in spans if span.action.kind in COMPUTE_KINDS]
         pipeline = max(span.end for span in computing) - min(span.start for span in computing)
-        busy = [timeline.busy(rank) for rank in range(short.pipeline_parallel)]
-        sizes = chain(*zip(*(vars(of_rank).values() for of_rank in memory), strict=True))
         through = (max(span.end for span in spans) for spans in timeline.ranks)
         reduced = max(now + end.reduce for now, end in zip(through, ends, strict=True))
         seconds = reduced + max(end.update for end in ends) + max(end.gather for end in ends) + machine.host.step
-        return [seconds, pipeline, *busy, *on_host, *sizes]
+        return _Step(
+            seconds,
+            pipeline,
+            busy=tuple(timeline.busy(rank) for rank in range(short.pipeline_parallel)),
+            host_bytes=tuple(host_bytes(short, order) for order in actions.ranks),
+            memory=tuple(rank_memory(short, order, rank) for rank, order in enumerate(actions.ranks)),
+        )
 
-    seconds, pipeline, *rest = predicted(setup.num_microbatches) if schedule else extended(setup.shape, predicted)
-    busy, on_host, *uses = batched(rest, setup.pipeline_parallel)
-    return Prediction(setup, machine, pipeline, busy, ends, seconds, tuple(map(Memory, *uses)), on_host)
+    if schedule:
+        step = predicted(setup.num_microbatches)
+    else:
+        numbers = extended(setup.shape, lambda num_microbatches: predicted(num_microbatches).numbers())
+        step = _Step.of_numbers(numbers, setup.pipeline_parallel)
+    return Prediction(
+        setup,
+        machine,
+        pipeline=step.pipeline,
+        busy=step.busy,
+        ends=ends,
+        seconds=step.seconds,
+        memory=step.memory,
+        host_bytes=step.host_bytes,
+    )
 
 
 @singledispatch
@@ -145,8 +195,7 @@ def execute_lowered(lowered: Schedule, costs: Costs, aside: Mapping[Kind, Table]
     kind, by stage and segment. Raises ValueError if the costs do not fit, or if the schedule cannot run to its end."""
     costs.check(lowered.shape)
     aside, placement = aside or {}, lowered.shape.placement
-    parts = {Kind.F: (costs.f,), Kind.B: (costs.i, costs.w), Kind.I: (costs.i,), Kind.W: (costs.w,)}
-    messages = {Kind.SEND_F: costs.message_f, Kind.SEND_B: costs.message_b}
+    tables = {kind: costs.tables(kind) for kind in Kind}
     queues = defaultdict[object, _Messages](_Messages)  # by channel
     channels = {  # by kind of message and stage
         key: queues[channel]
@@ -158,42 +207,48 @@ def execute_lowered(lowered: Schedule, costs: Costs, aside: Mapping[Kind, Table]
     def run(rank: int, spans: list[Span]) -> Iterator[_Messages]:
         """Runs a rank; yields the queue of each message that has not been sent."""
         now = 0.0
-        lanes = dict.fromkeys(_LANES.values(), 0.0)  # the end of each
+        lanes = dict.fromkeys(Lane, 0.0)  # the end of each
         parameters: dict[int, float] = {}  # the times at which those of a stage are complete
-        there: dict[tuple[int, ...], float] = {}  # the ends of the last copies of units
+        there: dict[Unit, float] = {}  # the ends of the last copies of units
         for action in lowered.ranks[rank]:
             kind, stage, _, segment = action
-            if kind in _COMPUTE:
-                if kind is not Kind.W:
-                    if (queue := channels.get((_INPUT[kind], stage))) is not None:
-                        while not (queue.sent and queue.posted):
-                            yield queue
-                        now = max(now, queue.receive())
+            facts = kind.facts
+            if facts.lane is Lane.COMPUTE:
+                if facts.receives is not None and (facts.receives, stage) in channels:
+                    queue = channels[facts.receives, stage]
+                    while not (queue.sent and queue.posted):
+                        yield queue
+                    now = max(now, queue.receive())
+                if facts.needs_parameters:
                     now = max(now, parameters.get(stage, 0.0))
-                    if kind is not Kind.F:
-                        now = max(now, there.pop(action[1:], 0.0))
+                if facts.gives_input_gradient:
+                    now = max(now, there.pop(action.unit, 0.0))
                 end = now
-                for table in parts[kind]:
+                for table in tables[kind]:
                     end += table[stage][segment]
                 spans.append(Span(action, now, end))
                 now = end
             elif kind in aside:
-                start = max(now, lanes[_LANES[kind]], there.get(action[1:], 0.0))
-                end = lanes[_LANES[kind]] = start + aside[kind][stage][segment]
+                start = max(now, lanes[facts.lane], there.get(action.unit, 0.0))
+                end = start + aside[kind][stage][segment]
+                lanes[facts.lane] = end
                 spans.append(Span(action, start, end))
                 if kind is Kind.GATHER:
                     parameters[stage] = end
-                elif kind is not Kind.REDUCE:
-                    there[action[1:]] = end
+                elif not facts.is_of_chunk:
+                    there[action.unit] = end
                 if kind is Kind.OFFLOAD:  # waits for the one before it
                     now = start
-            elif kind in messages and (kind, stage) in channels:
+            elif (kind, stage) not in channels:
+                continue
+            elif facts.is_send:
                 queue = channels[kind, stage]
-                queue.sent.append((now, messages[kind][stage][segment]))
+                (table,) = tables[kind]
+                queue.sent.append((now, table[stage][segment]))
                 if queue.waiting is not None:
                     runnable.append(queue.waiting)
                     queue.waiting = None
-            elif (kind, stage) in channels:
+            else:
                 channels[kind, stage].posted.append(now)
 
     spans: list[list[Span]] = [[] for _ in lowered.ranks]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..schedule import MOVE_KINDS, Kind, Timeline, sequences_held
-from .style import COLOURS, NAMES, picture, shade, write_right
+from .style import BOXES, LINES, picture, shade, write_right
 
 # Family, whether there are several segments, and several chunks: its name in the papers.
 _PAPERS = {
@@ -22,13 +22,6 @@ _PAPERS = {
     ("1f1b", True, True): "Seq1F1B-I",
     ("zb-h1", False, False): "ZB-H1",
     ("zb-h1", True, False): "Seq1F1B + ZB-H1",
-}
-# Edge, face and name.
-_LINES = {
-    Kind.GATHER: ("#5e3c99", "white", "parameter gathering"),
-    Kind.REDUCE: ("#b2182b", "#b2182b", "gradient reduction"),
-    Kind.OFFLOAD: ("#35978f", "#35978f", "activations to the host"),
-    Kind.RELOAD: ("#01665e", "white", "activations back"),
 }
 _DARK = "#404040"
 _NARROW = 5.0  # inches; a narrower figure, one column of a paper, has no room for the table at the right
@@ -81,15 +74,16 @@ def _draw(axes: Any, timeline: Timeline, inches: float) -> None:
     for rank, spans in enumerate(timeline.ranks):
         for action, start, end in spans:
             left, right, low = start - timeline.start, end - timeline.start, rank + 0.46
-            if action.kind in _LINES:
+            if action.kind in LINES:
+                look = LINES[action.kind]
                 top = rank + 0.42 if action.kind in MOVE_KINDS else rank - 0.5
-                lines.append((_rectangle(left, right, top, top + 0.08), *_LINES[action.kind][:2], 0.5))
+                lines.append((_rectangle(left, right, top, top + 0.08), look.edge, look.face, 0.5))
                 continue
             face = shade(action.kind, action.segment, shape.num_segments)
             boxes.append((_rectangle(left, right, rank - 0.46, low), _DARK, face, 0.3))
             text = str(action.microbatch)
             if (end - start) * inches >= 0.055 * len(text) + 0.02:
-                style = {"color": "white" if action.kind is Kind.I else "black", "va": "center_baseline"}
+                style = {"color": BOXES[action.kind].number, "va": "center_baseline"}
                 axes.text((left + right) / 2, rank, text, fontsize=6, ha="center", clip_on=True, **style)
             if chunk := shape.placement.chunk_of(action.stage):
                 bar = _rectangle(left, right, low - 0.16 * chunk / (shape.num_chunks - 1), low)
@@ -114,10 +108,10 @@ def _add_legend(figure: Any, timelines: Sequence[Timeline], num_columns: int) ->
         return Patch(facecolor=face, edgecolor=edge, linewidth=0.5)
 
     used = {span.action.kind for timeline in timelines for spans in timeline.ranks for span in spans}
-    entries: dict[str, Any] = {NAMES[kind]: box(shade(kind, 1, 3)) for kind in NAMES if kind in used}
-    entries |= {name: box(face, edge) for kind, (edge, face, name) in _LINES.items() if kind in used}
+    entries: dict[str, Any] = {look.name: box(shade(kind, 1, 3)) for kind, look in BOXES.items() if kind in used}
+    entries |= {look.name: box(look.face, look.edge) for kind, look in LINES.items() if kind in used}
     if any(timeline.shape.num_segments > 1 for timeline in timelines):
-        entries["first to last segment"] = tuple(map(box, COLOURS[Kind.F]))
+        entries["first to last segment"] = box(BOXES[Kind.F].light), box(BOXES[Kind.F].dark)
     if any(timeline.shape.num_chunks > 1 for timeline in timelines):
         entries["bar: later model chunk"] = box(_DARK)
     places = {"loc": "outside upper left", "ncols": num_columns, "columnspacing": 1.0}

@@ -6,7 +6,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from ..schedule import COMPUTE_KINDS, MOVE_KINDS, Action, Kind, Timeline, written_whole
+from ..schedule import CHUNK_KINDS, COMPUTE_KINDS, Action, Kind, Timeline, written_whole
 from ..schedule.dependencies import message_needed, outcome
 
 # Perfetto ties an arrow to the slices at its ends, so it leaves just before the sender's slice ends.
@@ -37,9 +37,8 @@ def to_trace(timeline: Timeline) -> dict[str, Any]:
 
 
 def _aside(action: Action) -> str:
-    if action.kind in MOVE_KINDS:
-        return "copies to the host" if action.kind is Kind.OFFLOAD else "copies from the host"
-    return f"collectives of stage {action.stage}"
+    lane = action.kind.facts.lane.value
+    return f"{lane} of stage {action.stage}" if action.kind in CHUNK_KINDS else lane
 
 
 def _name(what: str, rank: int, row: int, name: str) -> dict[str, Any]:
@@ -54,7 +53,7 @@ def _held(timeline: Timeline, rank: int, scale: float) -> Iterator[dict[str, Any
         size = 1 if lengths is None else lengths[action.segment]
         if action.kind is Kind.F:
             changes.append((start, size))
-        elif action.kind in (Kind.B, Kind.W):
+        elif action.kind.facts.gives_weight_gradient:
             changes.append((end, -size))
     held = 0
     for moment, change in sorted(changes):

@@ -74,45 +74,47 @@ class Interpreter:
 
     def _forward(self, action: Action) -> None:
         _, stage, microbatch, index = action
+        unit = action.unit
         segment = self.step.segments[microbatch][index]
         arrived = self._input_of(action, is_forward=True)
         self.syncs[self._chunk_of[stage]].before_forward()
-        moves = action[1:] in self.program.moved
+        moves = unit in self.program.moved
         with self.recorder.span(action):
             output = self.forwards.forward(stage, segment, arrived, moves)
         if moves and arrived is not None:
             # The graph holds all that the backward needs; this tensor only receives its gradient.
             arrived.data = arrived.new_empty(()).expand(arrived.shape)
         if not self.step.forward_only:
-            self._kept[action[1:]] = arrived, output
+            self._kept[unit] = arrived, output
         if stage != self._last_stage:
-            self._outgoing[Kind.SEND_F, *action[1:]] = output
+            self._outgoing[Kind.SEND_F, *unit] = output
 
     def _backward(self, action: Action) -> None:
         kind, stage, microbatch, index = action
+        unit = action.unit
         segment = self.step.segments[microbatch][index]
-        if action[1:] in self.program.moved:
-            self.context.host_memory.wait(action[1:])
+        if unit in self.program.moved:
+            self.context.host_memory.wait(unit)
         self.syncs[self._chunk_of[stage]].before_backward()
-        arrived, output = self._kept.pop(action[1:])
+        arrived, output = self._kept.pop(unit)
         if stage == self._last_stage:
             gradient = self.forwards.loss_gradient(output, segment)
         else:
             gradient = self._input_of(action, is_forward=False)
-        with self.context.running(segment, True, action[1:]), self.recorder.span(action):
+        with self.context.running(segment, True, unit), self.recorder.span(action):
             with self._reducing(Kind.I, action):
                 gradient = backward_step(arrived, output, gradient, self.step.config)
                 self.forwards.end_backward(stage, segment)
-            if kind is Kind.B and self.program.splits_backwards:
+            if kind.facts.gives_weight_gradient and self.program.splits_backwards:
                 with self._reducing(Kind.W, action):
-                    self.context.weight_gradients.compute(action[1:])
+                    self.context.weight_gradients.compute(unit)
         if stage > 0:
-            self._outgoing[Kind.SEND_B, *action[1:]] = gradient
+            self._outgoing[Kind.SEND_B, *unit] = gradient
 
     def _weight_gradient(self, action: Action) -> None:
         segment = self.step.segments[action.microbatch][action.segment]
         with self.context.running(segment, True), self.recorder.span(action), self._reducing(Kind.W, action):
-            self.context.weight_gradients.compute(action[1:])
+            self.context.weight_gradients.compute(action.unit)
 
     def _reducing(self, half: Kind, action: Action) -> AbstractContextManager:
         """A context for this half of a backward: if it is the chunk's last, gradients may be reduced in it."""
@@ -126,7 +128,7 @@ class Interpreter:
             return None
         kind = Kind.RECV_F if is_forward else Kind.RECV_B
         if (kind, stage) in self._channels:
-            tensor = self.communicator.receive((kind, *action[1:]))
+            tensor = self.communicator.receive((kind, *action.unit))
         else:  # from a neighbouring stage on this rank
             sent = (Kind.SEND_F, stage - 1) if is_forward else (Kind.SEND_B, stage + 1)
             handed = self._outgoing.pop((*sent, *unit))
@@ -147,8 +149,8 @@ class Interpreter:
     def _shape_of(self, message: Action) -> tuple[int, ...]:
         """The shape of what a SEND or RECV carries."""
         kind, stage, microbatch, index = message
-        # Gradients are like the activations that the stage before has sent.
-        sender = stage if kind in (Kind.SEND_F, Kind.RECV_B) else stage - 1
+        # Gradients have the shape of the activations, which the earlier of the two stages sends.
+        sender = min(stage, stage + kind.facts.hop)
         length = self.step.segments[microbatch][index].length
         return self._message_shape(self.step.num_sequences[microbatch], length, sender)
 
@@ -170,8 +172,8 @@ class Interpreter:
         Kind.GATHER: lambda self, action: self.syncs[self._chunk_of[action.stage]].gather(),
         Kind.REDUCE: lambda self, action: self.syncs[self._chunk_of[action.stage]].reduce(),
         Kind.RELEASE: lambda self, action: self.syncs[self._chunk_of[action.stage]].release(),
-        Kind.OFFLOAD: lambda self, action: self.context.host_memory.offload(action[1:], self.recorder.span(action)),
-        Kind.RELOAD: lambda self, action: self.context.host_memory.reload(action[1:], self.recorder.span(action)),
+        Kind.OFFLOAD: lambda self, action: self.context.host_memory.offload(action.unit, self.recorder.span(action)),
+        Kind.RELOAD: lambda self, action: self.context.host_memory.reload(action.unit, self.recorder.span(action)),
     }
 
 

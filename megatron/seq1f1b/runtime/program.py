@@ -19,9 +19,6 @@ from ..schedule import (
     with_moves,
 )
 
-# The actions that remain in an evaluation; the order on every channel stays the same.
-_FORWARD_KINDS = (Kind.RECV_F, Kind.F, Kind.SEND_F)
-
 _MANY_FORWARDS = 5_000  # over all stages; from here on planning takes seconds
 _KEPT = 16  # programs: of training and evaluation, of first and later steps, of a few batch sizes
 
@@ -36,11 +33,11 @@ class Program:
     def __init__(self, actions: Sequence[Action], is_partitioned: bool = False) -> None:
         self.actions = tuple(partition_state(actions) if is_partitioned else actions)
         self.splits_backwards = any(action.kind is Kind.W for action in self.actions)
-        self.moved = frozenset(action[1:] for action in self.actions if action.kind is Kind.OFFLOAD)
-        self.ends: set[tuple[Kind, Action]] = set()
-        for half in (Kind.I, Kind.W):
-            last = {action.stage: action for action in self.actions if action.kind in (Kind.B, half)}
-            self.ends.update((half, action) for action in last.values())
+        self.moved = frozenset(action.unit for action in self.actions if action.kind is Kind.OFFLOAD)
+        last_inputs = {action.stage: action for action in self.actions if action.kind.facts.gives_input_gradient}
+        last_weights = {action.stage: action for action in self.actions if action.kind.facts.gives_weight_gradient}
+        self.ends = {(Kind.I, action) for action in last_inputs.values()}
+        self.ends |= {(Kind.W, action) for action in last_weights.values()}
 
 
 class Programs:
@@ -82,7 +79,8 @@ class Programs:
             if forward_only:  # a named family has an order for any shape
                 named = self._choice if self._choice.name in FAMILIES else ScheduleChoice("1f1b")
                 actions = lower_rank(named.plan(shape, lengths, None), rank, self._one_queue, in_turn)
-                return Program([action for action in actions if action.kind in _FORWARD_KINDS], is_partitioned)
+                # The order of what remains is the same on both ends of every channel.
+                return Program([action for action in actions if action.kind.facts.in_evaluation], is_partitioned)
             if self._choice.is_planned and shape.num_stages * shape.num_units > _MANY_FORWARDS:
                 warn_on_rank_0(f"Planning the order of a step on {shape}; the first step begins after that.")
             actions = lower_rank(self._plan(shape, lengths), rank, self._one_queue, in_turn)

@@ -1,9 +1,9 @@
-"""Schedules as plain data: the actions of each rank, in order. Start with action, dependencies, clock.
+"""Schedules as plain data: the actions of each rank, in order. Start with kinds, action, dependencies, clock.
 
 Pure Python: nothing of torch, Megatron or the rest of this package is imported here.
 """
 
-from .action import CHUNK_KINDS, COMPUTE_KINDS, MOVE_KINDS, Action, Kind, parse_action
+from .action import Action, Unit, parse_action
 from .automatic import auto
 from .choice import FAMILY_NAMES, CostsOfLengths, ScheduleChoice, build, splitting_families
 from .clock import Clock
@@ -12,6 +12,7 @@ from .csv_file import read_csv, write_csv
 from .dependencies import dependencies
 from .families import FAMILIES
 from .files import named, read_bytes, read_text, reason, written_together, written_whole
+from .kinds import CHUNK_KINDS, COMPUTE_KINDS, FACTS, MOVE_KINDS, PAYLOADS, Holds, Kind, Lane
 from .lowering import Channel, channels_of, lower, lower_rank, partition_state
 from .moves import moved, units_to_move, with_moves
 from .schedule import PLACEMENTS, Placement, Schedule, Shape

@@ -2,36 +2,12 @@
 
 import re
 import reprlib
-from enum import StrEnum
 from typing import NamedTuple
 
+from .kinds import CHUNK_KINDS, Kind
 
-class Kind(StrEnum):
-    """The kinds of action. The value is the word of the text form."""
-
-    F = "F"  # forward
-    B = "B"  # full backward
-    I = "I"  # input-gradient half of the backward  # noqa: E741 - the field's name
-    W = "W"  # weight-gradient half of the backward
-
-    # Added by lowering. The stage is the one on this rank whose compute they serve.
-    RECV_F = "RECV_F"  # post the receive of the input of F(stage), sent by stage - 1
-    SEND_F = "SEND_F"  # send the output of F(stage) to stage + 1
-    RECV_B = "RECV_B"  # post the receive of the output gradient of B/I(stage), from stage + 1
-    SEND_B = "SEND_B"  # send the input gradient of B/I(stage) to stage - 1
-    GATHER = "GATHER"  # start gathering the parameters of a model chunk
-    REDUCE = "REDUCE"  # start reducing the gradients of a model chunk
-    OFFLOAD = "OFFLOAD"  # start moving the activations of F(stage) to host memory
-    RELOAD = "RELOAD"  # start bringing them back for B/I(stage)
-    RELEASE = "RELEASE"  # free the parameters of a model chunk, where the state is partitioned
-
-    # A member equals its value, so it may hash like it; Enum's own hash is slow Python code.
-    __hash__ = str.__hash__
-
-
-COMPUTE_KINDS = (Kind.F, Kind.B, Kind.I, Kind.W)
-CHUNK_KINDS = (Kind.GATHER, Kind.REDUCE, Kind.RELEASE)
-MOVE_KINDS = (Kind.OFFLOAD, Kind.RELOAD)
+# A segment of a micro-batch at a stage: (stage, micro-batch, segment).
+Unit = tuple[int, int, int]
 
 
 class Action(NamedTuple):
@@ -45,6 +21,10 @@ class Action(NamedTuple):
     stage: int
     microbatch: int = -1
     segment: int = -1
+
+    @property
+    def unit(self) -> Unit:
+        return self[1:]
 
     def __str__(self) -> str:
         """`2F3.1`: stage, kind, micro-batch, segment. `2REDUCE` for a whole model chunk."""

@@ -8,9 +8,10 @@ from itertools import chain, groupby, islice, product
 from math import inf
 from typing import Any
 
-from .action import Action, Kind
+from .action import Action
 from .cost_tables import Costs, memory_change, peak_memory
 from .families import FAMILIES
+from .kinds import Kind
 from .schedule import Schedule, Shape
 from .timeline import Timeline
 from .timing import pending, rules_of, simulate

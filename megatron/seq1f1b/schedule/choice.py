@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Self
 
-from .action import Kind
 from .automatic import auto
 from .clock import Clock
 from .cost_tables import Costs
 from .families import FAMILIES
+from .kinds import Kind
 from .schedule import Placement, Schedule, Shape
 
 CostsOfLengths = Callable[[Sequence[int]], Costs]

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise, repeat
 from math import ceil
 
-from .action import Action, Kind
+from .action import Action
+from .kinds import Kind
 from .schedule import Schedule, Shape
 
 Tick = Callable[[int, int], int]  # of the forward of a unit at a stage

@@ -6,7 +6,8 @@ from itertools import accumulate
 from math import inf
 from typing import Any
 
-from .action import Action, Kind
+from .action import Action
+from .kinds import COMPUTE_KINDS, Holds, Kind
 from .schedule import Schedule, Shape
 
 Table = tuple[tuple[float, ...], ...]
@@ -72,10 +73,18 @@ class Costs:
         if any(part > whole for kept, activation in rows for part, whole in zip(kept, activation, strict=True)):
             raise ValueError("cost table 'kept' is part of 'activation', it cannot be larger")
 
+    def tables(self, kind: Kind) -> list[Table]:
+        """The tables whose times an action of a kind takes, one after the other."""
+        return [getattr(self, name) for name in kind.facts.costs]
+
     def duration(self, kind: Kind, stage: int, segment: int) -> float:
-        if kind is Kind.B:
-            return self.i[stage][segment] + self.w[stage][segment]
-        return {Kind.F: self.f, Kind.I: self.i, Kind.W: self.w}[kind][stage][segment]
+        return sum(table[stage][segment] for table in self.tables(kind))
+
+    def held(self, holds: Holds, stage: int, segment: int) -> float:
+        """The memory of a unit that holds this."""
+        if holds is Holds.ACTIVATIONS:
+            return self.activation[stage][segment]
+        return self.kept[stage][segment] if holds is Holds.FOR_WEIGHTS else 0.0
 
 
 def _table(shape: Shape, name: str, value: Any) -> Table:
@@ -93,13 +102,10 @@ def _table(shape: Shape, name: str, value: Any) -> Table:
 
 def memory_change(costs: Costs, kind: Kind, stage: int, segment: int) -> float:
     """The change of a rank's memory at the start of an F or the end of a B, I or W; 0 for other actions."""
-    if kind is Kind.F:
-        return costs.activation[stage][segment]
-    if kind is Kind.I:
-        return costs.kept[stage][segment] - costs.activation[stage][segment]
-    if kind is Kind.W:
-        return -costs.kept[stage][segment]
-    return -costs.activation[stage][segment] if kind is Kind.B else 0.0
+    if kind not in COMPUTE_KINDS:
+        return 0.0
+    facts = kind.facts
+    return costs.held(facts.after, stage, segment) - costs.held(facts.before, stage, segment)
 
 
 def peak_memory(schedule: Schedule, costs: Costs) -> list[float]:
@@ -114,6 +120,6 @@ def peak_memory(schedule: Schedule, costs: Costs) -> list[float]:
 def sequences_held(actions: Iterable[Action], shape: Shape) -> float:
     """The most activations that a rank holds at once, in whole micro-batches of all its layers. A unit is one of k * C
     equal parts, with the largest k, held from its F to its B or W, except from OFFLOAD to RELOAD."""
-    changes = {Kind.F: 1, Kind.B: -1, Kind.W: -1, Kind.OFFLOAD: -1, Kind.RELOAD: 1}
-    peak = max(accumulate((changes.get(action.kind, 0) for action in actions), initial=0))
+    changes = {kind: kind.facts.after.is_counted - kind.facts.before.is_counted for kind in Kind}
+    peak = max(accumulate((changes[action.kind] for action in actions), initial=0))
     return peak / (shape.num_segments * shape.num_chunks)

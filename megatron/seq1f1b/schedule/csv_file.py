@@ -5,8 +5,9 @@ from io import StringIO
 from itertools import chain
 from pathlib import Path
 
-from .action import COMPUTE_KINDS, MOVE_KINDS, Action, parse_action
+from .action import Action, parse_action
 from .files import read_text, written_whole
+from .kinds import COMPUTE_KINDS, MOVE_KINDS
 from .schedule import Placement, Schedule, Shape
 from .validate import ScheduleError, validate
 
@@ -32,7 +33,8 @@ def read_csv(path: str | Path) -> Schedule:
                     continue
                 actions.append(parse_action(cell))
                 if actions[-1].kind not in COMPUTE_KINDS + MOVE_KINDS:
-                    raise ValueError(f"{cell!r} is not F, B, I, W, OFFLOAD or RELOAD; lowering adds the others")
+                    *names, last = COMPUTE_KINDS + MOVE_KINDS
+                    raise ValueError(f"{cell!r} is not {', '.join(names)} or {last}; lowering adds the others")
             if actions:
                 ranks.append(tuple(actions))
             where = ""

@@ -1,6 +1,7 @@
-"""The dependencies of an action, stated once for every use of a schedule."""
+"""The dependencies of an action, for every use of a schedule; `kinds.py` states them."""
 
-from .action import Action, Kind
+from .action import Action
+from .kinds import COMPUTE_KINDS
 from .schedule import Shape
 
 
@@ -12,28 +13,21 @@ def dependencies(action: Action, shape: Shape) -> tuple[Action, ...]:
     later segments use the keys and values of earlier ones.
     """
     kind, stage, microbatch, segment = action
-    needs = []
-    if kind is Kind.F:
-        if stage > 0:
-            needs.append(Action(Kind.F, stage - 1, microbatch, segment))
-        if segment > 0:
-            needs.append(Action(Kind.F, stage, microbatch, segment - 1))
-    elif kind in (Kind.B, Kind.I):
-        needs.append(Action(Kind.F, stage, microbatch, segment))
-        if stage < shape.num_stages - 1:
-            needs.append(Action(Kind.B, stage + 1, microbatch, segment))
-        if segment < shape.segments_of(microbatch) - 1:
-            needs.append(Action(Kind.B, stage, microbatch, segment + 1))
-    elif kind is Kind.W:
-        needs.append(Action(Kind.B, stage, microbatch, segment))
-    else:
+    if kind not in COMPUTE_KINDS:
         raise ValueError(f"{action} is not a compute action")
-    return tuple(needs)
+    needed = []
+    for need in kind.facts.needs:
+        needed_stage = stage + need.stage
+        needed_segment = segment + need.segment
+        if 0 <= needed_stage < shape.num_stages and 0 <= needed_segment < shape.segments_of(microbatch):
+            needed.append(Action(need.kind, needed_stage, microbatch, needed_segment))
+    return tuple(needed)
 
 
 def outcome(action: Action) -> Action:
     """The action as `dependencies` refers to it: an I becomes the B of its unit."""
-    return action._replace(kind=Kind.B) if action.kind is Kind.I else action
+    kind = action.kind.facts.outcome
+    return action if kind in (action.kind, None) else action._replace(kind=kind)
 
 
 def message_needed(action: Action, shape: Shape) -> Action | None:

@@ -28,15 +28,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, groupby, pairwise, product
 from typing import NamedTuple
 
-from .action import MOVE_KINDS, Action, Kind
+from .action import Action
 from .clock import Clock
+from .kinds import MESSAGE_KINDS, MOVE_KINDS, PAYLOADS, Kind
 from .one_queue import NominalTimes, Transfer, issue_order, nominal_times
 from .schedule import Placement, Schedule, Shape
-
-_RECEIVE = {Kind.F: Kind.RECV_F, Kind.B: Kind.RECV_B, Kind.I: Kind.RECV_B}
-_SEND = {Kind.F: Kind.SEND_F, Kind.B: Kind.SEND_B, Kind.I: Kind.SEND_B}
-_PAYLOAD = {Kind.RECV_F: Kind.F, Kind.SEND_F: Kind.F, Kind.RECV_B: Kind.B, Kind.SEND_B: Kind.B}
-_STEP = {Kind.RECV_F: -1, Kind.SEND_F: 1, Kind.RECV_B: 1, Kind.SEND_B: -1}
 
 # The most actions, over all ranks, that are simulated for nominal times when training starts.
 _SIMULATED = 250_000
@@ -62,10 +58,18 @@ class Channel(NamedTuple):
 def channels_of(placement: Placement, rank: int) -> dict[tuple[Kind, int], Channel]:
     """The channels between this rank and others, by kind of message and stage of this rank."""
     channels = {}
-    for stage, (kind, step) in product(placement.stages_of(rank), _STEP.items()):
-        if 0 <= stage + step < placement.num_stages and (other := placement.rank_of(stage + step)) != rank:
-            ends = (rank, other) if kind in _SEND.values() else (other, rank)
-            channels[kind, stage] = Channel(_PAYLOAD[kind], *ends)
+    for stage, kind in product(placement.stages_of(rank), MESSAGE_KINDS):
+        facts = kind.facts
+        other_stage = stage + facts.hop
+        if facts.payload is None or not 0 <= other_stage < placement.num_stages:
+            continue
+        other = placement.rank_of(other_stage)
+        if other == rank:
+            continue
+        if facts.is_send:
+            channels[kind, stage] = Channel(facts.payload, source=rank, destination=other)
+        else:
+            channels[kind, stage] = Channel(facts.payload, source=other, destination=rank)
     return channels
 
 
@@ -145,15 +149,15 @@ def _merged(
 def partition_state(lowered: Sequence[Action]) -> list[Action]:
     """The actions of a rank that keeps the parameters of at most two model chunks: the one at work, while F, B and I of
     its stage follow one another, and the next, which is gathered meanwhile. W needs no parameters."""
-    needing = (Kind.F, Kind.B, Kind.I)
-    at_work = [stage for stage, _ in groupby(action.stage for action in lowered if action.kind in needing)]
+    needing = [action.stage for action in lowered if action.kind.facts.needs_parameters]
+    at_work = [stage for stage, _ in groupby(needing)]
     result: list[Action] = []
     there: list[int] = []
     turn = -1
     for action in lowered:
         if action.kind is Kind.GATHER:
             continue
-        if action.kind in needing and (turn < 0 or action.stage != at_work[turn]):
+        if action.kind.facts.needs_parameters and (turn < 0 or action.stage != at_work[turn]):
             turn += 1
             wanted = list(dict.fromkeys(at_work[turn : turn + 2]))
             result += [Action(Kind.RELEASE, stage) for stage in there if stage not in wanted]
@@ -166,35 +170,40 @@ def partition_state(lowered: Sequence[Action]) -> list[Action]:
 def _transfers(shape: Shape, orders: Orders, source: int, destination: int) -> list[list[Transfer]]:
     """The messages from one rank to another: for each channel between them, in the order of its sends."""
     incoming = channels_of(shape.placement, destination)
+    outgoing = channels_of(shape.placement, source)
     expected = {key for key, channel in incoming.items() if channel.source == source}
-    receives = {(kind, stage): at for kind, at in _RECEIVE.items() for receive, stage in expected if receive is at}
+    receive_kinds = {kind.facts.payload: kind for kind in MESSAGE_KINDS if not kind.facts.is_send}
     consumers = {}  # the receive of a message -> index of the action that waits for it
     for index, (kind, stage, microbatch, segment) in enumerate(orders[destination]):
-        if (receive := receives.get((kind, stage))) is not None:
-            consumers[receive, stage, microbatch, segment] = index
+        receive_kind = kind.facts.receives
+        if (receive_kind, stage) in expected:
+            consumers[receive_kind, stage, microbatch, segment] = index
 
-    outgoing = channels_of(shape.placement, source)
-    sends = {
-        (kind, stage): (send, _RECEIVE[kind], stage + _STEP[send])
-        for kind, send in _SEND.items()
-        for stage in shape.placement.stages_of(source)
-        if (send, stage) in outgoing and outgoing[send, stage].destination == destination
-    }
-    channels: dict[Kind, list[Transfer]] = {Kind.F: [], Kind.B: []}
+    channels: dict[Kind, list[Transfer]] = {payload: [] for payload in PAYLOADS}
     # From the last message back: a receive is posted no later than those that follow it.
     post = dict.fromkeys(channels, len(orders[destination]))
     for sent in reversed(range(len(orders[source]))):
         kind, stage, microbatch, segment = orders[source][sent]
-        if (message := sends.get((kind, stage))) is None:
+        send_kind = kind.facts.sends
+        if send_kind is None or (send_kind, stage) not in outgoing:
             continue
-        send, receive, to_stage = message
-        consumer = consumers.pop((receive, to_stage, microbatch, segment), None)
+        payload = outgoing[send_kind, stage].payload
+        receive_kind = receive_kinds[payload]
+        receiver = stage + send_kind.facts.hop
+        consumer = consumers.pop((receive_kind, receiver, microbatch, segment), None)
         if consumer is not None:
-            payload = _PAYLOAD[send]
             if consumer <= post[payload]:
                 post[payload] = max(consumer - 1, 0)
-            ends = Action(send, stage, microbatch, segment), Action(receive, to_stage, microbatch, segment)
-            channels[payload].append(Transfer(*ends, source, sent, destination, post[payload]))
+            channels[payload].append(
+                Transfer(
+                    send=Action(send_kind, stage, microbatch, segment),
+                    receive=Action(receive_kind, receiver, microbatch, segment),
+                    source=source,
+                    sent=sent,
+                    destination=destination,
+                    posted=post[payload],
+                )
+            )
     if consumers:
         raise ValueError(f"rank {destination} needs messages that rank {source} does not send; is this valid?")
     return [transfers[::-1] for transfers in channels.values() if transfers]
@@ -216,7 +225,7 @@ def _gathers(shape: Shape, order: Sequence[Action]) -> Iterator[tuple[int, Actio
 
 def _reductions(shape: Shape, order: Sequence[Action]) -> Iterator[tuple[int, Action]]:
     """Reduce a chunk when the last rank has finished it, or at the end of the step."""
-    ends = [index for index, action in enumerate(order) if action.kind in (Kind.B, Kind.W)]
+    ends = [index for index, action in enumerate(order) if action.kind.facts.gives_weight_gradient]
     last = {order[index].stage: i for i, index in enumerate(ends)}
     for stage, i in last.items():
         late = i + stage % shape.num_ranks  # its backwards end that many ticks before those of the chunk's first stage

@@ -11,18 +11,14 @@ from collections.abc import Collection, Sequence
 from heapq import heappop, heappush
 from itertools import accumulate
 
-from .action import COMPUTE_KINDS, Action, Kind
+from .action import Action, Unit
+from .kinds import COMPUTE_KINDS, Kind
 from .schedule import Schedule
-
-# Stage, micro-batch and segment.
-Unit = tuple[int, int, int]
 
 # A unit starts back this many compute actions ahead of its backward.
 AHEAD = 2
 # The fewest compute actions from the forward to the backward of a unit that moves: it leaves, stays away, comes back.
 SHORTEST = 2 * AHEAD + 2
-
-_BACKWARD = (Kind.B, Kind.I)
 
 
 def units_to_move(order: Sequence[Action], share: float) -> frozenset[Unit]:
@@ -31,14 +27,14 @@ def units_to_move(order: Sequence[Action], share: float) -> frozenset[Unit]:
     5(2), 1966). `order` holds compute actions only. Raises ValueError for a share that is not between 0 and 1."""
     if not 0 <= share <= 1:
         raise ValueError(f"--offload-activations {share:g} is not between 0 and 1")
-    backwards = {action[1:]: index for index, action in enumerate(order) if action.kind in _BACKWARD}
-    held = accumulate((action.kind is Kind.F) - (action.kind in _BACKWARD) for action in order)
+    backwards = {action.unit: n for n, action in enumerate(order) if action.kind.facts.gives_input_gradient}
+    held = accumulate((action.kind is Kind.F) - action.kind.facts.gives_input_gradient for action in order)
     room = round((1 - share) * max(held, default=0))
     moved: set[Unit] = set()
     here = 0
     later: list[tuple[int, Unit]] = []  # units on the device that may move, latest backward first
     for index, action in enumerate(order):
-        unit = action[1:]
+        unit = action.unit
         if action.kind is Kind.F:
             here += 1
             if backwards[unit] - index >= SHORTEST:
@@ -46,7 +42,7 @@ def units_to_move(order: Sequence[Action], share: float) -> frozenset[Unit]:
             if here > room and later and -later[0][0] > index:
                 moved.add(heappop(later)[1])
                 here -= 1
-        elif action.kind in _BACKWARD and unit not in moved:
+        elif action.kind.facts.gives_input_gradient and unit not in moved:
             here -= 1
     return frozenset(moved)
 
@@ -56,9 +52,11 @@ def with_moves(actions: Sequence[Action], units: Collection[Unit]) -> list[Actio
     order = [action for action in actions if action.kind in COMPUTE_KINDS]
     before = defaultdict(list)
     for index, action in enumerate(order):
-        if action[1:] in units and action.kind is Kind.F:
+        if action.unit not in units:
+            continue
+        if action.kind is Kind.F:
             before[order[index + 1]].append(action._replace(kind=Kind.OFFLOAD))
-        elif action[1:] in units and action.kind in _BACKWARD:
+        elif action.kind.facts.gives_input_gradient:
             before[order[index - AHEAD]].append(action._replace(kind=Kind.RELOAD))
     return [each for action in actions for each in (*before.get(action, ()), action)]
 

@@ -6,7 +6,8 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Self
 
-from .action import COMPUTE_KINDS, MOVE_KINDS, Action
+from .action import Action
+from .kinds import COMPUTE_KINDS, MOVE_KINDS
 
 PLACEMENTS = ("looped", "v")
 

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .action import COMPUTE_KINDS, Action
+from .action import Action
 from .files import written_whole
+from .kinds import COMPUTE_KINDS
 from .schedule import Shape
 
 

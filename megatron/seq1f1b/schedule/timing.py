@@ -5,14 +5,15 @@ from dataclasses import replace
 from math import inf
 from typing import NamedTuple
 
-from .action import Action, Kind
+from .action import Action
 from .cost_tables import Costs
 from .dependencies import dependencies
+from .kinds import COMPUTE_KINDS, Kind
 from .schedule import Schedule, Shape
 from .timeline import Span, Timeline
 
-# Other stages and segments need only the I of a split B.
-_ROW = {Kind.F: 0, Kind.B: 1, Kind.I: 1, Kind.W: 2}
+# An action is known by its outcome: other stages and segments need only the I of a split B.
+_OUTCOMES = tuple(dict.fromkeys(kind.facts.outcome for kind in COMPUTE_KINDS))
 
 
 class Rule(NamedTuple):
@@ -31,12 +32,14 @@ def rules_of(shape: Shape, costs: Costs, kinds: Iterable[Kind]) -> dict[Kind, li
     filled = replace(shape, unequal=())
 
     def code_of(action: Action) -> int:
-        return (_ROW[action.kind] * shape.num_stages + action.stage) * units + action.segment
+        row = _OUTCOMES.index(action.kind.facts.outcome)
+        return (row * shape.num_stages + action.stage) * units + action.segment
 
     def delay(needed: Action, stage: int) -> float:
-        if rank_of(needed.stage) == rank_of(stage):
+        message = needed.kind.facts.sends
+        if message is None or rank_of(needed.stage) == rank_of(stage):
             return 0.0
-        return (costs.message_f if needed.kind is Kind.F else costs.message_b)[needed.stage][needed.segment]
+        return costs.duration(message, needed.stage, needed.segment)
 
     def rule_of(action: Action) -> Rule:
         kind, stage, _, segment = action
@@ -52,7 +55,7 @@ def pending(shape: Shape) -> list[float]:
     """For each code the end of its action: negative until it is known, 0 for segments that a micro-batch lacks."""
     numbers = range(shape.num_segments)
     of_stage = [-inf if n < shape.segments_of(m) else 0.0 for m in range(shape.num_microbatches) for n in numbers]
-    return of_stage * (3 * shape.num_stages)
+    return of_stage * (len(_OUTCOMES) * shape.num_stages)
 
 
 def run(schedule: Schedule, costs: Costs) -> list[list[Span]]:

@@ -2,11 +2,15 @@
 
 from collections.abc import Sequence
 
-from .action import COMPUTE_KINDS, Kind
+from .action import Unit
 from .cost_tables import Costs
 from .dependencies import dependencies, outcome
+from .kinds import COMPUTE_KINDS, Holds, Kind
 from .schedule import Schedule
 from .timing import run
+
+# The kinds of actions that make a unit complete.
+_WAYS = ({Kind.F, Kind.B}, {Kind.F, Kind.I, Kind.W})
 
 _AROUND = 4  # actions shown on each side
 _RANKS = 8  # ranks shown
@@ -39,36 +43,38 @@ def validate(schedule: Schedule) -> None:
 
 def _check_complete(schedule: Schedule, rank: int) -> None:
     shape, actions = schedule.shape, schedule.ranks[rank]
-    kinds_of = {(stage, *unit): "" for stage in shape.placement.stages_of(rank) for unit in shape.units}
+    stages = shape.placement.stages_of(rank)
+    kinds_of: dict[Unit, list[Kind]] = {(stage, *unit): [] for stage in stages for unit in shape.units}
     for index, action in enumerate(actions):
-        kind, unit = action.kind, action[1:]
-        if kind not in COMPUTE_KINDS or unit not in kinds_of:
+        if action.kind not in COMPUTE_KINDS or action.unit not in kinds_of:
             raise _error(schedule, rank, index, f"is no compute action of this rank; there are {shape}")
-        if kind in kinds_of[unit]:
+        if action.kind in kinds_of[action.unit]:
             raise _error(schedule, rank, index, "is repeated")
-        kinds_of[unit] += kind
+        kinds_of[action.unit].append(action.kind)
     for unit, kinds in kinds_of.items():
-        if {*kinds} not in ({*"FB"}, {*"FIW"}):
+        if {*kinds} not in _WAYS:
             stage, microbatch, segment = unit
-            near = [index for index, action in enumerate(actions) if action[1:3] == unit[:2]] or [len(actions) - 1]
+            near = [n for n, each in enumerate(actions) if (each.stage, each.microbatch) == (stage, microbatch)]
+            place = near[0] if near else max(len(actions) - 1, 0)
             raise ScheduleError(
-                f"rank {rank}: stage {stage}, micro-batch {microbatch}, segment {segment} has {' and '.join(kinds)}"
-                f"{'' if kinds else 'no action'}; each unit needs F and B, or F, I and W\n"
-                + neighbourhood(schedule, rank, [max(near[0], 0)] * shape.num_ranks)
+                f"rank {rank}: stage {stage}, micro-batch {microbatch}, segment {segment} has "
+                f"{' and '.join(kinds) or 'no action'}; each unit needs F and B, or F, I and W\n"
+                + neighbourhood(schedule, rank, [place] * shape.num_ranks)
             )
 
 
 def _check_moves(schedule: Schedule, rank: int) -> None:
-    last: dict[tuple[int, ...], Kind] = {}
+    last: dict[Unit, Kind] = {}
     for index, action in enumerate(schedule.ranks[rank]):
-        kind, before = action.kind, last.get(action[1:])
+        kind = action.kind
+        before = last.get(action.unit)
         if kind is Kind.OFFLOAD and before is not Kind.F:
             raise _error(schedule, rank, index, "does not follow the forward of its unit")
         if kind is Kind.RELOAD and before is not Kind.OFFLOAD:
             raise _error(schedule, rank, index, "reloads activations that are not on the host")
-        if kind in (Kind.B, Kind.I) and before is Kind.OFFLOAD:
+        if kind.facts.before is Holds.ACTIVATIONS and kind in COMPUTE_KINDS and before is Kind.OFFLOAD:
             raise _error(schedule, rank, index, "needs activations that are on the host; RELOAD them before")
-        last[action[1:]] = kind
+        last[action.unit] = kind
 
 
 def _check_runs(schedule: Schedule) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megatron.seq1f1b.report import plot_timelines, to_trace
-from megatron.seq1f1b.report.style import COLOURS
+from megatron.seq1f1b.report.style import BOXES
 from megatron.seq1f1b.schedule import Action, Kind, Placement, Shape, Span, Timeline, build, sequences_held, simulate
 
 # Linear RGB as seen without the cones for long, middle and short waves (Machado et al. 2009, severity 1).
@@ -24,7 +24,8 @@ def linear(colour):
 
 
 def test_in_grey_no_shade_is_one_of_another_kind_or_idle():
-    luminance = {kind: [linear(shade) @ (0.2126, 0.7152, 0.0722) for shade in COLOURS[kind]] for kind in COLOURS}
+    weights = (0.2126, 0.7152, 0.0722)
+    luminance = {kind: (linear(box.light) @ weights, linear(box.dark) @ weights) for kind, box in BOXES.items()}
     bands = sorted(sorted(116 * np.cbrt(shades) - 16) for shades in luminance.values())
     assert all(higher[0] - lower[1] >= 4 for lower, higher in pairwise(bands)), bands
     assert 1.05 / (luminance[Kind.F][0] + 0.05) >= 1.4, "the contrast of a forward with idle time"
@@ -33,7 +34,8 @@ def test_in_grey_no_shade_is_one_of_another_kind_or_idle():
 @pytest.mark.parametrize("matrix", DEFICIENCIES.values(), ids=DEFICIENCIES)
 def test_the_colour_blind_tell_any_two_kinds_apart(matrix):
     """As well as they tell greys apart whose CIE lightness differs by 10."""
-    seen = [[np.cbrt(np.maximum(0, matrix @ linear(shade))) for shade in shades] for shades in COLOURS.values()]
+    shades = [(box.light, box.dark) for box in BOXES.values()]
+    seen = [[np.cbrt(np.maximum(0, matrix @ linear(shade))) for shade in both] for both in shades]
     for first, second in combinations(seen, 2):
         assert all(np.linalg.norm(one - other) >= 0.15 for one, other in product(first, second))
 

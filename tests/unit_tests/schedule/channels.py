@@ -12,7 +12,7 @@ operation.
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
-from megatron.seq1f1b.schedule.action import COMPUTE_KINDS, Action, Kind
+from megatron.seq1f1b.schedule import COMPUTE_KINDS, Action, Kind
 from megatron.seq1f1b.schedule.cost_tables import Costs
 from megatron.seq1f1b.schedule.dependencies import message_needed
 from megatron.seq1f1b.schedule.lowering import Channel, channels_of

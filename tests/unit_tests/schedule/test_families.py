@@ -91,8 +91,8 @@ def test_backwards_follow_the_groups_with_segments_reversed(shape):
             ]
         mirror = dict(zip(chunks, reversed(chunks), strict=True))
         backward = [(mirror[stage], m, k - 1 - s) for stage, m, s in forward]
-        assert [tuple(action[1:]) for action in actions if action.kind is F] == forward
-        assert [tuple(action[1:]) for action in actions if action.kind is B] == backward
+        assert [action.unit for action in actions if action.kind is F] == forward
+        assert [action.unit for action in actions if action.kind is B] == backward
 
 
 ENOUGH = shapes(equal=True, styles=["looped"]).filter(lambda shape: shape.num_units >= shape.num_ranks)
@@ -127,8 +127,8 @@ def test_zb_h1_splits_backwards_and_holds_as_much_as_1f1b(shape):
     one_f_one_b, zero_bubble = build("1f1b", shape), build("zb-h1", shape)
     assert max(peaks(zero_bubble)) <= max(peaks(one_f_one_b))
     for actions in zero_bubble.ranks:
-        inputs = [action[1:] for action in actions if action.kind is I]
-        weights = [action[1:] for action in actions if action.kind is W]
+        inputs = [action.unit for action in actions if action.kind is I]
+        weights = [action.unit for action in actions if action.kind is W]
         assert inputs == weights and not any(action.kind is B for action in actions)
     if shape.num_chunks == 1:
         assert idle(zero_bubble, Costs.uniform(shape)) <= idle(one_f_one_b, Costs.uniform(shape))

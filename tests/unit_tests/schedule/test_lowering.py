@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.seq1f1b.schedule import (
+    COMPUTE_KINDS,
     FAMILIES,
     Action,
     Clock,
@@ -20,7 +21,6 @@ from megatron.seq1f1b.schedule import (
     partition_state,
     simulate,
 )
-from megatron.seq1f1b.schedule.action import COMPUTE_KINDS
 from megatron.seq1f1b.schedule.dependencies import message_needed, outcome
 
 from .strategies import fixed, shapes

@@ -6,7 +6,9 @@ from random import Random
 import pytest
 
 from megatron.seq1f1b.schedule import (
+    COMPUTE_KINDS,
     FAMILIES,
+    MOVE_KINDS,
     Kind,
     Placement,
     Shape,
@@ -17,7 +19,6 @@ from megatron.seq1f1b.schedule import (
     validate,
     with_moves,
 )
-from megatron.seq1f1b.schedule.action import COMPUTE_KINDS, MOVE_KINDS
 from megatron.seq1f1b.schedule.dependencies import outcome
 from megatron.seq1f1b.schedule.moves import SHORTEST
 
@@ -51,12 +52,12 @@ def test_a_rank_holds_that_share_less(family, share):
         room = round((1 - share) * most)
         here = set()
         for action in order:
-            if action[1:] in units:
+            if action.unit in units:
                 continue
             if action.kind is Kind.F:
-                here.add(action[1:])
+                here.add(action.unit)
             elif action.kind is not Kind.W:
-                here.remove(action[1:])
+                here.remove(action.unit)
             waits = [index_of[Kind.B, *unit] - index_of[Kind.F, *unit] for unit in here]
             assert len(here) <= room or max(waits) < SHORTEST
         assert bool(units) == (share > 0)

@@ -6,8 +6,7 @@ import sys
 
 import pytest
 
-from megatron.seq1f1b.schedule import Action, Kind, Placement, parse_action
-from megatron.seq1f1b.schedule.action import CHUNK_KINDS
+from megatron.seq1f1b.schedule import CHUNK_KINDS, Action, Kind, Placement, parse_action
 from support.patience import patient
 
 

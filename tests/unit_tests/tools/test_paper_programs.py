@@ -11,7 +11,7 @@ from megatron.seq1f1b.planning.costs.model_shape import ModelShape
 from megatron.seq1f1b.planning.costs.step_memory import rank_memory
 from megatron.seq1f1b.planning.costs.training_setup import TrainingSetup
 from megatron.seq1f1b.planning.simulator import predict
-from megatron.seq1f1b.schedule import Kind, Placement, build
+from megatron.seq1f1b.schedule import Holds, Placement, build
 from paper.flops import megatron_flops, seq1f1b_flops, terapipe_flops
 from paper.megatron_tables import sc21_setup
 from paper.programs import PaperSetup
@@ -47,7 +47,7 @@ def test_a_gpt_keeps_34_bytes_a_token_and_hidden_unit():
 def test_weight_gradients_that_wait_hold_no_scores():
     setup = paper(WHOLE, sequence_length=2048, segments=(), family="zb-h1", flash_attention=False)
     apart, whole = (rank_memory(setup, build(family, setup.shape).ranks[7], 7) for family in ("zb-h1", "1f1b"))
-    held, for_weights = (kept(setup, setup.stages[7], after).sum() for after in (Kind.F, Kind.I))
+    held, for_weights = (kept(setup, setup.stages[7], after).sum() for after in (Holds.ACTIVATIONS, Holds.FOR_WEIGHTS))
     # The last rank holds one unit, and with weight gradients apart those of seven more.
     more = apart.activations + apart.keys_values + apart.logits - whole.activations - whole.keys_values - whole.logits
     assert more == pytest.approx(7 * for_weights, rel=0.05) and for_weights < 0.7 * held

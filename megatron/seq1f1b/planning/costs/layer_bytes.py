@@ -7,18 +7,40 @@ holds the whole input and its gradient (section 4.2.2), elsewhere a part of them
 
 from collections.abc import Iterable
 from dataclasses import replace
+from enum import IntEnum
 from functools import lru_cache, singledispatch
-from operator import sub
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ...schedule import COMPUTE_KINDS, Kind
+from ...schedule import COMPUTE_KINDS, Holds, Kind
 from ...schedule.cost_tables import Table
 from .blocks import BYTES, Block, blocks_of
 from .training_setup import ALL_BUT_ATTENTION, FULL, Stage, TrainingSetup
 
 Sizes = NDArray[np.float64]
+
+
+class Use(IntEnum):
+    """What the memory of units and actions is used for: a column of an array of sizes. The names are those of the
+    fields of `Memory`."""
+
+    ACTIVATIONS = 0
+    KEYS_VALUES = 1  # with their gradients
+    STATES = 2  # of recurrent layers
+    LOGITS = 3
+    WORKING = 4  # only while an action runs; units keep none
+
+
+_KEPT_USES = (Use.ACTIVATIONS, Use.KEYS_VALUES, Use.STATES, Use.LOGITS)
+
+
+class Phase(IntEnum):
+    """When an action changes what is held: a row of the array of `changes_of`."""
+
+    STARTS = 0
+    RUNS = 1  # held from its start to its end
+    ENDS = 2
 
 
 @singledispatch
@@ -220,40 +242,41 @@ def _of_kernel(setup: TrainingSetup, layer: int, start: int, end: int) -> float:
     return of_queries + (BYTES * for_each if for_each > keys_values_of(setup, layer, given) else 0)
 
 
-# What a unit keeps before, and after, an action of each kind: as much as after the action given here, else nothing.
-_BEFORE = {Kind.B: Kind.F, Kind.I: Kind.F, Kind.W: Kind.I, Kind.OFFLOAD: Kind.F, Kind.RELOAD: Kind.OFFLOAD}
-_AFTER = {Kind.F: Kind.F, Kind.I: Kind.I, Kind.OFFLOAD: Kind.OFFLOAD, Kind.RELOAD: Kind.F}
-
-
 @lru_cache(maxsize=4096)
-def kept(setup: TrainingSetup, stage: Stage, after: Kind = Kind.F) -> Sizes:
-    """What units keep after F, I or OFFLOAD: activations, keys and values, states, logits. [segments, 4]."""
+def kept(setup: TrainingSetup, stage: Stage, holds: Holds = Holds.ACTIVATIONS) -> Sizes:
+    """What the units of a stage keep while they hold this. [segments, _KEPT_USES]."""
     if setup.parts:
-        return np.concatenate([kept(part, stage, after) for part in setup.parts])
-    if after is Kind.OFFLOAD:
-        stays = kept(setup, stage) * (0, 1, 1, 0)
-        stays[-1, 1] -= stays[:, 1].sum()  # the last segment takes the keys and values of all along
-        return stays
-    found = []
-    for length, span in zip(setup.segments, setup.spans, strict=True):
-        sizes = [0.0] * 4
+        return np.concatenate([kept(part, stage, holds) for part in setup.parts])
+    sizes = np.zeros((len(setup.segments), len(_KEPT_USES)))
+    if holds is Holds.NOTHING:
+        return sizes
+    if holds is Holds.ON_HOST:
+        for use in (Use.KEYS_VALUES, Use.STATES):
+            sizes[:, use] = kept(setup, stage)[:, use]
+        # The last segment takes the keys and values of all along.
+        sizes[-1, Use.KEYS_VALUES] -= sizes[:, Use.KEYS_VALUES].sum()
+        return sizes
+    for segment, (start, end) in enumerate(setup.spans):
         if stage.is_last:
-            sizes[0], sizes[3] = head_kept(setup, length, after is Kind.I)
+            hidden_states, of_loss = head_kept(setup, end - start, holds is Holds.FOR_WEIGHTS)
+            sizes[segment, Use.ACTIVATIONS] = hidden_states
+            sizes[segment, Use.LOGITS] = of_loss
         for layer, count in stage.layers:
-            for use, size in enumerate(_layer_kept(setup.alone, layer, *span, after)):
-                sizes[use] += count * size
-        found.append(sizes)
-    return np.array(found)
+            for use, size in _layer_kept(setup.alone, layer, start, end, holds).items():
+                sizes[segment, use] += count * size
+    return sizes
 
 
 @lru_cache(maxsize=1 << 16)
-def _layer_kept(setup: TrainingSetup, layer: int, start: int, end: int, after: Kind) -> tuple[float, ...]:
-    """Activations, keys and values, and states of one layer."""
-    if after is Kind.I:
-        return (layer_kept_for_weights(setup, layer, start, end),)
-    sizes = layer_activation(setup, layer, start, end), layer_keys_values(setup, layer, start, end)
-    state = layer_state(setup, layer) if end < setup.sequence_length else 0.0
-    return *map(sub, sizes, layer_moved(setup, layer, start, end)), state
+def _layer_kept(setup: TrainingSetup, layer: int, start: int, end: int, holds: Holds) -> dict[Use, float]:
+    if holds is Holds.FOR_WEIGHTS:
+        return {Use.ACTIVATIONS: layer_kept_for_weights(setup, layer, start, end)}
+    moved_activations, moved_keys_values = layer_moved(setup, layer, start, end)
+    return {
+        Use.ACTIVATIONS: layer_activation(setup, layer, start, end) - moved_activations,
+        Use.KEYS_VALUES: layer_keys_values(setup, layer, start, end) - moved_keys_values,
+        Use.STATES: layer_state(setup, layer) if end < setup.sequence_length else 0.0,
+    }
 
 
 @lru_cache(maxsize=1024)
@@ -265,39 +288,42 @@ def moved_bytes(setup: TrainingSetup) -> Table:
         if setup.offloads_modules:
             rows[stage] = tuple(stage_moved(setup, stage, *span) for span in setup.spans)
         else:
-            rows[stage] = tuple((kept(setup, stage) - kept(setup, stage, Kind.OFFLOAD)).sum(axis=1).tolist())
+            rows[stage] = tuple((kept(setup, stage) - kept(setup, stage, Holds.ON_HOST)).sum(axis=1).tolist())
     return tuple(rows[stage] for stage in setup.stages)
 
 
 @lru_cache(maxsize=4096)
 def changes_of(setup: TrainingSetup, stage: Stage, kind: Kind) -> Sizes:
-    """What an action adds when it starts, holds while it runs, and adds when it ends: activations, keys and values with
-    their gradients, states, logits, and all else. [segments, 3, 5]."""
+    """What an action adds when it starts, holds while it runs, and adds when it ends. [segments, Phase, Use]."""
     if setup.parts:
         return np.concatenate([changes_of(part, stage, kind) for part in setup.parts])
-    found = np.zeros((len(setup.segments), 3, 5))
-    first, during, last = found.transpose(1, 0, 2)
-    before, after = (kept(setup, stage, left[kind]) if kind in left else 0.0 for left in (_BEFORE, _AFTER))
-    (first if kind is Kind.F else last)[:, :4] += after - before
+    changes = np.zeros((len(setup.segments), len(Phase), len(Use)))
+    facts = kind.facts
+    # A forward makes what it keeps; others free, or bring back, when they end.
+    phase = Phase.STARTS if kind is Kind.F else Phase.ENDS
+    changes[:, phase, _KEPT_USES] += kept(setup, stage, facts.after) - kept(setup, stage, facts.before)
     if kind in COMPUTE_KINDS:
-        during[:, 3:] = [_running(setup, stage, kind, *span) for span in setup.spans]
-    if kind in (Kind.B, Kind.I):
+        running = [_running(setup, stage, kind, *span) for span in setup.spans]
+        changes[:, Phase.RUNS, (Use.LOGITS, Use.WORKING)] = running
+    if facts.gives_input_gradient:
         # Gradients of the keys and values of earlier segments arise in the backward of the last segment, partly in
         # place of what attention's kernel held, and go with the first.
-        in_all = in_place = 0.0
+        in_all = 0.0
+        in_place = 0.0
         for layer, count in stage.layers:
             gradients = layer_keys_values_gradients(setup, layer)
             in_all += count * gradients
             in_place = max(in_place, min(_of_kernel(setup, layer, *setup.spans[-1]), gradients))
-        first[-1, 1] += in_all - in_place
-        last[-1, 1] += in_place
-        last[0, 1] -= in_all
-    return found
+        changes[-1, Phase.STARTS, Use.KEYS_VALUES] += in_all - in_place
+        changes[-1, Phase.ENDS, Use.KEYS_VALUES] += in_place
+        changes[0, Phase.ENDS, Use.KEYS_VALUES] -= in_all
+    return changes
 
 
 def _running(setup: TrainingSetup, stage: Stage, kind: Kind, start: int, end: int) -> tuple[float, float]:
     """What an action of this kind holds while it runs, beside what units keep: the loss, and all else."""
-    length, has_loss = end - start, stage.is_last and kind is not Kind.W
+    length = end - start
+    has_loss = stage.is_last and kind is not Kind.W
     loss = loss_bytes(setup, length, kind is Kind.F) if has_loss else 0.0
     # Tokens have come back from experts when the loss begins.
     blocks = (block for layer, _ in stage.layers for block in setup.blocks(layer))
@@ -307,11 +333,11 @@ def _running(setup: TrainingSetup, stage: Stage, kind: Kind, start: int, end: in
         loss -= of_loss
     # Two layers are on their way, or at work.
     moving = 2 * max((sum(layer_moved(setup, layer, start, end)) for layer, _ in stage.layers), default=0.0)
-    if kind not in (Kind.B, Kind.I):
+    if not kind.facts.gives_input_gradient:
         return loss, moving + setup.whole_input(length) + routed
     working = moving + backward_working(setup, stage, start, end)
     if has_loss:  # its backward ends before that of the layers begins
         working -= loss + of_loss + hidden
-        if kind is Kind.I:
+        if kind.facts.after is Holds.FOR_WEIGHTS:
             working += sum(head_kept(setup, length, for_weights=True))
     return loss, max(0.0, working)

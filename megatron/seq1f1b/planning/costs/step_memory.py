@@ -7,9 +7,9 @@ from math import log2
 
 import numpy as np
 
-from ...schedule import COMPUTE_KINDS, Action, Kind, channels_of, partition_state
+from ...schedule import COMPUTE_KINDS, Action, Kind, Unit, channels_of, partition_state
 from .blocks import BYTES
-from .layer_bytes import Sizes, changes_of, layer_state, loss_bytes, moved_bytes
+from .layer_bytes import Phase, Sizes, Use, changes_of, layer_state, loss_bytes, moved_bytes
 from .training_setup import TrainingSetup
 
 # What PyTorch's allocator reserves beyond the peak of what is allocated: a share of what comes and goes, a share of it
@@ -37,19 +37,27 @@ class Memory:
         return float(sum(vars(self).values()))
 
 
+# The columns of arrays that hold all uses.
+_COLUMN = {field.name: number for number, field in enumerate(fields(Memory))}
+# What comes and goes in a step, so that the allocator holds back a part of it.
+_COME_AND_GO = ("activations", "keys_values", "states", "logits", "working", "messages")
+
+
 def host_bytes(setup: TrainingSetup, actions: Iterable[Action]) -> float:
     """The most that a rank has in the memory of its host at once."""
-    goes, comes = (Kind.F, Kind.B) if setup.offloads_modules else (Kind.OFFLOAD, Kind.RELOAD)
-    moves = [action for action in actions if action.kind in (goes, comes)]
+    # Megatron's modules move a part of every unit, from its forward to its backward.
+    signs = {Kind.F: 1, Kind.B: -1} if setup.offloads_modules else {Kind.OFFLOAD: 1, Kind.RELOAD: -1}
+    moves = [action for action in actions if action.kind in signs]
     sizes = moved_bytes(setup) if moves else ()
-    changes = (sizes[stage][segment] * (1 if kind is goes else -1) for kind, stage, _, segment in moves)
+    changes = (sizes[stage][segment] * signs[kind] for kind, stage, _, segment in moves)
     return max(accumulate(changes, initial=0.0))
 
 
 def static_memory(setup: TrainingSetup, rank: int) -> tuple[float, float, float]:
     """Weights, gradients and optimizer state of a rank at all times; those of a partitioned state are shares."""
     parameters = [setup.parameters[stage] for stage in setup.placement.stages_of(rank)]
-    whole, experts = sum(map(sum, parameters)), sum(each[1] for each in parameters)
+    whole = sum(map(sum, parameters))
+    experts = sum(each[1] for each in parameters)
     shares = whole
     if setup.distributed_optimizer:
         shares = (whole - experts) / setup.data_group.size + experts / setup.expert_data_group.size
@@ -59,12 +67,16 @@ def static_memory(setup: TrainingSetup, rank: int) -> tuple[float, float, float]
 
 def _whole_chunks(setup: TrainingSetup, actions: Sequence[Action]) -> Sizes:
     """The weights and the gradients of whole chunks at each action, beside the shares of a partitioned state. A chunk
-    has gradients from its first backward until the next chunk ends, because its reduction is over by then."""
+    has gradients from its first backward until the next chunk ends, because its reduction is over by then.
+    [actions, 2]."""
     if not setup.moves_state:
         return np.zeros((len(actions), 2))
-    parameters, last = [sum(each) for each in setup.parameters], {action.stage: action for action in actions}
-    gathered, summed, ended = set[int](), set[int](), -1
-    found = []
+    parameters = [sum(each) for each in setup.parameters]
+    last = {action.stage: action for action in actions}
+    gathered = set[int]()  # stages with whole weights
+    summed = set[int]()  # stages with whole gradients
+    ended = -1
+    numbers = []
     for action in partition_state(actions):
         kind, stage = action.kind, action.stage
         if kind is Kind.GATHER:
@@ -72,67 +84,96 @@ def _whole_chunks(setup: TrainingSetup, actions: Sequence[Action]) -> Sizes:
         elif kind is Kind.RELEASE:
             gathered.remove(stage)
         else:
-            if kind in (Kind.B, Kind.I, Kind.W):
+            if kind.facts.gives_input_gradient or kind.facts.gives_weight_gradient:
                 summed.add(stage)
-            found.append([sum(parameters[each] for each in whole) for whole in (gathered, summed)])
+            numbers.append([sum(parameters[each] for each in whole) for whole in (gathered, summed)])
             if action == last[stage]:
                 summed.discard(ended)
                 ended = stage
-    return np.array(found) * (BYTES, setup.gradient_bytes)
+    return np.array(numbers) * (BYTES, setup.gradient_bytes)
 
 
 def rank_memory(setup: TrainingSetup, actions: Sequence[Action], rank: int) -> Memory:
     """The memory of a rank at its peak; `actions` are its compute actions and moves to the host, in order."""
-    stages, order = [setup.stages[stage] for stage in setup.placement.stages_of(rank)], list(_when_freed(actions))
-    changes = {key: changes_of(setup, setup.stages[key[1]], key[0]) for key in {action[:2] for action in order}}
+    stages = [setup.stages[stage] for stage in setup.placement.stages_of(rank)]
+    order = list(_when_freed(actions))
+    kinds_and_stages = {(action.kind, action.stage) for action in order}
+    changes = {(kind, stage): changes_of(setup, setup.stages[stage], kind) for kind, stage in kinds_and_stages}
     of_actions = np.array([changes[kind, stage][segment] for kind, stage, _, segment in order])
-    first, during, last = of_actions.transpose(1, 0, 2)
-    first[1:] += last[:-1]
-    held = np.zeros((len(order), len(fields(Memory))))  # in the order of these fields
-    held[:, :2] = _whole_chunks(setup, order)
-    held[:, 3:8] = first.cumsum(axis=0) + during
-    held[:, 8] = _messages_waiting(setup, order, rank)
+
+    # Held while action i runs: what actions up to i added at their start, those before i at their end, and its own.
+    added = of_actions[:, Phase.STARTS].copy()
+    added[1:] += of_actions[:-1, Phase.ENDS]
+    of_units = added.cumsum(axis=0) + of_actions[:, Phase.RUNS]
+    whole_weights, whole_gradients = _whole_chunks(setup, order).T
+    held = np.zeros((len(order), len(_COLUMN)))
+    held[:, _COLUMN["weights"]] = whole_weights
+    held[:, _COLUMN["gradients"]] = whole_gradients
+    held[:, _COLUMN["messages"]] = _messages_waiting(setup, order, rank)
+    for use in Use:
+        held[:, _COLUMN[use.name.lower()]] = of_units[:, use]
+
     totals = held.sum(axis=1)
     computing = (number for number, action in enumerate(order) if action.kind in COMPUTE_KINDS)
     peak = max(computing, key=totals.__getitem__)
-    most = held[peak]
-    most[:3] += static_memory(setup, rank)
-    ended = {action[1:] for action in order[:peak] if action.kind in (Kind.B, Kind.W)}
-    segments = {action.segment for action in order[: peak + 1] if action.kind is Kind.F and action[1:] not in ended}
+    memory = dict(zip(_COLUMN, held[peak].tolist(), strict=True))
+    weights, gradients, optimizer = static_memory(setup, rank)
+    memory["weights"] += weights
+    memory["gradients"] += gradients
+    memory["optimizer"] += optimizer
+    segments = _segments_held(order, peak)
     if not setup.model.learned_positions:  # rotary angles in 32 bit, which all layers and micro-batches share
         size = setup.model.latent.rotary_head_dim if setup.model.latent else setup.model.head_dim
-        most[3] += 4 * sum(setup.segments[segment] for segment in segments) / setup.context_parallel * size
+        tokens = sum(setup.segments[segment] for segment in segments)
+        memory["activations"] += 4 * tokens / setup.context_parallel * size
     # The gradient of one state of each layer goes back between the segments of a micro-batch.
     if any(len(part.segments) > 1 for part in setup.parts or (setup,)):
-        most[5] += max(sum(count * layer_state(setup, layer) for layer, count in stage.layers) for stage in stages)
+        of_stages = (sum(count * layer_state(setup, layer) for layer, count in stage.layers) for stage in stages)
+        memory["states"] += max(of_stages)
+
     lengths = {setup.segments[segment] for segment in segments} if setup.parts else set(setup.segments)
-    most[9] = (_HELD_BACK + _FOR_EACH_DOUBLING * log2(max(1, len(lengths)))) * most[3:9].sum()
+    doublings = log2(max(1, len(lengths)))
+    come_and_go = float(np.sum([memory[use] for use in _COME_AND_GO]))
+    memory["reserved"] = (_HELD_BACK + _FOR_EACH_DOUBLING * doublings) * come_and_go
     if stages[-1].is_last:
-        most[9] += _OF_LOGITS * loss_bytes(setup, max(setup.segments))
-    return Memory(*most.tolist())
+        memory["reserved"] += _OF_LOGITS * loss_bytes(setup, max(setup.segments))
+    return Memory(**memory)
+
+
+def _segments_held(order: Sequence[Action], peak: int) -> set[int]:
+    """The segments, of any micro-batch, that the rank holds activations of while action `peak` runs."""
+    ended = {action.unit for action in order[:peak] if action.kind.facts.gives_weight_gradient}
+    forwards = (action for action in order[: peak + 1] if action.kind is Kind.F)
+    return {action.segment for action in forwards if action.unit not in ended}
 
 
 def _messages_waiting(setup: TrainingSetup, actions: Sequence[Action], rank: int) -> Sizes:
     """The bytes of messages that wait at each action: received for the next one, since receives are posted one action
     ahead, and not yet taken by the other end. The last rank keeps outputs, and the first one gradients, until all units
     of a group have passed a chunk and the next chunk is at work there, one hop after another."""
-    hops, chunk_of = setup.placement.num_ranks, setup.placement.chunk_of
+    hops = setup.placement.num_ranks
+    chunk_of = setup.placement.chunk_of
     sizes = [setup.residual(length) for length in setup.segments]
     messages = channels_of(setup.placement, rank)
     changes = np.zeros(len(actions) + 1)
     numbers = [number for number, action in enumerate(actions) if action.kind in COMPUTE_KINDS]
     for number, following in pairwise(numbers):
         kind, stage, _, segment = actions[following]
-        if kind is not Kind.W and (Kind.RECV_F if kind is Kind.F else Kind.RECV_B, stage) in messages:
+        receives = kind.facts.receives
+        if receives is not None and (receives, stage) in messages:
             changes[number] += sizes[segment]
             changes[number + 1] -= sizes[segment]
-    for kinds, send, step in (((Kind.F,), Kind.SEND_F, 1), ((Kind.B, Kind.I), Kind.SEND_B, -1)):
-        leaving = {stage for sent, stage in messages if sent is send and chunk_of(stage) != chunk_of(stage + step)}
+    for send in (kind for kind in Kind if kind.facts.is_send):
+        hop = send.facts.hop
+        leaving = {stage for kind, stage in messages if kind is send and chunk_of(stage) != chunk_of(stage + hop)}
         if not leaving:
             continue
-        places = {actions[number][1:]: place for place, number in enumerate(numbers) if actions[number].kind in kinds}
+        places: dict[Unit, int] = {}  # of the actions that make these messages, among compute actions
+        for place, number in enumerate(numbers):
+            if actions[number].kind.facts.sends is send:
+                places[actions[number].unit] = place
         for (stage, microbatch, segment), place in places.items():
-            taken = places.get((stage + step * hops, microbatch, segment), len(numbers)) - hops
+            taken = places.get((stage + hop * hops, microbatch, segment), len(numbers)) - hops
             if stage in leaving and taken > place:
                 changes[numbers[place] + 1] += sizes[segment]
                 changes[numbers[taken] + 1] -= sizes[segment]
@@ -141,7 +182,8 @@ def _messages_waiting(setup: TrainingSetup, actions: Sequence[Action], rank: int
 
 def _when_freed(actions: Iterable[Action]) -> Iterator[Action]:
     """The actions, each OFFLOAD where it has freed its memory: at the next one, or at its own RELOAD."""
-    leaving = back = None
+    leaving = None
+    back = None
     for action in actions:
         is_offload = action.kind is Kind.OFFLOAD
         if leaving is not None and (is_offload or action == back):

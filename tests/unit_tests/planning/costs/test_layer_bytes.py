@@ -8,6 +8,7 @@ from msgspec import structs
 from megatron.seq1f1b.commands.model_flags import preset
 from megatron.seq1f1b.planning.costs.blocks import layer_parameters
 from megatron.seq1f1b.planning.costs.layer_bytes import (
+    Use,
     kept,
     layer_activation,
     layer_keys_values,
@@ -55,7 +56,7 @@ def test_states_are_counted_by_segment_layer_and_unit_in_flight():
     setup = hybrid("GG*-GG*-", placement=Placement(2), num_microbatches=3)
     schedule = build("1f1b", setup.shape)
     of_stage = 2 * layer_state(setup, 0)
-    assert kept(setup, setup.stages[0])[:, 2].tolist() == [of_stage] * 3 + [0]
+    assert kept(setup, setup.stages[0])[:, Use.STATES].tolist() == [of_stage] * 3 + [0]
     # In flight are 5 units and 4. Most bytes are there where the first rank receives a second gradient, when one of its
     # units is the last segment of its micro-batch. One more state is the gradient that goes back to the segment before.
     states = [rank_memory(setup, schedule.ranks[rank], rank).states for rank in (0, 1)]
@@ -96,7 +97,7 @@ def test_of_segments_that_are_computed_again_a_window_is_kept():
     assert sizes[0] == [sizes[0][1] * share for share in (1 / 4, 1, 1 / 4, 1)]
     assert sizes[1] == [sizes[0][1] * share for share in (1 / 16, 1, 1 / 16, 1)]
     # Layers of both kinds count, though they have the same blocks.
-    assert kept(again, again.stages[0])[0, 1] == sum(sizes[1])
+    assert kept(again, again.stages[0])[0, Use.KEYS_VALUES] == sum(sizes[1])
 
 
 def test_attention_that_is_kept_is_its_output_and_logsumexp():

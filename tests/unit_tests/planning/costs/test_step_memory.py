@@ -13,7 +13,7 @@ from megatron.seq1f1b.planning.costs.machine import GIB, read_machine
 from megatron.seq1f1b.planning.costs.stage_costs import A100, analytic_costs
 from megatron.seq1f1b.planning.costs.step_memory import rank_memory
 from megatron.seq1f1b.planning.costs.training_setup import ALL_BUT_ATTENTION, TrainingSetup
-from megatron.seq1f1b.schedule import Kind, Placement, build
+from megatron.seq1f1b.schedule import Holds, Placement, build
 
 LENGTH = 65536
 WHOLE = TrainingSetup(preset("30b"), LENGTH, 8, placement=Placement(8), keeps_logits=True)
@@ -42,10 +42,10 @@ def test_30b_on_64_gpus_holds_what_its_rehearsal_counts():
 
 def test_weight_gradients_need_32_bytes_a_token_and_hidden_unit():
     of_stage = 8 * 32 * WHOLE.model.hidden_size
-    assert kept(WHOLE, WHOLE.stages[1], Kind.I).sum() == of_stage * LENGTH
+    assert kept(WHOLE, WHOLE.stages[1], Holds.FOR_WEIGHTS).sum() == of_stage * LENGTH
     # Of the logits, gradients in 16 bit; and what they were computed from.
     of_logits = 2 * (WHOLE.model.vocab_size + WHOLE.model.hidden_size)
-    assert kept(WHOLE, WHOLE.stages[7], Kind.I).sum() == (of_stage + of_logits) * LENGTH
+    assert kept(WHOLE, WHOLE.stages[7], Holds.FOR_WEIGHTS).sum() == (of_stage + of_logits) * LENGTH
 
 
 def test_weight_gradients_apart_hold_what_a_rehearsal_counts():
