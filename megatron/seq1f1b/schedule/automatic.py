@@ -9,7 +9,7 @@ from math import inf
 from typing import Any
 
 from .action import Action
-from .cost_tables import Costs, memory_change, peak_memory
+from .cost_tables import Costs, memory_changes, peak_memory
 from .families import FAMILIES
 from .kinds import Kind
 from .schedule import Schedule, Shape
@@ -170,7 +170,10 @@ class ListScheduler:
         Filling idle time with W under a limit is the idea of arXiv 2401.10241, section 3.1; here units are segments.
         Without a priority F and B keep the order of 1F1B; the result is None if the limits do not allow that.
         """
-        num_segments, rules, costs = self._shape.num_segments, self._rules, self._costs
+        num_segments = self._shape.num_segments
+        rules = self._rules
+        costs = self._costs
+        changes = memory_changes(costs)
         ranks: list[_Rank] = []
         queues: dict[tuple[Any, ...], _Queue] = {}  # by kind and stage
         for number, lines in enumerate(self._free if priority else self._in_order):
@@ -214,7 +217,7 @@ class ListScheduler:
             rank.free = end_of[code + microbatch * num_segments] = now + duration
             heappush(events, (rank.free, index))
             rank.actions.append(action)
-            memory = memory_change(costs, kind, stage, segment)
+            memory = changes[kind][stage][segment]
             rank.used += memory
             rank.held[microbatch] += memory
             if kind is Kind.I:

@@ -80,11 +80,13 @@ class Costs:
     def duration(self, kind: Kind, stage: int, segment: int) -> float:
         return sum(table[stage][segment] for table in self.tables(kind))
 
-    def held(self, holds: Holds, stage: int, segment: int) -> float:
-        """The memory of a unit that holds this."""
+    def held(self, holds: Holds) -> Table:
+        """The memory of units that hold this."""
         if holds is Holds.ACTIVATIONS:
-            return self.activation[stage][segment]
-        return self.kept[stage][segment] if holds is Holds.FOR_WEIGHTS else 0.0
+            return self.activation
+        if holds is Holds.FOR_WEIGHTS:
+            return self.kept
+        return tuple((0.0,) * len(row) for row in self.activation)
 
 
 def _table(shape: Shape, name: str, value: Any) -> Table:
@@ -100,21 +102,23 @@ def _table(shape: Shape, name: str, value: Any) -> Table:
         ) from None
 
 
-def memory_change(costs: Costs, kind: Kind, stage: int, segment: int) -> float:
-    """The change of a rank's memory at the start of an F or the end of a B, I or W; 0 for other actions."""
-    if kind not in COMPUTE_KINDS:
-        return 0.0
-    facts = kind.facts
-    return costs.held(facts.after, stage, segment) - costs.held(facts.before, stage, segment)
+def memory_changes(costs: Costs) -> dict[Kind, Table]:
+    """By kind of compute action, the change of a rank's memory at the start of an F or the end of a B, I or W."""
+    changes = {}
+    for kind in COMPUTE_KINDS:
+        rows = zip(costs.held(kind.facts.before), costs.held(kind.facts.after), strict=True)
+        changes[kind] = tuple(tuple(after - before for before, after in zip(*row, strict=True)) for row in rows)
+    return changes
 
 
 def peak_memory(schedule: Schedule, costs: Costs) -> list[float]:
-    """For each rank the most activation memory held at once, in the unit of `costs.activation`."""
-    changes = (
-        (memory_change(costs, kind, stage, segment) for kind, stage, _, segment in actions)
-        for actions in schedule.ranks
-    )
-    return [max(accumulate(each, initial=0.0)) for each in changes]
+    """For each rank the most activation memory held at once, in the unit of `costs.activation`, as without moves."""
+    changes = memory_changes(costs)
+    peaks = []
+    for actions in schedule.ranks:
+        of_rank = (changes[kind][stage][segment] for kind, stage, _, segment in actions if kind in changes)
+        peaks.append(max(accumulate(of_rank, initial=0.0)))
+    return peaks
 
 
 def sequences_held(actions: Iterable[Action], shape: Shape) -> float:

@@ -46,11 +46,12 @@ def _check_complete(schedule: Schedule, rank: int) -> None:
     stages = shape.placement.stages_of(rank)
     kinds_of: dict[Unit, list[Kind]] = {(stage, *unit): [] for stage in stages for unit in shape.units}
     for index, action in enumerate(actions):
-        if action.kind not in COMPUTE_KINDS or action.unit not in kinds_of:
+        kinds = kinds_of.get(action.unit)
+        if action.kind not in COMPUTE_KINDS or kinds is None:
             raise _error(schedule, rank, index, f"is no compute action of this rank; there are {shape}")
-        if action.kind in kinds_of[action.unit]:
+        if action.kind in kinds:
             raise _error(schedule, rank, index, "is repeated")
-        kinds_of[action.unit].append(action.kind)
+        kinds.append(action.kind)
     for unit, kinds in kinds_of.items():
         if {*kinds} not in _WAYS:
             stage, microbatch, segment = unit
