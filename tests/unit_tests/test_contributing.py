@@ -1,4 +1,5 @@
-"""The newcomer's walk in CONTRIBUTING.md: a family with split backwards is one function and one line."""
+"""The newcomer's walks in CONTRIBUTING.md: a family with split backwards is one function and one line, and a kind of
+action is a row of facts, a pass and a handler."""
 
 import os
 import re
@@ -6,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from textwrap import dedent, indent
 
 from support.launch import python_path
 from support.patience import patient
@@ -49,6 +51,49 @@ assert "none" in found and "full" not in found
 """
 
 
+TRIMMED = """
+from megatron.seq1f1b import cpu
+
+cpu.activate()
+from megatron.seq1f1b.planning.simulator import execute_lowered
+from megatron.seq1f1b.report import to_trace
+from megatron.seq1f1b.runtime.interpreter import Interpreter
+from megatron.seq1f1b.runtime.program import Program
+from megatron.seq1f1b.schedule import Action, Costs, Kind, Placement, Schedule, Shape, build, lower, parse_action
+
+assert parse_action("2TRIM") == Action(Kind.TRIM, 2) and str(Action(Kind.TRIM, 2)) == "2TRIM"
+assert Interpreter.HANDLERS.keys() == {*Kind}
+shape = Shape(Placement(2, 2), 3, 2)
+lowered = lower(build("zb-h1", shape))
+trimmed = [Program(actions).actions for actions in lowered.ranks]
+for actions, before in zip(trimmed, lowered.ranks, strict=True):
+    assert [action for action in actions if action.kind is not Kind.TRIM] == [*before]
+    trims = [action for action in actions if action.kind is Kind.TRIM]
+    assert len(trims) == 2 and actions[-1] in trims
+costs = Costs.uniform(shape, message=0.5)
+timeline = execute_lowered(Schedule(shape, tuple(trimmed)), costs)
+assert timeline == execute_lowered(lowered, costs)
+assert to_trace(timeline)
+"""
+
+
+def section(title: str) -> str:
+    return re.search(rf"^## {title}$(.*?)^## ", TEXT, re.DOTALL | re.MULTILINE)[1]
+
+
+def edited(path: Path, place: str, code: str) -> None:
+    """Put code in front of the one `place` in a file."""
+    text = path.read_text()
+    assert text.count(place) == 1, (path, place)
+    path.write_text(text.replace(place, code + place))
+
+
+def copied_package(tree: Path) -> Path:
+    package = tree / "megatron" / "seq1f1b"
+    shutil.copytree(ROOT / "megatron" / "seq1f1b", package, ignore=shutil.ignore_patterns("__pycache__"))
+    return package
+
+
 def python(tree: Path, *words: str) -> subprocess.CompletedProcess:
     environment = os.environ | {"PYTHONPATH": python_path(tree)}
     run = subprocess.run(
@@ -59,17 +104,31 @@ def python(tree: Path, *words: str) -> subprocess.CompletedProcess:
 
 
 def test_the_new_family_is_valid_no_slower_and_a_choice(tmp_path):
-    package = tmp_path / "megatron" / "seq1f1b"
-    shutil.copytree(ROOT / "megatron" / "seq1f1b", package, ignore=shutil.ignore_patterns("__pycache__"))
-    family, line = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
-    path = tmp_path / re.search(r"Add this to `(\S+)`", TEXT)[1]
-    text = path.read_text()
-    table, first = "FAMILIES: Mapping", '        "gpipe": gpipe,\n'
-    assert text.count(table) == text.count(first) == 1
-    path.write_text(text.replace(table, f"{family}\n\n{table}").replace(first, first + line))
+    copied_package(tmp_path)
+    text = section("Add a family of schedules")
+    family, line = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    path = tmp_path / re.search(r"Add this to `(\S+)`", text)[1]
+    edited(path, "FAMILIES: Mapping", f"{family}\n\n")
+    edited(path, '        "gpipe": gpipe,\n', line)
     python(tmp_path, "-c", VALIDATE)
     words = re.search(r"seq1f1b (plot --pipeline-schedule gpipe-zb.*)", TEXT)[1].replace(".png", ".csv").split()
     run = "import sys; from megatron.seq1f1b.commands import main; sys.exit(main(sys.argv[1:]))"
     python(tmp_path, "-c", run, *words)
     assert "0I0.0" in (tmp_path / "gpipe-zb.csv").read_text()
     assert "valid" in python(tmp_path, "-c", run, "check", "gpipe-zb.csv").stdout
+
+
+def test_the_new_kind_of_action_is_lowered_simulated_and_has_a_handler(tmp_path):
+    package = copied_package(tmp_path)
+    text = section("Add a kind of action")
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    word, facts, lowering_pass, call, handler = (dedent(block) for block in blocks)
+    files = re.findall(r"^\d\. `megatron/seq1f1b/(\S+)`", text, re.MULTILINE)
+    kinds, lowering, program, interpreter, _ = (package / file for file in files)
+    edited(kinds, "\n    # A member equals its value", indent(word, " " * 4))
+    edited(kinds, "    }\n)\n\nCOMPUTE_KINDS", indent(facts, " " * 8))
+    edited(lowering, "def _transfers(", lowering_pass + "\n\n")
+    edited(program, "        self.splits_backwards =", indent(call, " " * 8))
+    edited(program, "from ..process.ranks import", "from ..schedule.lowering import trim\n")
+    edited(interpreter, "    }\n\n\ndef message_shape", indent(handler, " " * 8))
+    python(tmp_path, "-c", TRIMMED)

@@ -44,6 +44,10 @@ def test_no_object_of_a_step_is_in_a_reference_cycle(alone, tmp_path, schedule, 
         gc.enable()
 
 
+def test_every_kind_of_action_has_a_handler():
+    assert Interpreter.HANDLERS.keys() == {*Kind}
+
+
 def test_kinds_of_actions_can_be_given_handlers(alone, monkeypatch):
     reduced = []
     monkeypatch.setitem(Interpreter.HANDLERS, Kind.REDUCE, lambda _, action: reduced.append(str(action)))
