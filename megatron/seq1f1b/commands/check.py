@@ -16,7 +16,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("schedule", type=Path, metavar="CSV", help="one row for each rank, cells such as 2F3.1")
     path = parser.parse_args(argv).schedule
     schedule = read_csv(path)
-    shape, style = schedule.shape, schedule.shape.placement.style
+    shape = schedule.shape
+    style = schedule.shape.placement.style
     print(
         f"{path}: valid; {shape.num_ranks} ranks, {shape.num_chunks} model chunks on each ({style}), "
         f"{shape.num_microbatches} micro-batches, {shape.num_segments} segments"

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from ..model import link_rate
 from ..model.kernels import AttentionRule, KernelChoice, Saved
 
-_REPEATS, _SMALL_KERNELS = 5, 200
+_REPEATS = 5
+_SMALL_KERNELS = 200
 
 
 class DeviceTimer:
@@ -23,11 +24,14 @@ class DeviceTimer:
         self._type = {"device": self._device, "dtype": torch.bfloat16 if self._is_on_gpu else torch.float32}
         # The length of the sequences to time attention with, and the side of matrices.
         self.longest = 8192 if self._is_on_gpu else 2048
-        self.name, self.nearest, self.sizes = "one core of this machine", "cpu", {}
+        self.name = "one core of this machine"
+        self.nearest = "cpu"
+        self.sizes = {}
         if self._is_on_gpu:
             torch.cuda.set_device(self._device)
             found = torch.cuda.get_device_properties(self._device)
-            self.name, self.nearest = found.name, "a100-80gb" if "A100" in found.name else "h100-80gb"
+            self.name = found.name
+            self.nearest = "a100-80gb" if "A100" in found.name else "h100-80gb"
             self.sizes = {"memory_gib": found.total_memory / 2**30, "multiprocessors": found.multi_processor_count}
         else:
             torch.set_num_threads(1)

@@ -77,8 +77,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--output", type=output_path(".csv"), required=True, help="cells as .csv; those there are kept; required")
     add("--picture", action="store_true", help="a picture beside --output, as .png (needs matplotlib)")
     args = parser.parse_args(argv)
-    machine, cells = read_machine(args.machine), []
-    network, host = machine.network, machine.device.host_memory_gib
+    machine = read_machine(args.machine)
+    cells = []
+    network = machine.network
+    host = machine.device.host_memory_gib
     batches = sorted({max(1, round(tokens / args.seq_length)) for tokens in args.tokens})
     wanted = list(product(args.bandwidths or [network.bandwidth / 1e9], args.gpus, batches))
     known = {cell.question: cell for cell in read_cells(args.output)}
@@ -89,10 +91,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         if key not in known:
             # One message reaches as large a share of the bandwidth as before.
             scale = 1e9 * bandwidth / network.bandwidth
-            rates = {"bandwidth": 1e9 * bandwidth, "message_bandwidth": scale * network.message_bandwidth}
-            linked = replace(machine, network=structs.replace(network, **rates))
+            scaled = structs.replace(
+                network, bandwidth=1e9 * bandwidth, message_bandwidth=scale * network.message_bandwidth
+            )
+            linked = replace(machine, network=scaled)
             search = Search(Question(preset(args.model), linked, devices, args.seq_length, batch, host_gib=host))
-            ours, megatron = next(iter(search.best(1)), None), search.of_megatron()
+            ours = next(iter(search.best(1)), None)
+            megatron = search.of_megatron()
             known[key] = Cell(*key, *_step_and_name(ours), *_step_and_name(megatron))
             append_cell(args.output, known[key])
         cells.append(known[key])

@@ -91,8 +91,10 @@ def as_given(launch: argparse.Namespace, question: Question) -> Candidate | None
         raise ValueError("--hybrid-layer-pattern with / has prediction heads, which are not planned; drop them")
     if launch.tensor_model_parallel_size is launch.pipeline_model_parallel_size is None:
         return None
-    setup, share = _whole(launch, question), launch.offload_activations
-    strategy, segments = launch.sequence_split_strategy, launch.sequence_splits or 1
+    setup = _whole(launch, question)
+    share = launch.offload_activations
+    strategy = launch.sequence_split_strategy
+    segments = launch.sequence_splits or 1
     if strategy not in _PREDICTED:
         raise ValueError(f"--sequence-split-strategy {strategy} is not predicted; take {', '.join(_PREDICTED)}")
     check_size(Shape(setup.placement, setup.num_microbatches, segments), _MOST_ACTIONS)
@@ -112,8 +114,10 @@ def as_given(launch: argparse.Namespace, question: Question) -> Candidate | None
 
 def _whole(launch: argparse.Namespace, question: Question) -> TrainingSetup:
     """The launch on whole sequences, with nothing on the host. Raises ValueError for sizes that do not divide."""
-    tensor, pipeline = launch.tensor_model_parallel_size or 1, launch.pipeline_model_parallel_size or 1
-    context, micro_batch = launch.context_parallel_size or 1, launch.micro_batch_size or 1
+    tensor = launch.tensor_model_parallel_size or 1
+    pipeline = launch.pipeline_model_parallel_size or 1
+    context = launch.context_parallel_size or 1
+    micro_batch = launch.micro_batch_size or 1
     data, rest = divmod(question.num_devices, tensor * pipeline * context)
     if rest or question.global_batch_size % (max(data, 1) * micro_batch):
         raise ValueError(
@@ -128,7 +132,8 @@ def _whole(launch: argparse.Namespace, question: Question) -> TrainingSetup:
         sizes = f"--expert-model-parallel-size {expert} and --expert-tensor-parallel-size {cut_experts}"
         raise ValueError(f"{sizes} do not divide the experts and the ranks of a stage; drop them to have them chosen")
     chunks, layers = _chunks_and_layers(launch, pipeline, question.model.num_layers)
-    kinds, sizes = {*launch.cp_comm_type}, launch.hierarchical_context_parallel_sizes
+    kinds = {*launch.cp_comm_type}
+    sizes = launch.hierarchical_context_parallel_sizes
     if context > 1 and kinds == {"a2a+p2p"} and (len(sizes) != 2 or prod(sizes) != context):
         need = f"needs --hierarchical-context-parallel-sizes A B with the product {context}"
         raise ValueError(f"--cp-comm-type a2a+p2p {need}")
@@ -149,7 +154,8 @@ def _whole(launch: argparse.Namespace, question: Question) -> TrainingSetup:
 
 def _chunks_and_layers(launch: argparse.Namespace, ranks: int, num_layers: int) -> tuple[int, tuple[int, ...]]:
     """Raises ValueError for stages that do not make the layers of the model."""
-    layout, chunks = launch.pipeline_model_parallel_layout, launch.num_virtual_stages_per_pipeline_rank or 1
+    layout = launch.pipeline_model_parallel_layout
+    chunks = launch.num_virtual_stages_per_pipeline_rank or 1
     stages = hybrid_stages(vars(launch)) if layout is None else stages_of_layout(layout)
     if layout is not None or len(stages) > 1:
         chunks = max(1, len(stages) // ranks)
@@ -165,9 +171,12 @@ def _chunks_and_layers(launch: argparse.Namespace, ranks: int, num_layers: int) 
 
 def decided_flags(candidate: Candidate, by_megatron: bool = False) -> list[str]:
     """The flags that the planner decides, each item with its values; none of this package with `by_megatron`."""
-    setup, context, segments = candidate.setup, candidate.setup.context_parallel, len(candidate.setup.segments)
+    setup = candidate.setup
+    context = candidate.setup.context_parallel
+    segments = len(candidate.setup.segments)
     exchange, *sizes = (setup.cp_comm_type or comm_type_of_segments(setup)).split()
-    in_units, in_segments = candidate.unit_tokens is not None, candidate.unit_tokens is None and segments > 1
+    in_units = candidate.unit_tokens is not None
+    in_segments = candidate.unit_tokens is None and segments > 1
     flags = {
         f"--seq-length {setup.sequence_length}": True,
         f"--tensor-model-parallel-size {setup.tensor_parallel}": True,
@@ -215,8 +224,11 @@ def _memory(setup: TrainingSetup) -> Iterator[str]:
 
 def _layout(setup: TrainingSetup, by_megatron: bool) -> Iterator[str]:
     """How layers are spread over stages, unless each rank has one equal part; groups of Megatron's micro-batches."""
-    ranks, chunks, microbatches = setup.pipeline_parallel, setup.placement.num_chunks, setup.num_microbatches
-    layers, pattern = setup.layers_per_stage, setup.model.pattern
+    ranks = setup.pipeline_parallel
+    chunks = setup.placement.num_chunks
+    microbatches = setup.num_microbatches
+    layers = setup.layers_per_stage
+    pattern = setup.model.pattern
     if pattern is not None:
         symbols = iter(pattern)
         stages = ("".join(islice(symbols, count)) for count in layers)

@@ -63,6 +63,13 @@ class LaunchRules:
         return first_unsupported(self._settings | decided, uses)
 
 
+def _setting(values: list[int | str]) -> Any:
+    """What Megatron's parser makes of the values of a flag, in most cases."""
+    if not values:
+        return True
+    return values[0] if len(values) == 1 else values
+
+
 def _settings_of(flags: Sequence[str]) -> Mapping[str, Any]:
     """Settings by the names of Megatron's arguments; the sizes of a model in their types."""
     # Unless a flag says something else.
@@ -70,7 +77,8 @@ def _settings_of(flags: Sequence[str]) -> Mapping[str, Any]:
     for flag in flags:
         word, *values = shlex.split(flag)
         name, is_joined, value = word.partition("=")
-        numbers = [int(each) if each.isdigit() else each for each in ([value] * bool(is_joined) + values)]
-        settings[setting_of(name)] = numbers if len(numbers) > 1 else numbers[0] if numbers else True
+        if is_joined:
+            values.insert(0, value)
+        settings[setting_of(name)] = _setting([int(each) if each.isdigit() else each for each in values])
     sizes = vars(read_model(shlex.split(" ".join(flags))))
     return settings | sizes | {"dry_run": True}  # the packages are those of the cluster

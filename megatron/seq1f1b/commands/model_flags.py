@@ -107,7 +107,9 @@ def settings_of(launch: argparse.Namespace) -> dict[str, Any]:
     for name in ("num_layers", "hidden_size", "num_attention_heads"):
         if sizes[name] is None:
             raise ValueError(f"--{name.replace('_', '-')} is missing: give the sizes of the model, or --model")
-    hidden, heads, groups = launch.hidden_size, launch.num_attention_heads, launch.num_query_groups
+    hidden = launch.hidden_size
+    heads = launch.num_attention_heads
+    groups = launch.num_query_groups
     if launch.kv_channels is None and hidden % heads:
         raise ValueError(f"--hidden-size {hidden} is no multiple of --num-attention-heads {heads}; give --kv-channels")
     if groups is not None and heads % groups:

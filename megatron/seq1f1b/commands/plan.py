@@ -132,7 +132,8 @@ def show(done: int, total: int) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
-    launch, in_units = args.launch, args.lengths is not None
+    launch = args.launch
+    in_units = args.lengths is not None
     always = {Use.PARTITIONED_STATE} if launch.partition_state else set()
     rules = LaunchRules(launch.kept, always | ({Use.SEGMENTS, Use.UNITS} if in_units else set()))
     asked = question(args, rules)

@@ -54,7 +54,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def run_costs(args: argparse.Namespace, shape: Shape) -> RunCosts:
     """The costs of the run of the flags, as training has them. Raises ValueError for sizes that do not go together."""
-    heads, tensor = args.num_attention_heads, args.tensor_model_parallel_size
+    heads = args.num_attention_heads
+    tensor = args.tensor_model_parallel_size
     if args.num_layers < shape.num_stages:
         raise ValueError(f"--num-layers {args.num_layers} leaves some of the {shape.num_stages} stages without a layer")
     if heads % tensor:
@@ -88,15 +89,24 @@ def table(cuts: list[Cut]) -> str:
     rows = [("strategy", "k", "max/mean", "step s", "bubble %", "lengths in tokens")]
     costs = [("strategy", "cost of each segment on the slowest stage, ms")]
     for each in cuts:
-        numbers = f"{each.imbalance:.3f}", f"{each.step.makespan:.3f}", f"{100 * each.step.bubble_ratio:.1f}"
-        rows.append((each.name, str(len(each.lengths)), *numbers, short(each.lengths, "d")))
+        rows.append(
+            (
+                each.name,
+                str(len(each.lengths)),
+                f"{each.imbalance:.3f}",
+                f"{each.step.makespan:.3f}",
+                f"{100 * each.step.bubble_ratio:.1f}",
+                short(each.lengths, "d"),
+            )
+        )
         costs.append((each.name, short((1e3 * cost for cost in each.costs), ".1f")))
     return "\n".join([*aligned(rows, "lrrrrl"), "", *aligned(costs, "ll")])
 
 
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
-    ranks, microbatches = args.pipeline_model_parallel_size, args.num_microbatches
+    ranks = args.pipeline_model_parallel_size
+    microbatches = args.num_microbatches
     shape = Shape(Placement(ranks, args.num_virtual_stages), microbatches, args.sequence_splits)
     costs = run_costs(args, shape)
     if costs.is_measured:

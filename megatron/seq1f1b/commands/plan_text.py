@@ -39,7 +39,8 @@ class Gain(NamedTuple):
         if self.value is None:
             only = "only segments fit" if self.ours else "only Megatron's own fit"
             return only if self.ours or self.megatron else "nothing fits"
-        return f"{100 * self.value:+.1f} %{' (within error)' * (abs(self.value) < self.error)}"
+        percent = f"{100 * self.value:+.1f} %"
+        return f"{percent} (within error)" if abs(self.value) < self.error else percent
 
 
 def title(question: Question) -> str:
@@ -52,7 +53,8 @@ def title(question: Question) -> str:
 
 
 def title_of_units(search: UnitSearch) -> str:
-    counts, asked = search.histogram, search.question
+    counts = search.histogram
+    asked = search.question
     drawn = sorted(chain(*search.steps))
     return (
         f"{sum(counts.values()):,} sequences of {min(counts):,} to {max(counts):,} tokens, "
@@ -66,11 +68,22 @@ def title_of_units(search: UnitSearch) -> str:
 def short_name(plan: Plan) -> str:
     """The sizes of a plan in a few letters, such as T8 P4 k4."""
     setup = plan.prediction.setup
-    sizes = setup.tensor_parallel, setup.context_parallel, setup.pipeline_parallel, setup.placement.num_chunks
-    letters = zip("TXPCk", (*sizes, len(setup.segments)), strict=True)
-    words = [f"{letter}{size}" for letter, size in letters if size > 1]
-    words += [setup.family] * (setup.family != "1f1b") + ["recompute"] * (setup.recompute != "none")
-    words += ["partitioned"] * setup.partitions_state + ["offload"] * (setup.offloads > 0)
+    sizes = {
+        "T": setup.tensor_parallel,
+        "X": setup.context_parallel,
+        "P": setup.pipeline_parallel,
+        "C": setup.placement.num_chunks,
+        "k": len(setup.segments),
+    }
+    words = [f"{letter}{size}" for letter, size in sizes.items() if size > 1]
+    if setup.family != "1f1b":
+        words.append(setup.family)
+    if setup.recompute != "none":
+        words.append("recompute")
+    if setup.partitions_state:
+        words.append("partitioned")
+    if setup.offloads > 0:
+        words.append("offload")
     return " ".join(words)
 
 
@@ -103,12 +116,15 @@ def parallel_sizes(setup: TrainingSetup) -> dict[str, str]:
 
 
 def _schedule(setup: TrainingSetup) -> str:
-    return setup.family + ", shares" * setup.partitions_state if setup.pipeline_parallel > 1 else "-"
+    if setup.pipeline_parallel == 1:
+        return "-"
+    return f"{setup.family}, shares" if setup.partitions_state else setup.family
 
 
 def row(plan: Plan) -> Mapping[str, str]:
     """TFLOPS are those of a device by the model's own FLOPs: attention causal, nothing for recomputation."""
-    setup, segments = plan.prediction.setup, len(plan.prediction.setup.segments)
+    setup = plan.prediction.setup
+    segments = len(plan.prediction.setup.segments)
     flops = model_flops(setup.model, setup.sequence_length, setup.global_batch_size)
     return parallel_sizes(setup) | {
         "k": str(segments),
@@ -128,7 +144,9 @@ def row(plan: Plan) -> Mapping[str, str]:
 
 
 def row_of_units(search: UnitSearch, plan: UnitPlan) -> Mapping[str, str]:
-    setup, asked, units = plan.prediction.setup, search.question, plan.candidate.unit_tokens
+    setup = plan.prediction.setup
+    asked = search.question
+    units = plan.candidate.unit_tokens
     lengths = Counter(chain(*search.steps))
     flops = sum(model_flops(asked.model, length, count) for length, count in lengths.items()) / len(search.steps)
     seconds = search.tokens / plan.tokens_per_second
@@ -191,7 +209,9 @@ _OF_LAYERS = (
 
 def breakdown(prediction: Prediction) -> dict[str, float]:
     """Seconds of the busiest rank by use; together they are the time of the iteration."""
-    setup, machine, busy = prediction.setup, prediction.machine, prediction.busy
+    setup = prediction.setup
+    machine = prediction.machine
+    busy = prediction.busy
     rank = max(range(len(busy)), key=busy.__getitem__)
     named = dict.fromkeys(_OF_LAYERS, 0.0)
     for stage in setup.placement.stages_of(rank):

@@ -17,13 +17,27 @@ from ..arguments.flags import value
 from ..files import read_costs, read_timeline
 from ..planning.simulator import execute_lowered
 from ..report import plot_timelines, write_trace
-from ..schedule import FAMILY_NAMES, MOVE_KINDS, PLACEMENTS, Placement, Shape, build, lower, moved, simulate
+from ..schedule import (
+    FAMILY_NAMES,
+    MOVE_KINDS,
+    PLACEMENTS,
+    Costs,
+    Placement,
+    Schedule,
+    Shape,
+    Timeline,
+    build,
+    lower,
+    moved,
+    simulate,
+)
 from ..schedule.csv_file import read_csv, write_csv
 from ..schedule.timeline import write_timeline
 from .parsing import PICTURES, Parser, amount, check_size, count, output_path
 
 # Simulating or drawing as many takes half a minute; a figure of more shows nothing.
-MOST_ACTIONS, MOST_DRAWN = 200_000, 30_000
+MOST_ACTIONS = 200_000
+MOST_DRAWN = 30_000
 EQUAL_COSTS = "f=1,i=1,w=1"
 
 
@@ -55,36 +69,73 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+# The sizes of a schedule that is built, where they are not given.
+_USUAL_SIZES = {
+    "pipeline_model_parallel_size": 4,
+    "num_microbatches": 8,
+    "sequence_splits": 1,
+    "num_virtual_stages": 1,
+    "placement": "looped",
+}
+
+
+def _refuse_without_effect(args: argparse.Namespace) -> None:
+    """A file has its own sizes."""
+    without_effect = [*_USUAL_SIZES, "memory_limit", "offload_activations"]
+    if args.timeline:
+        file = "--timeline"
+        without_effect.append("costs")
+    elif args.pipeline_schedule_file:
+        file = "--pipeline-schedule-file"
+    else:
+        return
+    for name in without_effect:
+        if getattr(args, name) is not None:
+            raise ValueError(f"--{name.replace('_', '-')} has no effect beside {file}; drop one of them")
+
+
+def _schedule_and_costs(args: argparse.Namespace) -> tuple[Schedule, Costs, float]:
+    """A schedule, from a file or built, its costs, and the time to copy a unit to the host."""
+    text = args.costs or EQUAL_COSTS
+    if args.pipeline_schedule_file:
+        schedule = read_csv(args.pipeline_schedule_file)
+        return schedule, *read_costs(schedule.shape, text)
+    sizes = {name: getattr(args, name) or usual for name, usual in _USUAL_SIZES.items()}
+    placement = Placement(sizes["pipeline_model_parallel_size"], sizes["num_virtual_stages"], sizes["placement"])
+    shape = Shape(placement, sizes["num_microbatches"], sizes["sequence_splits"])
+    costs, copy_time = read_costs(shape, text)
+    check_size(shape, MOST_ACTIONS)
+    built = build(args.pipeline_schedule or "1f1b", shape, costs, args.memory_limit)
+    return moved(built, args.offload_activations or 0.0), costs, copy_time
+
+
+def _simulated(args: argparse.Namespace, schedule: Schedule, costs: Costs, copy_time: float) -> Timeline:
+    if schedule.has_moves:
+        copies = ((copy_time,) * schedule.shape.num_segments,) * schedule.shape.num_stages
+        timeline = execute_lowered(lower(schedule), costs, dict.fromkeys(MOVE_KINDS, copies))
+    else:
+        timeline = simulate(schedule, costs)
+    text = args.costs or EQUAL_COSTS
+    if not 0 < timeline.makespan < inf:
+        raise ValueError(f"--costs {text}: a step must take some time, and not {timeline.makespan:g}")
+    own = args.pipeline_schedule_file
+    name = own.name if own else args.pipeline_schedule or "1f1b"
+    return replace(timeline, meta={"schedule": name, "costs": text})
+
+
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
-    output, own, chosen = args.output, args.pipeline_schedule_file, vars(args)
-    sizes = {"pipeline_model_parallel_size": 4, "num_microbatches": 8, "sequence_splits": 1, "num_virtual_stages": 1}
-    sizes |= {"placement": "looped"}
-    if file := "--timeline" if args.timeline else "--pipeline-schedule-file" if own else None:
-        for name in (*sizes, "memory_limit", "offload_activations", *(["costs"] if args.timeline else [])):
-            if chosen[name] is not None:
-                raise ValueError(f"--{name.replace('_', '-')} has no effect beside {file}; drop one of them")
-    family = args.pipeline_schedule or "1f1b"
-    if args.memory_limit is not None and family != "auto":
+    _refuse_without_effect(args)
+    if args.memory_limit is not None and args.pipeline_schedule != "auto":
         raise ValueError("--memory-limit is for --pipeline-schedule auto")
+    output = args.output
     if args.timeline:
         timelines = [read_timeline(path) for path in args.timeline]
     else:
-        text, schedule = args.costs or EQUAL_COSTS, own and read_csv(own)
-        ranks, microbatches, segments, chunks, style = (chosen[name] or usual for name, usual in sizes.items())
-        shape = schedule.shape if own else Shape(Placement(ranks, chunks, style), microbatches, segments)
-        costs, move = read_costs(shape, text)
-        if not own:
-            check_size(shape, MOST_ACTIONS)
-            schedule = moved(build(family, shape, costs, args.memory_limit), args.offload_activations or 0.0)
+        schedule, costs, copy_time = _schedule_and_costs(args)
         if output.suffix == ".csv":
             return write_csv(schedule, output)
-        copies = ((move,) * shape.num_segments,) * shape.num_stages
-        moves = dict.fromkeys(MOVE_KINDS, copies)
-        timeline = execute_lowered(lower(schedule), costs, moves) if schedule.has_moves else simulate(schedule, costs)
-        if not 0 < timeline.makespan < inf:
-            raise ValueError(f"--costs {text}: a step must take some time, and not {timeline.makespan:g}")
-        timelines = [replace(timeline, meta={"schedule": own.name if own else family, "costs": text})]
+        timelines = [_simulated(args, schedule, costs, copy_time)]
 
     num_actions = sum(len(spans) for timeline in timelines for spans in timeline.ranks)
     if output.suffix in PICTURES and num_actions > MOST_DRAWN:

@@ -86,7 +86,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
-    prefix, kind, trains = args.output_prefix, args.tokenizer_type, args.train_tokenizer is not None
+    prefix = args.output_prefix
+    kind = args.tokenizer_type
+    trains = args.train_tokenizer is not None
     if prefix.endswith("/"):
         raise ValueError(f"--output-prefix {prefix} is a folder; add a name, as in data/corpus")
     if kind == "HuggingFaceTokenizer" and not args.tokenizer_model:
@@ -200,8 +202,10 @@ class Encoder:
             if not hasattr(library, "include_special_tokens"):
                 return [self._checked(self.tokenizer.tokenize(text)) for text in texts]
             # Hugging Face's take many texts in one call, which is faster.
-            options = {"add_special_tokens": library.include_special_tokens, "return_attention_mask": False}
-            return [self._checked(ids) for ids in library.tokenizer(texts, **options)["input_ids"]]
+            encoded = library.tokenizer(
+                texts, add_special_tokens=library.include_special_tokens, return_attention_mask=False
+            )
+            return [self._checked(ids) for ids in encoded["input_ids"]]
         except Exception as error:  # libraries raise many kinds, for one of the documents
             return [str(error)] if len(batch) == 1 else [self.encode([document])[0] for document in batch]
 
@@ -258,7 +262,8 @@ def write_pair(args: argparse.Namespace, files: Sequence[Path], encoder: Encoder
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
     from tqdm import tqdm
 
-    num_skipped, num_bytes = 0, sum(path.stat().st_size for path in files)
+    num_skipped = 0
+    num_bytes = sum(path.stat().st_size for path in files)
     with tqdm(total=num_bytes, unit="B", unit_scale=True, desc=Path(args.output_prefix).name) as bar:
         builder = IndexedDatasetBuilder(str(binary), dtype=encoder.dtype)
         for place, ids in encoded(documents(files, bar.update), encoder, args.workers):

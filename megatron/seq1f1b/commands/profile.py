@@ -30,19 +30,22 @@ if TYPE_CHECKING:
     from .device_timer import DeviceTimer
 
 # The heads for which the rates of a machine file hold.
-_HEADS, _HEAD_DIM = 16, 128
+_HEADS = 16
+_HEAD_DIM = 128
 _FEW_QUERIES = (32, 64, 128, 192, 256, 384, 512, 768, 1024)
 # Attention of few queries is slow if it takes this many times longer than the same work of long segments.
 _SLOW = 1.05
-_LARGE, _SMALL = 2**27, 8  # bytes
+_LARGE = 2**27  # bytes
+_SMALL = 8
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = Parser(__doc__)
     names = ", ".join(machine_names())
     parser.add_argument("--machine", metavar="NAME", help=f"{names}, or a file; default: the nearest to this device")
-    output = {"default": "machine.toml", "help": "a .toml; default: machine.toml"}
-    parser.add_argument("--output", type=output_path(".toml"), **output)
+    parser.add_argument(
+        "--output", type=output_path(".toml"), default="machine.toml", help="a .toml; default: machine.toml"
+    )
     args = parser.parse_args(argv)
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     with warnings.catch_warnings(action="ignore"):  # of the packages that Megatron does without
@@ -63,7 +66,8 @@ def main(argv: list[str] | None = None) -> None:
 
 def measured_device(base: Device, timer: DeviceTimer) -> Device:
     """`base` with the shares of its peaks that this device reaches."""
-    latency, longest = timer.small_kernel(), timer.longest
+    latency = timer.small_kernel()
+    longest = timer.longest
     base = structs.replace(base, name=timer.name, kernel_latency=latency, **timer.sizes)
     at_peak = structs.replace(base, matmul_efficiency=1.0, flash_forward=1.0, flash_backward=1.0, kernel_latency=0.0)
 
@@ -110,7 +114,8 @@ def check(path: Path) -> None:
     try:
         read_machine(path)
     except ValueError as error:
-        wrong, way_out = str(error).removeprefix(f"{path}: "), "measure again while nothing else runs"
+        wrong = str(error).removeprefix(f"{path}: ")
+        way_out = "measure again while nothing else runs"
         raise ValueError(f"what was measured makes no machine: {wrong}; {way_out}") from None
 
 
@@ -138,8 +143,11 @@ def as_toml(machine: Machine, base: Machine) -> str:
     """A machine file with the source of each constant beside it."""
     lines = [f"# By seq1f1b profile, from the machine {base.name}."]
     for section in ("device", "host", "node", "network"):
-        lines += ["", f"[{section}]"] + [f"devices = {machine.devices_per_node}"] * (section == "node")
-        before, now = getattr(base, section), getattr(machine, section)
+        lines += ["", f"[{section}]"]
+        if section == "node":
+            lines.append(f"devices = {machine.devices_per_node}")
+        before = getattr(base, section)
+        now = getattr(machine, section)
         for field in structs.fields(now):
             value = getattr(now, field.name)
             source = f"of {base.name}" if value == getattr(before, field.name) else "measured"

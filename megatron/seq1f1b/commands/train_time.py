@@ -84,19 +84,32 @@ def main(argv: Sequence[str] | None = None) -> None:
     laws = f"{', '.join(LAWS)}; docs/planning.md has the formulas; default: tokens"
     add("--critical-batch-law", choices=LAWS, default="tokens", metavar="LAW", help=laws)
     args = parser.parse_args(argv)
-    model, machine, law = preset(args.model), read_machine(args.machine), LAWS[args.critical_batch_law]
+    model = preset(args.model)
+    machine = read_machine(args.machine)
+    law = LAWS[args.critical_batch_law]
     largest = law.largest(parameters := parameters_of_model(model), args.tokens)
     print(f"{parameters / 1e9:.3g} B parameters; largest batch: {largest / 1e6:.3g} million tokens ({law.source})\n")
-    # Only the choices that matter most, since many numbers of GPUs are searched.
-    choices = {"families": ("1f1b", "breadth-first"), "segments": (1, 4, 16), "chunks": (1, 4), "micro_batches": (1, 2)}
-    question = Question(model, machine, args.gpus, args.seq_length, args.gpus, **choices)
-    found, rows = [], []
+    question = Question(
+        model,
+        machine,
+        args.gpus,
+        args.seq_length,
+        args.gpus,
+        # Only the choices that matter most, since many numbers of GPUs are searched.
+        families=("1f1b", "breadth-first"),
+        segments=(1, 4, 16),
+        chunks=(1, 4),
+        micro_batches=(1, 2),
+    )
+    found = []
+    rows = []
     counts = sorted({min(machine.devices_per_node << doubling, args.gpus) for doubling in range(20)})
     for number, devices in enumerate(counts, start=1):
         if answer := soonest(replace(question, num_devices=devices), args.tokens, law, largest):
             found.append(answer)
             days, plan = answer
-            setup, columns = plan.candidate.setup, row(plan)
+            setup = plan.candidate.setup
+            columns = row(plan)
             times = {"days": f"{days:.2f}", "GPU hours": f"{24 * days * devices:.0f}"}
             steps = {"batch": f"{setup.global_batch_size}", "steps": f"{86400 * days / plan.seconds:.0f}"}
             rows.append({"GPUs": f"{devices}"} | times | steps | {name: columns[name] for name in _OF_PLAN})

@@ -36,7 +36,8 @@ def balanced(
     step = tile(sequence_length, num_segments, multiple_of)
     cuts = positions(sequence_length, step)
     between = within_documents(time, documents, cuts) if documents else lambda a, b: time(cuts[a], cuts[b])
-    last, shortest = len(cuts) - 1, -(-min_length // step)
+    last = len(cuts) - 1
+    shortest = -(-min_length // step)
     if shortest * num_segments > last:
         shortest = 1
 
@@ -44,13 +45,15 @@ def balanced(
         """The cuts if each segment takes up to `most`; they may not reach the end of the sequence."""
         found = [0]
         for left in reversed(range(num_segments)):
-            start, end = found[-1], last - left * shortest
+            start = found[-1]
+            end = last - left * shortest
             here = most if weights is None else most * weights[-1 - left]
             longest = bisect_right(range(start + 1, end + 1), here, key=partial(between, start))
             found.append(max(start + longest, start + shortest))
         return found
 
-    low, high = 0.0, between(0, last)
+    low = 0.0
+    high = between(0, last)
     # Kernels may be faster above some length, so a part of the sequence can take longer than the whole.
     while ends(high)[-1] < last:
         high *= 2
@@ -114,10 +117,15 @@ def shortest_step(
                 if trials == 0:
                     return best
                 trials -= 1
-                to, until = middle + more, end + later
+                to = middle + more
+                until = end + later
                 lengths = cut([max(_LEAST, 1 - to * cos(2 * pi * at) + until * (2 * at - 1)) for at in places])
                 if (found := seconds(lengths)) < least:
-                    best, least, middle, end, is_better = lengths, found, to, until, True
+                    best = lengths
+                    least = found
+                    middle = to
+                    end = until
+                    is_better = True
                     break
     return best
 

@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 from .lengths import Task, check_length, positions, tile
 
 # Relative tolerances: of the latency, and of the longest time among paths of equal total time.
-_TOLERANCE, _BALANCE_TOLERANCE = 1e-6, 1e-3
+_TOLERANCE = 1e-6
+_BALANCE_TOLERANCE = 1e-3
 
 _MOST_POSITIONS = 1024  # at which a sequence may be cut; twice as many take four times as long
 _USUAL_SEGMENTS = 16  # for the default step if the number of segments is free
@@ -45,7 +46,9 @@ def terapipe(task: Task) -> tuple[int, ...]:
     of more in sequences above 131072 tokens; the first takes the remainder. Raises ValueError if the sequence is too
     short for so many segments.
     """
-    length, num_segments, time = task.sequence_length, task.num_segments, task.time
+    length = task.sequence_length
+    num_segments = task.num_segments
+    time = task.time
     assert time is not None
     check_length(length, num_segments or 1, task.multiple_of)
     step = tile(length, num_segments or _USUAL_SEGMENTS, task.multiple_of)

@@ -56,8 +56,16 @@ def packs_of_step(
             shares[replica].append(Pack((), (multiple_of,)))
     filled = [share or [Pack((), (multiple_of,))] for share in shares]
     if alike:
-        filled = [*map(list, zip(*(_alike(row, multiple_of) for row in zip(*filled, strict=True)), strict=True))]
-    return [[*share[::-2], *share[-2::-2][::-1]] for share in filled]
+        rounds = [_alike(round_, multiple_of) for round_ in zip(*filled, strict=True)]
+        filled = [list(share) for share in zip(*rounds, strict=True)]
+    return [_longest_in_the_middle(share) for share in filled]
+
+
+def _longest_in_the_middle(descending: list[Pack]) -> list[Pack]:
+    """Packs from the longest to the shortest, dealt in turn to both sides of the middle."""
+    rising = descending[::-2]
+    falling = descending[-2::-2][::-1]
+    return rising + falling
 
 
 def _packs(lengths: Sequence[int], most: int, multiple_of: int) -> list[Pack]:

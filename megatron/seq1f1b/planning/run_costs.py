@@ -174,7 +174,8 @@ class RunCosts:
         return self._training_setup(ScheduleChoice("1f1b"), (self.run.sequence_length,))
 
     def _training_setup(self, schedule: ScheduleChoice, lengths: Sequence[int]) -> TrainingSetup:
-        run, settings = self.run, self.run.settings
+        run = self.run
+        settings = self.run.settings
         if self.model is None:
             raise ValueError("costs are those of a transformer of known sizes, which this model is not")
         choices = choices_of(settings, run.layers_per_stage, self.flags.recompute_keeps_attention)
@@ -188,8 +189,7 @@ class RunCosts:
             run.tensor_parallel_size,
             context_parallel=settings.get("context_parallel_size") or 1,
             data_parallel=settings.get("data_parallel_size") or 1,
-            # A schedule from a file has the costs of a family that splits backwards as it does.
-            family=schedule.name if schedule.given is None else "zb-h1" if schedule.splits_backwards else "1f1b",
+            family=_family(schedule),
             placement=run.shape(schedule.placement, len(lengths)).placement,
             segments=tuple(lengths),
             tied_embeddings=not settings.get("untie_embeddings_and_output_weights"),
@@ -197,3 +197,10 @@ class RunCosts:
             keeps_logits=self.flags.keep_logits,
             **choices,
         )
+
+
+def _family(schedule: ScheduleChoice) -> str:
+    """The family with the costs of a schedule: one from a file has those of a family that splits backwards as it does."""
+    if schedule.given is None:
+        return schedule.name
+    return "zb-h1" if schedule.splits_backwards else "1f1b"

@@ -164,7 +164,8 @@ def extended(shape: Shape, measured: Callable[[int], Sequence[float]]) -> Sequen
     until it leads to a third step, twice as long."""
     group = ceil(shape.num_ranks / shape.num_segments)
     groups, rest = divmod(shape.num_microbatches, group)
-    short, is_long = _SHORT_STEP, 2 * shape.num_units * shape.num_stages > _MOST_ACTIONS
+    short = _SHORT_STEP
+    is_long = 2 * shape.num_units * shape.num_stages > _MOST_ACTIONS
     while is_long and groups > 2 * short:
         first, second, third = (measured(count * group + rest) for count in (short, short + 1, 2 * short))
         growth = [b - a for a, b in zip(first, second, strict=True)]

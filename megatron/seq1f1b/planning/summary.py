@@ -19,7 +19,8 @@ _FEW = 8  # segments at most, to print all their lengths
 
 def summary(config: PipelineConfig, costs: RunCosts, attention: str) -> str:
     """The block of a configuration with one of our schedules; `attention` is the name of its kernel."""
-    run, schedule = config.run, config.schedule
+    run = config.run
+    schedule = config.schedule
     assert schedule is not None
     chunks = f", {run.num_chunks} model chunks each ({schedule.placement})" if run.num_chunks > 1 else ""
     rows = [
@@ -70,9 +71,12 @@ def _segments(config: PipelineConfig) -> str:
 
 
 def _predictions(costs: RunCosts, schedule: ScheduleChoice, lengths: Sequence[int]) -> list[tuple[str, str]]:
-    ours, own = costs.forecast(schedule, lengths), costs.forecast_of_megatron()
-    other, bound = "with Megatron's 1F1B", "at most " if schedule.is_planned else ""
-    held, would_hold = in_words(ours.activations), in_words(own.activations)
+    ours = costs.forecast(schedule, lengths)
+    own = costs.forecast_of_megatron()
+    other = "with Megatron's 1F1B"
+    bound = "at most " if schedule.is_planned else ""
+    held = in_words(ours.activations)
+    would_hold = in_words(own.activations)
     return [
         ("predicted bubble", f"{bound}{100 * ours.bubble:.1f} %; {100 * own.bubble:.1f} % {other}"),
         ("predicted step", f"{bound}{ours.seconds / own.seconds:.2f} of the time {other}"),
@@ -94,7 +98,10 @@ def advice(config: PipelineConfig, costs: RunCosts) -> Iterator[str]:
 
 def _of_waiting_gpus(config: PipelineConfig, costs: RunCosts) -> Iterator[str]:
     """The host takes equally long to launch a layer of any segment; times are nearly in proportion to lengths."""
-    run, lengths, host, model = config.run, config.lengths, costs.machine.host.layer_forward, costs.model
+    run = config.run
+    lengths = config.lengths
+    host = costs.machine.host.layer_forward
+    model = costs.model
     assert model is not None
     devices = run.tensor_parallel_size * (run.settings.get("context_parallel_size") or 1) / run.micro_batch_size
     device = structs.replace(costs.machine.device, kernel_latency=0.0)

@@ -17,7 +17,8 @@ from functools import partial
 from multiprocessing.connection import wait
 from typing import Any
 
-_POLL, _PATIENCE = 0.5, 20.0  # seconds
+_POLL = 0.5  # seconds
+_PATIENCE = 20.0
 _SILENCE = 3.0  # seconds without a sign of life, after which nobody waits for a rank
 
 
@@ -148,7 +149,8 @@ class Peers:
         self._store: Any = None
         self._num_shared = 0
         self._has_reported = self._waits_for_rank_0 = self._rank_0_has_left = False
-        self._connected, self._left = threading.Event(), threading.Event()
+        self._connected = threading.Event()
+        self._left = threading.Event()
         self._size = int(os.environ["WORLD_SIZE"])
         self._server: Any = None
         if is_rank_0() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -172,7 +174,8 @@ class Peers:
     def share(self, text: str, timeout: timedelta) -> str:
         """The text of rank 0; call it equally often on all ranks. Raises RuntimeError after `timeout`."""
         self._num_shared += 1
-        name, seconds = f"shared {self._num_shared}", timeout.total_seconds()
+        name = f"shared {self._num_shared}"
+        seconds = timeout.total_seconds()
 
         def of_rank_0() -> str:
             if is_rank_0():
@@ -218,7 +221,8 @@ class Peers:
         while not happened():
             now = time.monotonic()
             if (latest := store.add(f"signs of {peers}", 0)) != signs:
-                signs, heard = latest, now
+                signs = latest
+                heard = now
             if now > heard + _SILENCE or now > start + _PATIENCE:
                 return False
             time.sleep(_POLL / 10)

@@ -58,7 +58,8 @@ def plot_timelines(
 
 
 def _title(timeline: Timeline) -> str:
-    shape, name = timeline.shape, timeline.meta.get("schedule", "schedule")
+    shape = timeline.shape
+    name = timeline.meta.get("schedule", "schedule")
     name = _PAPERS.get((name, shape.num_segments > 1, shape.num_chunks > 1), name)
     chunks = f", C = {shape.num_chunks} ({shape.placement.style})" if shape.num_chunks > 1 else ""
     k = f"{min(shape.unequal)} to {shape.num_segments}" if shape.unequal else shape.num_segments
@@ -70,10 +71,14 @@ def _draw(axes: Any, timeline: Timeline, inches: float) -> None:
     """Boxes, with the numbers of their micro-batches where they fit, and lines; `inches` to a unit of time."""
     from matplotlib.collections import PolyCollection
 
-    shape, boxes, lines = timeline.shape, [], []  # each with its edge, face and width of the edge
+    shape = timeline.shape
+    boxes = []
+    lines = []  # each with its edge, face and width of the edge
     for rank, spans in enumerate(timeline.ranks):
         for action, start, end in spans:
-            left, right, low = start - timeline.start, end - timeline.start, rank + 0.46
+            left = start - timeline.start
+            right = end - timeline.start
+            low = rank + 0.46
             if action.kind in LINES:
                 look = LINES[action.kind]
                 top = rank + 0.42 if action.kind in MOVE_KINDS else rank - 0.5
@@ -83,8 +88,16 @@ def _draw(axes: Any, timeline: Timeline, inches: float) -> None:
             boxes.append((_rectangle(left, right, rank - 0.46, low), _DARK, face, 0.3))
             text = str(action.microbatch)
             if (end - start) * inches >= 0.055 * len(text) + 0.02:
-                style = {"color": BOXES[action.kind].number, "va": "center_baseline"}
-                axes.text((left + right) / 2, rank, text, fontsize=6, ha="center", clip_on=True, **style)
+                axes.text(
+                    (left + right) / 2,
+                    rank,
+                    text,
+                    color=BOXES[action.kind].number,
+                    fontsize=6,
+                    ha="center",
+                    va="center_baseline",
+                    clip_on=True,
+                )
             if chunk := shape.placement.chunk_of(action.stage):
                 bar = _rectangle(left, right, low - 0.16 * chunk / (shape.num_chunks - 1), low)
                 boxes.append((bar, _DARK, _DARK, 0.0))
@@ -114,5 +127,11 @@ def _add_legend(figure: Any, timelines: Sequence[Timeline], num_columns: int) ->
         entries["first to last segment"] = box(BOXES[Kind.F].light), box(BOXES[Kind.F].dark)
     if any(timeline.shape.num_chunks > 1 for timeline in timelines):
         entries["bar: later model chunk"] = box(_DARK)
-    places = {"loc": "outside upper left", "ncols": num_columns, "columnspacing": 1.0}
-    figure.legend(entries.values(), entries, handler_map={tuple: HandlerTuple(ndivide=None, pad=0)}, **places)
+    figure.legend(
+        entries.values(),
+        entries,
+        loc="outside upper left",
+        ncols=num_columns,
+        columnspacing=1.0,
+        handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
+    )

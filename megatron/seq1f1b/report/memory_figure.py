@@ -42,7 +42,8 @@ def plot_memory(report: Mapping[str, Any], path: str | Path) -> None:
             colours = [_COLOURS[name] for name in names]
             areas = axes.stackplot(range(len(moments)), heights, colors=colours, step="mid", linewidth=0)
             axes.axhline(capacity - stage["outside"] / _GIB, color="#b2182b", linestyle="--", linewidth=0.9)
-            size, name = sum(stage["fullest"]["peak"].values()) / _GIB, stage["fullest"]["name"]
+            size = sum(stage["fullest"]["peak"].values()) / _GIB
+            name = stage["fullest"]["name"]
             axes.set_title(f"rank {number}: {size:.1f} GiB at {name}")
             axes.set(xlim=(0, max(len(moments) - 1, 1)), ylim=(0, top))
         for axes in list(panels)[len(stages) :]:

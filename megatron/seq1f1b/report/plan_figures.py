@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 from ..schedule import Timeline
 from .style import picture, write_right
 
-_LIGHT, _DARK = (0.81, 0.88, 0.96), (0.16, 0.38, 0.64)  # first and last segment
+_LIGHT = (0.81, 0.88, 0.96)  # first segment
+_DARK = (0.16, 0.38, 0.64)  # last segment
 
 
 class Point(NamedTuple):
@@ -35,15 +36,17 @@ def plot_frontier(groups: dict[str, Sequence[Point]], advised: Point, limit: flo
     with picture(path, 8, 5) as figure:
         axes = figure.subplots()
         for (name, points), marker in zip(groups.items(), cycle("os^vD")):
-            places = [each.memory for each in points], [each.throughput for each in points]
-            axes.plot(*places, marker, markersize=4, alpha=0.6, label=name)
+            memory = [each.memory for each in points]
+            throughput = [each.throughput for each in points]
+            axes.plot(memory, throughput, marker, markersize=4, alpha=0.6, label=name)
         axes.plot(*advised[:2], "*", markersize=13, color="#b03030", label=f"advised: {advised.name}")
         best = frontier([*chain(*groups.values())])
         axes.step(*zip(*(point[:2] for point in best), strict=True), where="post", color="black", lw=1)
         axes.axvline(limit, color="#b03030", lw=1, ls="--", label="a device holds")
         axes.set_xlim(left=0)
         # Slower points have no name where it would overlap that of a faster one.
-        gap, lowest = 0.04 * (axes.get_ylim()[1] - axes.get_ylim()[0]), float("inf")
+        gap = 0.04 * (axes.get_ylim()[1] - axes.get_ylim()[0])
+        lowest = float("inf")
         for point in reversed(best):
             if point.throughput <= lowest - gap:
                 lowest = point.throughput

@@ -41,5 +41,6 @@ def parse_action(text: str) -> Action:
     if match is None or match[2] not in list(Kind) or (match[2] in CHUNK_KINDS) != (match[3] is None):
         shown = reprlib.repr(text)
         raise ValueError(f"not an action: {shown}; expected a form like 2F3.1, or 2REDUCE for a whole model chunk")
-    kind, stage = Kind(match[2]), int(match[1])
+    kind = Kind(match[2])
+    stage = int(match[1])
     return Action(kind, stage) if kind in CHUNK_KINDS else Action(kind, stage, int(match[3]), int(match[4] or 0))

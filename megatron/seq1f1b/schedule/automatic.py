@@ -18,12 +18,14 @@ from .timing import pending, rules_of, simulate
 
 # In a step with more compute actions, a plan takes seconds. The search then stops at the first plan close to the
 # optimum, and limits the actions of all plans together, to about ten seconds.
-_MANY_ACTIONS, _ACTIONS_OF_ALL_PLANS = 20_000, 1_000_000
+_MANY_ACTIONS = 20_000
+_ACTIONS_OF_ALL_PLANS = 1_000_000
 _CLOSE = 1e-3
 
 # For each plan, the distance of micro-batches, relative to the busiest rank's time for one, then patience and hold (see
 # ListScheduler.plan). For random costs and those of models, 60 such plans are hardly better than these.
-_APART, _WAITS = (0.35, 0.5, 1.0), ((0.0, 0.5), (0.0, 0.8), (0.0, 1.0), (0.5, 0.5))
+_APART = (0.35, 0.5, 1.0)
+_WAITS = ((0.0, 0.5), (0.0, 0.8), (0.0, 1.0), (0.5, 0.5))
 
 
 def auto(
@@ -51,7 +53,8 @@ def auto(
         limits = [limits] * shape.num_ranks
     limits = [limit * (1 + 1e-9) for limit in limits]  # sums of floats are not exact
     num_actions = 3 * shape.num_stages * shape.num_units
-    enough, most_plans = 0.0, None
+    enough = 0.0
+    most_plans = None
     if num_actions > _MANY_ACTIONS:
         enough = (1 + _CLOSE) * shortest_makespan(simulate(usual, costs))
         most_plans = max(1, _ACTIONS_OF_ALL_PLANS // num_actions)
@@ -67,7 +70,8 @@ def auto(
         # Sums of floats are not exact.
         score = tuple(float(f"{each:.9g}") for each in (timeline.makespan, timeline.longest_stretch, max(peaks)))
         if score < best_score:
-            best, best_score = schedule, score
+            best = schedule
+            best_score = score
         if best_score[0] <= enough:
             break
     assert best is not None, "list scheduling keeps the limits"
@@ -135,8 +139,18 @@ class _Rank:
         return microbatch == oldest or self.whole + sum(self.held[oldest + 1 :]) + memory <= self.limit
 
 
-def _line(action: Action) -> tuple[int, bool]:
-    return action.stage, action.kind is not Kind.F
+def _as_kind(action: Action, backward: Kind) -> Action:
+    """A forward as it is, a backward as one of this kind."""
+    return action if action.kind is Kind.F else action._replace(kind=backward)
+
+
+def _lines(order: Sequence[Action]) -> list[list[Action]]:
+    """The forwards and the backwards of each stage, in their order."""
+
+    def line_of(action: Action) -> tuple[int, bool]:
+        return action.stage, action.kind is not Kind.F
+
+    return [list(line) for _, line in groupby(sorted(order, key=line_of), line_of)]
 
 
 class ListScheduler:
@@ -144,7 +158,9 @@ class ListScheduler:
     its limit. Raises ValueError if it cannot hold one whole micro-batch."""
 
     def __init__(self, shape: Shape, costs: Costs, limits: Sequence[float], split: bool = True) -> None:
-        self._shape, self._costs, self._limits = shape, costs, limits
+        self._shape = shape
+        self._costs = costs
+        self._limits = limits
         backward = Kind.I if split else Kind.B
         self._kinds = Kind.F, backward
         self._rules = rules_of(shape, costs, (*self._kinds, Kind.W))
@@ -152,8 +168,9 @@ class ListScheduler:
         self._whole = [sum(sum(costs.activation[stage]) for stage in stages) for stages in stages_of]
         # The actions of each rank, in one line in the order of 1F1B, or in a line for each stage and kind.
         orders = FAMILIES["1f1b"](shape).schedule().ranks
-        self._in_order = [[[a if a.kind is Kind.F else a._replace(kind=backward) for a in each]] for each in orders]
-        self._free = [[[*line] for _, line in groupby(sorted(each, key=_line), _line)] for (each,) in self._in_order]
+        in_order = [[_as_kind(action, backward) for action in order] for order in orders]
+        self._in_order = [[order] for order in in_order]
+        self._free = [_lines(order) for order in in_order]
         for rank, (whole, limit) in enumerate(zip(self._whole, limits, strict=True)):
             if whole > limit:
                 raise ValueError(
@@ -234,7 +251,11 @@ class ListScheduler:
         self, rank: _Rank, now: float, priority: Callable[[Action], float] | None, hold: float
     ) -> tuple[_Queue | None, float]:
         """The queue that a rank takes from now, or None, and the next time when it could take from another."""
-        chosen, best, soonest, backward, duration = None, inf, inf, inf, 0.0
+        chosen = None
+        best = inf
+        soonest = inf
+        backward = inf
+        duration = 0.0
         for queue in rank.queues:
             if queue.time == inf:
                 continue
@@ -248,7 +269,8 @@ class ListScheduler:
                 continue
             value = priority(action) if priority else 0.0
             if value < best:
-                chosen, best = queue, value
+                chosen = queue
+                best = value
                 duration = self._costs.f[stage][segment] if kind is Kind.F else 0.0
         if chosen is not None and backward < now + hold * duration:
             return None, backward

@@ -47,9 +47,13 @@ class Clock:
 
     def order(self, rank: int) -> list[Action]:
         """The compute actions of a rank, in the order of their ticks."""
-        shape, tick, turn = self.shape, self.tick, self.turn
-        forwards, backwards = shape.units, shape.units_backward
-        units, last_stage = range(shape.num_units), shape.num_stages - 1
+        shape = self.shape
+        tick = self.tick
+        turn = self.turn
+        forwards = shape.units
+        backwards = shape.units_backward
+        units = range(shape.num_units)
+        last_stage = shape.num_stages - 1
         actions: list[Action] = []
         ticks: list[int] = []
         for stage in shape.placement.stages_of(rank):
@@ -63,7 +67,10 @@ class Clock:
 
     def ticks(self, order: Sequence[Action]) -> list[int]:
         """The ticks of the actions of an order; a W has that of the action before it."""
-        tick, turn, first_units, last_stage = self.tick, self.turn, self.shape.first_units, self.shape.num_stages - 1
+        tick = self.tick
+        turn = self.turn
+        first_units = self.shape.first_units
+        last_stage = self.shape.num_stages - 1
         ticks: list[int] = []
         now = 0
         for kind, stage, microbatch, segment in order:
@@ -93,7 +100,8 @@ def straight(shape: Shape, period: int = 1, hop: int = 1) -> Tick:
     """A tick for units that pass through all chunks, `hop` ticks a stage; a rank takes in a new unit every `period`
     ticks for each of its chunks. If a stage would share its ticks with an earlier one of its rank, units pause before
     it until a tick is free."""
-    cycle, placement = period * shape.num_chunks, shape.placement
+    cycle = period * shape.num_chunks
+    placement = shape.placement
     taken: list[set[int]] = [set() for _ in range(shape.num_ranks)]
     starts: list[int] = []
     for stage in range(shape.num_stages):
@@ -123,7 +131,8 @@ def grouped(shape: Shape, group: int, period: int = 1, hop: int = 1) -> Tick:
     A short last group leaves ticks empty. Raises ValueError if a group ends before its first unit is back on rank 0,
     that is, if `period * group < hop * P`.
     """
-    num_ranks, num_chunks = shape.num_ranks, shape.num_chunks
+    num_ranks = shape.num_ranks
+    num_chunks = shape.num_chunks
     if period * group < hop * num_ranks:
         raise ValueError(f"groups of {group} units do not fit {shape}")
 

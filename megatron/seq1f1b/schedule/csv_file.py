@@ -23,7 +23,9 @@ def read_csv(path: str | Path) -> Schedule:
     Empty cells and rows are skipped, and a missing segment is segment 0 (`2F3` is `2F3.0`). The placement follows from
     the ranks of the stages. Raises ScheduleError, with the name of the file, and row and cell of what is no action.
     """
-    reader, ranks, where = csv.reader(StringIO(read_text(path), newline="")), [], ""
+    reader = csv.reader(StringIO(read_text(path), newline=""))
+    ranks = []
+    where = ""
     try:
         for row_number, row in enumerate(reader, start=1):
             actions = []
@@ -57,7 +59,8 @@ def _shape_of(ranks: list[tuple[Action, ...]]) -> Shape:
     segments: dict[int, int] = {}  # by micro-batch
     for action in chain.from_iterable(ranks):
         segments[action.microbatch] = max(segments.get(action.microbatch, 0), action.segment + 1)
-    count, microbatches = sum(map(len, ranks)), 1 + max(segments)
+    count = sum(map(len, ranks))
+    microbatches = 1 + max(segments)
     if stages * (sum(segments.values()) + microbatches - len(segments)) > count:  # checked first: sizes cost memory
         largest = Shape(placement, microbatches, max(segments.values()))
         raise ValueError(f"its {count} actions are fewer than the forwards of {largest}; number all from 0")

@@ -54,7 +54,8 @@ def zb_h1(shape: Shape) -> Clock:
 def breadth_first(shape: Shape) -> Clock:
     """All units of a model chunk before the next chunk: the modular pipeline with layered gradient accumulation (arXiv
     2106.02679). A chunk's gradients are reduced, and its parameters gathered, while other chunks run."""
-    units, fewest = shape.num_units, smallest_group(shape)
+    units = shape.num_units
+    fewest = smallest_group(shape)
     # In a V, the last rank to end a chunk is the first to start the next one.
     tick = grouped(shape, group=units + fewest if shape.placement.turns else max(units, fewest))
     return Clock(shape, tick, turn=tick(shape.num_units - 1, shape.num_stages - 1) + 1)

@@ -79,7 +79,8 @@ def lower(schedule: Schedule, one_queue: bool = False, in_turn: bool = False) ->
     With `one_queue` it cannot hang where streams share hardware queues, but messages may be delayed. With `in_turn` it
     cannot hang where each rank waits for the end of a message before it goes on.
     """
-    plain, placement = schedule.without_moves(), schedule.shape.placement
+    plain = schedule.without_moves()
+    placement = schedule.shape.placement
     times = nominal_times(plain) if one_queue or in_turn else None
     ends = [(rank, other) for rank in range(placement.num_ranks) for other in placement.neighbours_of(rank)]
     transfers = {each: _transfers(schedule.shape, plain.ranks, *each) for each in ends}
@@ -91,7 +92,8 @@ def lower_rank(plan: Schedule | Clock, rank: int, one_queue: bool = False, in_tu
     """`lower` for one rank. A clock computes only the orders of this rank and its neighbours. If it has many actions,
     its ticks serve as nominal times, since a simulation would take seconds; on one queue that costs up to 3 % of such a
     step."""
-    shape, needs_times = plan.shape, one_queue or in_turn
+    shape = plan.shape
+    needs_times = one_queue or in_turn
     neighbours = shape.placement.neighbours_of(rank)
     if isinstance(plan, Clock) and needs_times and plan.num_actions <= _SIMULATED:
         plan = plan.schedule()
@@ -119,7 +121,8 @@ def _merged(
 ) -> list[Action]:
     """The compute actions of a rank, in their `order`, with all others around them. `transfers` has the messages from
     one rank to another; by their nominal `times` they get an order for one queue, or in turn."""
-    shape, neighbours = plan.shape, plan.shape.placement.neighbours_of(rank)
+    shape = plan.shape
+    neighbours = plan.shape.placement.neighbours_of(rank)
     before: list[list[Action]] = [[] for _ in order]
     after: list[list[Action]] = [[] for _ in order]
     for index, action in _gathers(shape, order):

@@ -38,7 +38,9 @@ from .timing import run
 
 # A point of the common order: nominal time, rank and index of a compute action, and the position relative to it.
 _Point = tuple[float, int, int, int]
-_BEFORE, _ITSELF, _AFTER = 0, 1, 2
+_BEFORE = 0
+_ITSELF = 1
+_AFTER = 2
 
 # For each rank, the nominal times of its compute actions, in the order in which it runs them.
 NominalTimes = Sequence[Sequence[float]] | Mapping[int, Sequence[float]]

@@ -62,7 +62,8 @@ class Timeline:
 
 def write_timeline(timeline: Timeline, path: str | Path) -> None:
     """Writes `{"meta": {...}, "ranks": [[{"kind": "F", "stage": 0, ..., "start": 0.0, "end": 1.0}]]}`."""
-    shape, placement = timeline.shape, timeline.shape.placement
+    shape = timeline.shape
+    placement = timeline.shape.placement
     meta = {
         **timeline.meta,
         "num_ranks": placement.num_ranks,

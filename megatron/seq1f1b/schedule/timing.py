@@ -28,7 +28,8 @@ class Rule(NamedTuple):
 
 def rules_of(shape: Shape, costs: Costs, kinds: Iterable[Kind]) -> dict[Kind, list[list[Rule]]]:
     """The rules of the actions of each kind, by stage and segment."""
-    rank_of, units = shape.placement.rank_of, shape.num_microbatches * shape.num_segments
+    rank_of = shape.placement.rank_of
+    units = shape.num_microbatches * shape.num_segments
     filled = replace(shape, unequal=())
 
     def code_of(action: Action) -> int:
@@ -47,7 +48,8 @@ def rules_of(shape: Shape, costs: Costs, kinds: Iterable[Kind]) -> dict[Kind, li
         needs = tuple((code_of(needed) - code, delay(needed, stage)) for needed in dependencies(action, filled))
         return Rule(code, costs.duration(kind, stage, segment), needs)
 
-    stages, segments = range(shape.num_stages), range(shape.num_segments)
+    stages = range(shape.num_stages)
+    segments = range(shape.num_segments)
     return {kind: [[rule_of(Action(kind, stage, 0, n)) for n in segments] for stage in stages] for kind in kinds}
 
 
@@ -64,14 +66,16 @@ def run(schedule: Schedule, costs: Costs) -> list[list[Span]]:
     shape = schedule.shape
     costs.check(shape)
     rules = rules_of(shape, costs, {action.kind for actions in schedule.ranks for action in actions})
-    end_of, num_segments = pending(shape), shape.num_segments
+    end_of = pending(shape)
+    num_segments = shape.num_segments
     waiting: dict[int, int] = {}  # code -> the only rank that can wait for it
     runnable = list(range(len(schedule.ranks)))
     result: list[list[Span]] = [[] for _ in schedule.ranks]
 
     def advance(rank: int) -> Iterator[int]:
         """Runs a rank; yields the code of each action that it waits for."""
-        spans, now = result[rank], 0.0
+        spans = result[rank]
+        now = 0.0
         for action in schedule.ranks[rank]:
             kind, stage, microbatch, segment = action
             code, duration, needs = rules[kind][stage][segment]

@@ -42,7 +42,8 @@ def validate(schedule: Schedule) -> None:
 
 
 def _check_complete(schedule: Schedule, rank: int) -> None:
-    shape, actions = schedule.shape, schedule.ranks[rank]
+    shape = schedule.shape
+    actions = schedule.ranks[rank]
     stages = shape.placement.stages_of(rank)
     kinds_of: dict[Unit, list[Kind]] = {(stage, *unit): [] for stage in stages for unit in shape.units}
     for index, action in enumerate(actions):
@@ -117,7 +118,8 @@ def neighbourhood(schedule: Schedule, rank: int, at: Sequence[int]) -> str:
     first = max(0, min(rank - _RANKS // 2, len(schedule.ranks) - _RANKS))
     lines = []
     for other, actions in [*enumerate(schedule.ranks)][first : first + _RANKS]:
-        low, high = max(0, at[other] - _AROUND), min(len(actions), at[other] + _AROUND + 1)
+        low = max(0, at[other] - _AROUND)
+        high = min(len(actions), at[other] + _AROUND + 1)
         words = [f"[{actions[n]}]" if n == at[other] else f" {actions[n]} " for n in range(low, high)]
         dots = ("... " if low > 0 else ""), (" ..." if high < len(actions) else "")
         mark = ">" if other == rank else " "

@@ -14,7 +14,8 @@ from .model_shape import DeltaNet, Experts, LatentAttention, Mamba, ModelShape
 
 BYTES = 2  # of an element, in 16 bit
 # Tokens that the kernels of recurrent layers compute at once.
-_DELTA_NET_CHUNK, _MAMBA_CHUNK = 64, 128
+_DELTA_NET_CHUNK = 64
+_MAMBA_CHUNK = 128
 
 
 class Product(NamedTuple):
@@ -67,7 +68,8 @@ class Block:
         divided = ("vectors", "kept", "moved", "attended", "activated", "exchanged", "scan", "state")
         parts: dict[str, Any] = {name: getattr(self, name) / ranks for name in divided}
         if self.attention is not None:
-            heads, kv_heads = self.attention.heads / ranks, max(1, self.attention.kv_heads / ranks)
+            heads = self.attention.heads / ranks
+            kv_heads = max(1, self.attention.kv_heads / ranks)
             parts["attention"] = self.attention._replace(heads=heads, kv_heads=kv_heads)
         products = (
             each._replace(**{each.shared: getattr(each, each.shared) / ranks}) if each.shared else each
@@ -101,9 +103,12 @@ def _block(model: ModelShape, symbol: str) -> Block:
 
 
 def _attention(model: ModelShape) -> Block:
-    hidden, heads, size = model.hidden_size, model.num_heads, model.head_dim
+    hidden = model.hidden_size
+    heads = model.num_heads
+    size = model.head_dim
     kv_heads = model.num_kv_heads or heads
-    width, kv_width = heads * size, kv_heads * size
+    width = heads * size
+    kv_width = kv_heads * size
     normed = width + kv_width if model.has_qk_norms else 0
     return Block(
         products=(Product(width + 2 * kv_width, hidden), Product(hidden, width, "inputs")),
@@ -117,9 +122,12 @@ def _attention(model: ModelShape) -> Block:
 
 
 def _latent_attention(model: ModelShape, latent: LatentAttention) -> Block:
-    hidden, heads = model.hidden_size, model.num_heads
-    score, rotary = latent.head_dim + latent.rotary_head_dim, latent.rotary_head_dim
-    queries, values = heads * score, heads * latent.value_head_dim
+    hidden = model.hidden_size
+    heads = model.num_heads
+    score = latent.head_dim + latent.rotary_head_dim
+    rotary = latent.rotary_head_dim
+    queries = heads * score
+    values = heads * latent.value_head_dim
     query = [Product(queries, latent.query_rank or hidden)]
     if latent.query_rank:
         query.insert(0, Product(latent.query_rank, hidden, ""))
@@ -156,8 +164,11 @@ def _experts(model: ModelShape, experts: Experts) -> Block:
 
 def _delta_net(hidden: int, net: DeltaNet) -> Block:
     """The chunked gated delta rule (arXiv 2412.06464, section 3.3)."""
-    heads, key, value = net.value_heads, net.key_head_dim, net.value_head_dim
-    keys, values = net.key_heads * key, heads * value
+    heads = net.value_heads
+    key = net.key_head_dim
+    value = net.value_head_dim
+    keys = net.key_heads * key
+    values = heads * value
     convolved = 2 * keys + values
     # The state is read by keys and by queries, and written; in a chunk a token meets half of the others: two scores,
     # the triangular system for keys and values, and the output.
@@ -178,7 +189,8 @@ def _delta_net(hidden: int, net: DeltaNet) -> Block:
 
 def _mamba(hidden: int, mamba: Mamba) -> Block:
     """The chunked scan (arXiv 2405.21060, section 6)."""
-    width, states = mamba.heads * mamba.head_dim, mamba.groups * mamba.state_dim
+    width = mamba.heads * mamba.head_dim
+    states = mamba.groups * mamba.state_dim
     convolved = width + 2 * states
     # The state is written and read; in a chunk a token meets half of the others: one score and the output.
     scan = 2 * width * mamba.state_dim + _MAMBA_CHUNK * (states + width) // 2

@@ -46,7 +46,8 @@ class Phase(IntEnum):
 @singledispatch
 def layer_activation(setup: TrainingSetup, layer: int, start: int, end: int) -> float:
     """What a layer keeps of the segment [start, end) for its backward, without what passes between segments."""
-    residual, share = setup.residual(end - start), setup.recomputed_share
+    residual = setup.residual(end - start)
+    share = setup.recomputed_share
     if setup.recompute == FULL:
         kept = layer_activation(replace(setup, recompute="none"), layer, start, end) if share < 1 else 0.0
         return share * residual + (1 - share) * kept
@@ -69,7 +70,8 @@ def layer_kept_for_weights(setup: TrainingSetup, layer: int, start: int, end: in
     """What is left for the weight gradients of a segment: inputs of products and gradients of their outputs, 32 bytes
     per token and hidden unit (arXiv 2401.10241, table 1). With sequence parallelism every rank has the gradient of a
     block's output for all tokens; the tokens of routed experts are kept once for each expert."""
-    hidden, kept = setup.model.hidden_size, 0.0
+    hidden = setup.model.hidden_size
+    kept = 0.0
     for block in blocks_of(setup.model, layer):
         if block.products:
             kept += hidden / setup.token_shares + hidden
@@ -99,7 +101,8 @@ def layer_keys_values(setup: TrainingSetup, layer: int, start: int, end: int) ->
 @singledispatch
 def layer_keys_values_gradients(setup: TrainingSetup, layer: int) -> float:
     """Those of earlier segments, in a buffer from the first backward of a micro-batch to its last."""
-    earlier, window = setup.sequence_length - setup.segments[-1], setup.model.window_of(layer)
+    earlier = setup.sequence_length - setup.segments[-1]
+    window = setup.model.window_of(layer)
     return 4 * keys_values_of(setup, layer, earlier if window is None else min(earlier, window))
 
 
@@ -137,7 +140,9 @@ def keys_values_of(setup: TrainingSetup, layer: int, tokens: float) -> float:
 
 # Bytes of a logit: in 16 bit with its exponential in 32 bit; the exponential, which the backward needs; the gradient in
 # 16 bit, which the weight gradients need.
-_LOGIT, _LOGIT_KEPT, _LOGIT_KEPT_FOR_WEIGHTS = 6, 4, BYTES
+_LOGIT = 6
+_LOGIT_KEPT = 4
+_LOGIT_KEPT_FOR_WEIGHTS = BYTES
 PIECE = 2**26  # logits of a piece, as in model/loss_pieces.py
 MOST_KEPT = 8 * PIECE  # the most logits of a micro-batch that are kept
 
@@ -156,7 +161,8 @@ def keeps_logits(setup: TrainingSetup) -> bool:
 def head_kept(setup: TrainingSetup, length: int, for_weights: bool = False) -> tuple[float, float]:
     """What the last stage keeps of a segment for its backward, or only for its weight gradients: hidden states around
     the last norm, and logits; of a loss in pieces a number for each token, and nothing for weight gradients."""
-    heads, is_whole = 1 + setup.model.prediction_depth, keeps_logits(setup)
+    heads = 1 + setup.model.prediction_depth
+    is_whole = keeps_logits(setup)
     copies = is_whole if for_weights else 2
     of_loss = 0.0 if for_weights else 4 * heads * setup.rows(length)
     if is_whole:
@@ -171,7 +177,8 @@ def loss_bytes(setup: TrainingSetup, length: int, is_forward: bool = True) -> fl
     of_segment = logits(setup, length)
     if keeps_logits(setup):
         return _LOGIT * of_segment
-    of_piece, weights = min(PIECE, of_segment), BYTES * setup.embedding_parameters
+    of_piece = min(PIECE, of_segment)
+    weights = BYTES * setup.embedding_parameters
     if is_forward:
         return _LOGIT * of_piece
     return setup.residual(length) + max(_LOGIT * of_piece, _LOGIT_KEPT_FOR_WEIGHTS * of_piece + weights)
@@ -192,7 +199,9 @@ def backward_working(setup: TrainingSetup, stage: Stage, start: int, end: int) -
 @lru_cache(maxsize=1 << 16)
 def _layer_working(setup: TrainingSetup, layer: int, start: int, end: int) -> float:
     """Blocks go backward in reverse, beside what they and earlier ones kept or computed again."""
-    length, blocks, without = end - start, setup.blocks(layer), replace(setup, recompute="none")
+    length = end - start
+    blocks = setup.blocks(layer)
+    without = replace(setup, recompute="none")
     now = most = 0.0
     if setup.recomputes_layers:
         stays = sum(block.attended for block in blocks) if setup.recompute == ALL_BUT_ATTENTION else 0
@@ -212,13 +221,15 @@ def _layer_working(setup: TrainingSetup, layer: int, start: int, end: int) -> fl
 def _around_products(setup: TrainingSetup, block: Block, length: int) -> float:
     """What the backward holds around the products of a block, beside what the block kept. With sequence parallelism
     the last product gathers the gradient of its output, the first one its input."""
-    rows, whole = setup.rows(length), setup.whole_input(length)
+    rows = setup.rows(length)
+    whole = setup.whole_input(length)
     kept = rows * block.kept
     gathered, part = (whole, setup.residual(length)) if setup.token_shares > 1 else (0.0, 0.0)
     if len(block.products) != 2 or block.experts or block.scan:
         return kept + whole + gathered + part
     first, last = block.products
-    outputs, inputs = BYTES * rows * first.outputs, BYTES * rows * last.inputs
+    outputs = BYTES * rows * first.outputs
+    inputs = BYTES * rows * last.inputs
     return max(gathered + inputs, outputs, outputs - kept + whole + gathered + part)
 
 
@@ -234,7 +245,8 @@ def block_working(setup: TrainingSetup, layer: int, block: Block, start: int, en
 def _of_kernel(setup: TrainingSetup, layer: int, start: int, end: int) -> float:
     """What the backward of attention frees at its end: gradients of queries in 32 bit (flash_api.cpp of FlashAttention
     2), and, where heads share keys and values, gradients of these for each head of the queries."""
-    given, attention = setup.model.keys_given(layer, start, end), setup.blocks(layer)[0].attention
+    given = setup.model.keys_given(layer, start, end)
+    attention = setup.blocks(layer)[0].attention
     if attention is None:
         return 0.0
     of_queries = 4 * setup.rows(end - start) * attention.heads * attention.score_dim

@@ -28,7 +28,8 @@ from .training_setup import ALL_BUT_ATTENTION, TrainingSetup
 # Guesses: the share of the products of weight gradients that can hide a collective; the bytes that PyTorch's kernels
 # move for each logit of a loss in 32 bit.
 _HIDING = 0.8
-_OF_LOGIT_FORWARD, _OF_LOGIT_BACKWARD = 40, 16
+_OF_LOGIT_FORWARD = 40
+_OF_LOGIT_BACKWARD = 16
 
 
 class Parts(NamedTuple):
@@ -82,12 +83,15 @@ def _dense_time(
     setup: TrainingSetup, machine: Machine, blocks: Sequence[Block], start: int, end: int, layer: int
 ) -> LayerTime:
     """Blocks without routed experts; nothing hides collectives. Only the first block of a layer attends or recurs."""
-    device, length = machine.device, end - start
-    rows, residual = setup.rows(length), setup.residual(length)
+    device = machine.device
+    length = end - start
+    rows = setup.rows(length)
+    residual = setup.residual(length)
     products = [product[:2] for block in blocks for product in block.products]
     scan = rows * sum(block.scan for block in blocks) / (device.peak_flops * device.matmul_efficiency)
     # A norm (read, write) and an addition to the residual (read two, write one) for each block, and its inside.
-    whole, moved = len(blocks) * residual, BYTES * rows * sum(block.moved for block in blocks)
+    whole = len(blocks) * residual
+    moved = BYTES * rows * sum(block.moved for block in blocks)
     # A sum over the tensor-parallel ranks each way for each block with products that they share; with sequence
     # parallelism in two halves, and the inputs are gathered once more for the weight gradients.
     sums = sum(bool(block.products) for block in blocks)
@@ -117,8 +121,11 @@ def _attention(
     """Attention of the forward and of the input gradients."""
     if block.attention is None:
         return 0.0, 0.0
-    device, batch, length = machine.device, setup.micro_batch_size, end - start
-    keys, seen = setup.model.keys_given(layer, start, end), pairs(start, end, setup.model.window_of(layer))
+    device = machine.device
+    batch = setup.micro_batch_size
+    length = end - start
+    keys = setup.model.keys_given(layer, start, end)
+    seen = pairs(start, end, setup.model.window_of(layer))
     if setup.seen:
         seen = min(seen, setup.seen[setup.spans.index((start, end))])
     heads = block.attention.heads / setup.context_parallel * batch
@@ -136,10 +143,12 @@ def _routed_time(setup: TrainingSetup, machine: Machine, blocks: Sequence[Block]
     block = next((block for block in blocks if block.expert), None)
     if block is None:
         return LayerTime(Parts(*[0.0] * 5), Parts(*[0.0] * 5), 0.0)
-    device, hidden = machine.device, setup.model.hidden_size
+    device = machine.device
+    hidden = setup.model.hidden_size
     first, last = block.expert
     tokens = setup.rows(length) / setup.tensor_parallel
-    routed, here = tokens * block.active, block.experts / setup.expert_parallel
+    routed = tokens * block.active
+    here = block.experts / setup.expert_parallel
     # One grouped product: each expert has its part of the tokens of all ranks of the group.
     matmul = sum(device.matmul_time(routed / here, each.outputs, each.inputs, here) for each in block.expert)
     weight = sum(device.matmul_time(each.outputs, each.inputs, routed / here, here) for each in block.expert)
@@ -154,12 +163,15 @@ def _routed_time(setup: TrainingSetup, machine: Machine, blocks: Sequence[Block]
 
 def repeated_time(setup: TrainingSetup, machine: Machine, start: int, end: int, layer: int) -> float:
     """Seconds of what the backward of a layer computes again."""
-    device, length, modules = machine.device, end - start, setup.recompute.split()
+    device = machine.device
+    length = end - start
+    modules = setup.recompute.split()
     forward = layer_time(setup, machine, start, end, layer).forward
     if setup.recomputes_layers:
         repeated = forward.total - (forward.attention if setup.recompute == ALL_BUT_ATTENTION else 0.0)
         return setup.recomputed_share * repeated
-    again, residual = forward.attention if "core_attn" in modules else 0.0, setup.residual(length)
+    again = forward.attention if "core_attn" in modules else 0.0
+    residual = setup.residual(length)
     for block in setup.blocks(layer):
         if "layernorm" in modules:
             again += device.moving_time(2 * residual, 1)
@@ -178,7 +190,9 @@ def context_exchange(
 ) -> tuple[float, float]:
     """The exchange around a block for segments of `length` tokens, forward and backward, without what attention of so
     many `seconds` hides. Whole sequences take the fastest way if `cp_comm_type` gives none."""
-    size, attention, numbers = setup.context_parallel, block.attention, block.exchanged
+    size = setup.context_parallel
+    attention = block.attention
+    numbers = block.exchanged
     if size == 1 or not (numbers or attention):
         return 0.0, 0.0
     if attention and len(setup.segments) == 1:
@@ -186,7 +200,8 @@ def context_exchange(
         return min((_whole(setup, machine, attention, way, seconds) for way in ways), key=sum)
     if attention:
         # Ranks share the heads, and the queries of a head if there are more ranks than heads.
-        heads, kv_heads = max(1, int(attention.heads)), int(attention.kv_heads)
+        heads = max(1, int(attention.heads))
+        kv_heads = int(attention.kv_heads)
         row = gcd(size, heads)
         sent = (attention.score_dim + attention.value_dim) / 2
         sent = sent * (2 * heads * (row - 1) + 2 * lcm(kv_heads, row) * (size - 1)) / row
@@ -198,13 +213,18 @@ def context_exchange(
 @lru_cache(maxsize=4096)
 def comm_types(setup: TrainingSetup, machine: Machine) -> tuple[str, ...]:
     """The ways of Transformer Engine for whole sequences; windows allow no ring."""
-    size, model = setup.context_parallel, setup.model
+    size = setup.context_parallel
+    model = setup.model
     kv_heads = model.num_heads if model.latent else model.num_kv_heads or model.num_heads
     shared = gcd(model.num_heads // setup.tensor_parallel, max(1, kv_heads // setup.tensor_parallel))
-    ways = ["all_gather"] + ["a2a"] * (shared % size == 0)
+    ways = ["all_gather"]
+    if shared % size == 0:
+        ways.append("a2a")
     if not model.window_layers:
+        ways.append("p2p")
         inner = gcd(size, shared, setup.context_group.in_node(machine))
-        ways += ["p2p"] + [f"a2a+p2p {inner} {size // inner}"] * (1 < inner < size)
+        if 1 < inner < size:
+            ways.append(f"a2a+p2p {inner} {size // inner}")
     return tuple(ways)
 
 
@@ -220,7 +240,13 @@ def _whole(
     """`seconds` are those of attention, forward and backward."""
     kind, *sizes = way.split()
     size = setup.context_parallel
-    shared, steps = map(int, sizes) if sizes else (size, 1) if kind == "a2a" else (1, size)
+    # `shared` ranks exchange heads, and groups of them keys and values, in as many steps of a ring.
+    if sizes:
+        shared, steps = map(int, sizes)
+    elif kind == "a2a":
+        shared, steps = size, 1
+    else:
+        shared, steps = 1, size
     rows = BYTES * setup.rows(setup.sequence_length)
     keys_values = rows * attention.keys_values
     queries = rows * attention.heads * attention.score_dim
@@ -251,7 +277,8 @@ def fastest_cp_comm_type(setup: TrainingSetup, machine: Machine) -> str | None:
     """The way that exchanges whole sequences fastest in the first stage; None without context parallelism."""
 
     def seconds(way: str) -> float:
-        each, span = replace(setup, cp_comm_type=way), (0, setup.sequence_length)
+        each = replace(setup, cp_comm_type=way)
+        span = (0, setup.sequence_length)
         times = [(count, layer_time(each, machine, *span, layer)) for layer, count in setup.stages[0].layers]
         return sum(count * (time.forward.all_to_all + time.input.all_to_all) for count, time in times)
 
@@ -268,8 +295,11 @@ def embedding_time(setup: TrainingSetup, machine: Machine, start: int, end: int)
 
 def head_time(setup: TrainingSetup, machine: Machine, start: int, end: int) -> tuple[float, float, float]:
     """As `embedding_time`, of the projection to the vocabulary and the loss, again for each prediction head."""
-    device, model, rows = machine.device, setup.model, setup.rows(end - start)
-    hidden, columns = model.hidden_size, model.vocab_size / setup.tensor_parallel
+    device = machine.device
+    model = setup.model
+    rows = setup.rows(end - start)
+    hidden = model.hidden_size
+    columns = model.vocab_size / setup.tensor_parallel
     logits = rows * columns
     once = machine.all_reduce_time(setup.tensor_group, setup.whole_input(end - start))
     of_logits = device.matmul_time(rows, columns, hidden) + device.moving_time(_OF_LOGIT_FORWARD * logits, 10)

@@ -131,7 +131,9 @@ class Machine:
         """All-gather or reduce-scatter over a ring; `num_bytes` is the size of the whole, on every rank."""
         if group.size == 1:
             return 0.0
-        here, node, network = group.in_node(self), self.node, self.network
+        here = group.in_node(self)
+        node = self.node
+        network = self.network
         bandwidth = node.bandwidth
         if here < group.size:  # as many groups as `devices / here` leave a node side by side
             way_out = min(network.bandwidth * here / self.devices_per_node, network.message_bandwidth * here)
@@ -158,7 +160,8 @@ class Machine:
 
     def message_time(self, source: int, destination: int, num_bytes: float, senders: int) -> float:
         """A message from rank to rank, while `senders` ranks of a node send to other nodes at once."""
-        devices, network = self.devices_per_node, self.network
+        devices = self.devices_per_node
+        network = self.network
         if source // devices == destination // devices:
             return self.node.latency + num_bytes / self.node.message_bandwidth
         bandwidth = network.message_bandwidth
@@ -200,7 +203,8 @@ def read_machine(machine: str | Path) -> Machine:
     return Machine(path.stem, file.device, file.host, file.node.devices, node, file.network, file.error)
 
 
-MIB, GIB = 2**20, 2**30
+MIB = 2**20
+GIB = 2**30
 
 
 def in_words(size: float) -> str:
@@ -215,7 +219,10 @@ def in_words(size: float) -> str:
 # The CUDA context with PyTorch's kernels, by nvidia-smi 0.4 to 0.6 GiB on A100 and H100; the workspace of cuBLAS
 # (CUBLAS_WORKSPACE_CONFIG, 8 MiB before Hopper); a buffer of NCCL (NCCL_BUFFSIZE) for each direction of each channel of
 # a communicator; 16 channels are usual in a node (docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html).
-_CONTEXT, _CUBLAS_WORKSPACE, _NCCL_BUFFER, _NCCL_CHANNELS = 512 * MIB, 32 * MIB, 4 * MIB, 16
+_CONTEXT = 512 * MIB
+_CUBLAS_WORKSPACE = 32 * MIB
+_NCCL_BUFFER = 4 * MIB
+_NCCL_CHANNELS = 16
 
 
 def bytes_outside(num_communicators: int) -> int:

@@ -131,7 +131,8 @@ def model_shape(settings: Mapping[str, Any]) -> ModelShape:
             settings["moe_ffn_hidden_size"] or settings["ffn_hidden_size"],
             settings["moe_shared_expert_intermediate_size"] or 0,
         )
-    window, skipped = settings.get("window_size"), settings.get("window_attn_skip_freq")
+    window = settings.get("window_size")
+    skipped = settings.get("window_attn_skip_freq")
     if window and window[0] >= 0:
         sizes["window"] = window[0]
         sizes["window_layers"] = _chosen(settings, skipped, lambda layer: skipped is None or (layer + 1) % skipped != 0)

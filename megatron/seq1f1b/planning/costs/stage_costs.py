@@ -29,7 +29,8 @@ from .training_setup import ALL_BUT_ATTENTION, FULL, TrainingSetup, stages_of
 _LEAST_SECONDS = 1e-9  # of an action in a trace
 _KERNELS = 20  # of a layer in each direction, about
 # FLOPs of the backward over those of the forward; flash attention computes the scores again.
-_MATMUL_BACKWARD, _ATTENTION_BACKWARD = 2.0, 2.5
+_MATMUL_BACKWARD = 2.0
+_ATTENTION_BACKWARD = 2.5
 # The devices by which sequences are cut. All GPUs count as the same.
 A100, CPU_CORE = (read_machine(name).device for name in ("a100-80gb", "cpu"))
 
@@ -61,7 +62,8 @@ class AnalyticTime:
 
     def __add__(self, other: "AnalyticTime") -> "AnalyticTime":
         fixed, token, pair, in_window = map(add, self._parts, other._parts)
-        window, slow = self.window or other.window, self.slow_attention or other.slow_attention
+        window = self.window or other.window
+        slow = self.slow_attention or other.slow_attention
         return AnalyticTime(fixed, token, pair, in_window, window, slow)
 
     def covers(self, other: "AnalyticTime") -> bool:
@@ -127,7 +129,8 @@ def bottleneck_time(costs: Sequence[StageCost]) -> SegmentTime:
 
 
 def _layer(model: ModelShape, layer: int, device: Device, recompute: str, num_devices: float) -> StageCost:
-    (of_token, of_pair), window = layer_flops(model, layer), model.window_of(layer)
+    (of_token, of_pair) = layer_flops(model, layer)
+    window = model.window_of(layer)
     rate = num_devices * device.peak_flops
     matmul = rate * device.matmul_efficiency
     per_token = of_token / matmul
@@ -199,7 +202,8 @@ def traced_costs(timeline: Timeline) -> tuple[tuple[StageCost, ...], list[float]
         times = [sum(taken(kind, stage, segment) for kind in kinds) for segment in range(len(lengths))]
         return [TimedSegment(*point) for point in zip(lengths, starts, times, strict=True)]
 
-    costs, errors = [], list[float]()
+    costs = []
+    errors = list[float]()
     for stage in range(timeline.shape.num_stages):
         is_split = (Kind.W, stage, 0) in seconds
         measured = points(stage, Kind.F), points(stage, *((Kind.I, Kind.W) if is_split else (Kind.B,)))
@@ -217,7 +221,8 @@ def fit_time(points: Sequence[TimedSegment]) -> AnalyticTime:
     parts = np.stack([np.ones_like(lengths), lengths, lengths * (2 * prefixes + lengths + 1) / 2], axis=1)
     rows = parts / seconds[:, None]
     scales = np.linalg.norm(rows, axis=0)  # columns of equal length make the rank independent of their units
-    best, least = np.zeros(3), float("inf")
+    best = np.zeros(3)
+    least = float("inf")
     # In segments of one length a constant looks like a part per token; it is less likely, so it comes last.
     for chosen in (list(each) for size in (3, 2, 1) for each in combinations((1, 2, 0), size)):
         found, _, rank, _ = np.linalg.lstsq(rows[:, chosen] / scales[chosen], np.ones(len(points)), rcond=1e-8)
@@ -227,6 +232,7 @@ def fit_time(points: Sequence[TimedSegment]) -> AnalyticTime:
         coefficients[chosen] = found / scales[chosen]
         error = ((rows @ coefficients - 1) ** 2).sum()
         if error < least - 1e-9:
-            best, least = coefficients, error
+            best = coefficients
+            least = error
     fixed, per_token, per_pair = best.tolist()
     return AnalyticTime(fixed, per_token, per_pair)

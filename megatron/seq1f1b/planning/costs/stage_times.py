@@ -30,7 +30,8 @@ def _layer_times(setup: TrainingSetup, machine: Machine, layer: int) -> tuple[La
 @lru_cache(maxsize=8192)
 def _rows(setup: TrainingSetup, machine: Machine, stage: Stage) -> tuple[Row, Row, Row]:
     """Durations of F, I and W by segment on a stage."""
-    host, num_layers = machine.host, sum(count for _, count in stage.layers)
+    host = machine.host
+    num_layers = sum(count for _, count in stage.layers)
     times = [(count, _layer_times(setup, machine, layer)) for layer, count in stage.layers]
     launch_f = num_layers * host.layer_forward
     launch_b = num_layers * host.layer_backward + (launch_f if setup.recomputes_layers else 0.0)
@@ -75,7 +76,8 @@ def _balanced(alone: TrainingSetup, placement: Placement, machine: Machine, leas
     layer = layers / alone.model.num_layers
     stages = range(placement.num_stages)
     loads = [least * layer + first * (stage == 0) + last * (stage == stages[-1]) for stage in stages]
-    counts, ranks = [least] * placement.num_stages, [0.0] * placement.num_ranks
+    counts = [least] * placement.num_stages
+    ranks = [0.0] * placement.num_ranks
     for stage in stages:
         ranks[placement.rank_of(stage)] += loads[stage]
     for _ in range(alone.model.num_layers - least * placement.num_stages):
@@ -97,7 +99,7 @@ def step_costs(setup: TrainingSetup, machine: Machine) -> Costs:
 
 
 def message_times(setup: TrainingSetup, machine: Machine, parts: int) -> tuple[Table, Table]:
-    """From a stage to the next one, and to the one before. `parts` tensor-parallel ranks send a part each; without
+    """Message times to the next stage and to the previous one. `parts` tensor-parallel ranks send a part each; without
     sequence parallelism the receivers gather the parts."""
     senders = max(1, min(machine.devices_per_node, setup.pipeline_stride) * parts // setup.tensor_parallel)
     ranks = map(setup.placement.rank_of, range(setup.placement.num_stages))
@@ -112,9 +114,10 @@ def message_times(setup: TrainingSetup, machine: Machine, parts: int) -> tuple[T
         gathered = (machine.all_gather_time(setup.tensor_group, size) for size in sizes)
         return tuple(map(add, times, gathered))
 
-    nothing = ((0.0,) * len(setup.segments),)
-    there, back = (tuple(row(*ends) for ends in pairwise(each)) for each in (devices, devices[::-1]))
-    return there + nothing, nothing + back[::-1]
+    nothing = (0.0,) * len(setup.segments)
+    to_next = [row(earlier, later) for earlier, later in pairwise(devices)]
+    to_previous = [row(later, earlier) for earlier, later in pairwise(devices)]
+    return (*to_next, nothing), (nothing, *to_previous)
 
 
 def replica_times(setup: TrainingSetup, machine: Machine, parameters: float, experts: float) -> tuple[float, float]:

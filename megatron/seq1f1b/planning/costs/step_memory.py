@@ -14,7 +14,9 @@ from .training_setup import TrainingSetup
 
 # What PyTorch's allocator reserves beyond the peak of what is allocated: a share of what comes and goes, a share of it
 # for each doubling of the number of lengths of segments, a share of the logits (fitted by tools/paper/allocator.py).
-_HELD_BACK, _FOR_EACH_DOUBLING, _OF_LOGITS = 0.02, 0.071, 0.38
+_HELD_BACK = 0.02
+_FOR_EACH_DOUBLING = 0.071
+_OF_LOGITS = 0.38
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,8 @@ def _whole_chunks(setup: TrainingSetup, actions: Sequence[Action]) -> Sizes:
     ended = -1
     numbers = []
     for action in partition_state(actions):
-        kind, stage = action.kind, action.stage
+        kind = action.kind
+        stage = action.stage
         if kind is Kind.GATHER:
             gathered.add(stage)
         elif kind is Kind.RELEASE:
@@ -190,6 +193,7 @@ def _when_freed(actions: Iterable[Action]) -> Iterator[Action]:
             yield leaving
             leaving = None
         if is_offload:
-            leaving, back = action, action._replace(kind=Kind.RELOAD)
+            leaving = action
+            back = action._replace(kind=Kind.RELOAD)
         else:
             yield action

@@ -13,7 +13,8 @@ from .machine import Group
 from .model_shape import ModelShape, hash_once
 
 # What the backward computes again, besides nothing: whole layers, layers without attention, Megatron's modules.
-FULL, ALL_BUT_ATTENTION = "full", "all but attention"
+FULL = "full"
+ALL_BUT_ATTENTION = "all but attention"
 MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act")
 
 
@@ -27,7 +28,9 @@ def choices_of(settings: Mapping[str, Any], layers_per_stage: tuple[int, ...], k
     """The fields of a TrainingSetup that follow from the names of Megatron's arguments. Names of other `recompute`
     modules than MODULES have no costs. Ranks that cut an expert, by default the tensor-parallel ones, count as if each
     had some of the experts."""
-    granularity, experts, share = settings.get("recompute_granularity"), 1, 1.0
+    granularity = settings.get("recompute_granularity")
+    experts = 1
+    share = 1.0
     recompute = ALL_BUT_ATTENTION if keeps_attention else granularity or "none"
     if granularity == "selective":
         recompute = " ".join(sorted(settings.get("recompute_modules") or ["core_attn"]))
@@ -112,7 +115,8 @@ class TrainingSetup:
             object.__setattr__(self, "layers_per_stage", even(self.model.num_layers, self.placement.num_stages))
         if sum(self.segments) != self.sequence_length:
             raise ValueError(f"segments of {sum(self.segments)} tokens do not make {self.sequence_length}")
-        layers, stages = self.layers_per_stage, self.placement.num_stages
+        layers = self.layers_per_stage
+        stages = self.placement.num_stages
         if len(layers) != stages or sum(layers) != self.model.num_layers:
             raise ValueError(
                 f"{stages} stages of {list(layers)} layers are not the {self.model.num_layers} layers of the model"
@@ -243,7 +247,8 @@ class TrainingSetup:
         return [sizes[stage] for stage in self.stages]
 
     def _stage_parameters(self, stage: Stage) -> tuple[float, float]:
-        model, of_layers = self.model, [(many, *self.layer_parameters(layer)) for layer, many in stage.layers]
+        model = self.model
+        of_layers = [(many, *self.layer_parameters(layer)) for layer, many in stage.layers]
         count = sum(many * dense for many, dense, _ in of_layers)
         embeddings = stage.is_first + stage.is_last - (self.tied_embeddings and stage.is_first and stage.is_last)
         if stage.is_first:

@@ -35,7 +35,9 @@ _MOST_OF_STEP = 8 * _MANY_UNITS  # units; their memory takes seconds to find
 _SHORTEST = 1024  # tokens of a unit; shorter ones leave a GPU waiting for its host
 _CHUNKS = (1, 2, 4)  # more gain little where units are many
 # At least this many sequences are drawn, in at least and at most so many steps.
-_DRAWN, _FEWEST, _MOST = 1024, 2, 16
+_DRAWN = 1024
+_FEWEST = 2
+_MOST = 16
 type Steps = tuple[tuple[int, ...], ...]  # the lengths of the sequences of each
 # Lengths of units are rounded up to multiples of this part of the longest.
 _PARTS = 64
@@ -88,7 +90,8 @@ def draw(histogram: Mapping[int, int], batch: int) -> Steps:
     count = min(max(ceil(_DRAWN / batch), _FEWEST), _MOST)
     tokens = sorted(histogram)
     ends = [*accumulate(histogram[length] for length in tokens)]
-    drawn, place = [], 0
+    drawn = []
+    place = 0
     for number in range(count * batch):
         while ends[place] * count * batch <= (number + 0.5) * ends[-1]:
             place += 1
@@ -100,7 +103,8 @@ def draw(histogram: Mapping[int, int], batch: int) -> Steps:
 def in_bins(histogram: Mapping[int, int]) -> Mapping[int, int]:
     """The histogram with lengths that differ by less than a tenth as one, their mean; the longest stays. Units of many
     different lengths would each have costs of their own."""
-    longest, bins = max(histogram), defaultdict[int, list[int]](list)
+    longest = max(histogram)
+    bins = defaultdict[int, list[int]](list)
     for length in histogram:
         bins[-1 if length == longest else int(_BINS * log2(length))].append(length)
     found: Counter[int] = Counter()
@@ -122,7 +126,8 @@ class UnitSearch:
         families = tuple(family for family in question.families if family in FAMILIES)
         self.question = replace(question, families=families, chunks=_CHUNKS, micro_batches=(1,), host_gib=0.0)
         self.steps = draw(in_bins(counts), question.global_batch_size)
-        longest, fullest = max(counts), max(self.steps, key=max)
+        longest = max(counts)
+        fullest = max(self.steps, key=max)
         self.fullest = (longest, *sorted(fullest)[:-1])
         self.tokens = fmean(map(sum, self.steps))
         self.histogram = counts
@@ -185,14 +190,16 @@ class UnitSearch:
         """The best of Megatron's own schedules on packs as long as the longest sequence; None if nothing fits. Packs
         are made of all data at once, and all take the same time. The batch is what a step needs, rounded up for
         replicas to share it evenly."""
-        length, found = self.question.sequence_length, []
+        length = self.question.sequence_length
+        found = []
         packs = len(packs_of_step([*chain(*self.steps)], length)[0]) / len(self.steps)
         seen = self.average(length).seen * self.tokens / (length * packs)
         for batch in sorted({ceil(packs / ranks) * ranks for ranks in powers_of_two(int(packs))}):
             alike = replace(self.question, global_batch_size=batch, micro_batches=(1, 2))
             search = Search(Average(**vars(alike), of_busiest=batch.__truediv__, seen=seen).of_megatron())
             for best in search.best(1):
-                tokens, setup = self.tokens * batch / packs, best.candidate.setup
+                tokens = self.tokens * batch / packs
+                setup = best.candidate.setup
                 padding = 1 - tokens / (setup.global_batch_size * length)
                 found.append(UnitPlan(best.candidate, best.prediction, (best.prediction,), tokens, padding))
         return max(found, key=lambda plan: plan.tokens_per_second, default=None)
@@ -253,9 +260,14 @@ class UnitSearch:
         setup = candidate.setup
         multiple = segment_multiple(setup.token_shares, setup.context_parallel)
         assert candidate.unit_tokens is not None
-        alike = setup.expert_parallel > 1 or setup.partitions_state
-        arguments = candidate.unit_tokens, multiple, setup.data_parallel, authors_flops(setup.model), alike
-        return _packed((*self.steps, self.fullest), *arguments)
+        return _packed(
+            (*self.steps, self.fullest),
+            most=candidate.unit_tokens,
+            multiple=multiple,
+            replicas=setup.data_parallel,
+            flops=authors_flops(setup.model),
+            alike=setup.expert_parallel > 1 or setup.partitions_state,
+        )
 
 
 @lru_cache(maxsize=1024)
@@ -287,7 +299,8 @@ class _Packed:
             return tuple(min(most, ceil(tokens / part) * part) for tokens in pack.lengths)
 
         seen: defaultdict[tuple[int, ...], list[list[float]]] = defaultdict(list)
-        by_kind, tokens = [], 0
+        by_kind = []
+        tokens = 0
         for lengths in steps:
             shares = packs_of_step(lengths, most, multiple, replicas, work_by_flops(*flops), alike)
             tokens += sum(sum(pack.lengths) for share in shares for pack in share)
@@ -296,8 +309,11 @@ class _Packed:
                 seen[kind_of(pack)].append(seen_by_units(pack, lengths))
         numbers = {kind: number for number, kind in enumerate(seen)}
         self.kinds = [(kind, tuple(map(fmean, zip(*each, strict=True)))) for kind, each in seen.items()]
-        *self.steps, last = [[tuple(numbers[kind] for kind in order) for order in of_step] for of_step in by_kind]
-        self.fullest = max(last, key=lambda order: max(sum(self.kinds[kind][0]) for kind in order))
+        *self.steps, fullest_step = [
+            [tuple(numbers[kind] for kind in order) for order in of_step]  # an order for each replica
+            for of_step in by_kind
+        ]
+        self.fullest = max(fullest_step, key=lambda order: max(sum(self.kinds[kind][0]) for kind in order))
         self.longest = max(max(map(max, steps)), most)
         self.padding = 1 - sum(map(sum, steps)) / tokens
         self.firsts = [*accumulate((len(lengths) for lengths, _ in self.kinds), initial=0)]
@@ -357,9 +373,12 @@ _packed = lru_cache(maxsize=256)(_Packed)
 def seen_by_units(pack: Pack, lengths: Sequence[int]) -> list[float]:
     """The pairs of a query and a key of one sequence that each unit of a pack computes."""
     ends = [*accumulate(pack.lengths)]
-    seen, unit, now = [0.0] * len(ends), 0, 0
+    seen = [0.0] * len(ends)
+    unit = 0
+    now = 0
     for number in pack.sequences:
-        start, end = now, now + lengths[number]
+        start = now
+        end = now + lengths[number]
         while now < end:
             stop = min(end, ends[unit])
             seen[unit] += pairs(now - start, stop - start, None)

@@ -66,7 +66,9 @@ def least_seconds(setup: TrainingSetup, machine: Machine) -> float:
     rows = stage_rows(setup, machine)
     work = [sum(f) + sum(i) + sum(w) for f, i, w in rows]
     around = [f[0] if setup.splits_backward else f[0] + i[0] + w[0] for f, i, w in rows]
-    ranks, longest, before = setup.pipeline_parallel, 0.0, 0.0
+    ranks = setup.pipeline_parallel
+    longest = 0.0
+    before = 0.0
     for rank in range(ranks):
         total = setup.num_microbatches * sum(work[stage] for stage in setup.placement.stages_of(rank))
         # The end of the step looks alike on all ranks between the first and the last.
@@ -95,7 +97,8 @@ def least_seconds_cut(setup: TrainingSetup, machine: Machine, segments: int) -> 
 
 
 def _evenly_cut(setup: TrainingSetup, segments: int) -> TrainingSetup | None:
-    lengths, way = cut(setup, "even", segments), setup.cp_comm_type if segments == 1 else None
+    lengths = cut(setup, "even", segments)
+    way = setup.cp_comm_type if segments == 1 else None
     return None if lengths is None else replace(setup, segments=lengths, cp_comm_type=way)
 
 
@@ -134,7 +137,8 @@ def least_seconds_away(setup: TrainingSetup, room: Room, segments: int) -> float
 
 def fullest_ranks(setup: TrainingSetup) -> Iterable[int]:
     """The ranks that may be fullest: the first has the most units, the last the loss, a third may have most layers."""
-    ranks, layers = range(setup.pipeline_parallel), setup.layers_per_stage
+    ranks = range(setup.pipeline_parallel)
+    layers = setup.layers_per_stage
     deepest = max(ranks, key=lambda rank: sum(layers[stage] for stage in setup.placement.stages_of(rank)))
     return dict.fromkeys((0, ranks[-1], deepest))
 
@@ -230,7 +234,9 @@ class Search:
 
     def _closer(self, item: Any) -> Iterator[tuple[float, Any]]:
         """The items that an item is refined to, with lower bounds."""
-        question, machine, room = self.question, self.question.machine, self.question.room
+        question = self.question
+        machine = self.question.machine
+        room = self.question.room
         match item:
             case _Open(sizes, segments, None):
                 for setup in spread(question, sizes):
@@ -260,7 +266,8 @@ class Search:
         """The best cut that fits and, where the best of all does not, all of them: something may move to the host. If
         memory `presses`, none of them fits as it is. Cuts with tensor-parallel collectives beside products and without
         are separate, since bounds do not rank them."""
-        question, room = self.question, self.question.room
+        question = self.question
+        room = self.question.room
         even = next(by_cut, None)  # needs least memory
         if even is None or not (room.host or fits(partitioned(question, even.setup), room.device)):
             return
@@ -296,7 +303,8 @@ class Search:
 
 def predict_candidate(candidate: Candidate, question: Question) -> Plan:
     """Predict a candidate, whether or not it fits; `auto` plans by the costs that training has."""
-    setup, schedule = candidate.setup, None
+    setup = candidate.setup
+    schedule = None
     if setup.family == "auto":
         costs = action_costs(setup_costs(setup), setup.layers_per_stage, setup.segments)
         schedule = build("auto", setup.shape, costs)

@@ -173,7 +173,8 @@ def expert_sizes(model: ModelShape, ranks: int) -> list[int]:
 
 def layouts(question: Question) -> Iterator[tuple[int, int, int, int]]:
     """Sizes of tensor parallelism, within a node, and of context, pipeline and data parallelism."""
-    model, devices = question.model, question.num_devices
+    model = question.model
+    devices = question.num_devices
     kv_heads = model.num_kv_heads or model.num_heads
     for tensor in powers_of_two(question.machine.devices_per_node):
         if kv_heads % tensor or model.num_heads % tensor or question.sequence_length % tensor:
@@ -249,7 +250,8 @@ _slowest_stage = lru_cache(maxsize=1024)(bottleneck_time)
 def _cut(
     model: ModelShape, length: int, multiple: int, strategy: str, segments: int, time: SegmentTime | None
 ) -> tuple[int, ...] | None:
-    flops, rows = authors_flops(model), A100.full_speed_rows
+    flops = authors_flops(model)
+    rows = A100.full_speed_rows
     try:
         return cut_sequence(strategy, Task(length, segments, multiple, time=time, flops=flops, full_speed_rows=rows))
     except ValueError:

@@ -17,7 +17,8 @@ _SHORTEST = 1024
 
 def way_out(question: Question) -> ValueError:
     """The error for a question without a plan: no layout, or none that fits, with the uses of the fullest rank."""
-    model, most = question.model, _leanest(question)
+    model = question.model
+    most = _leanest(question)
     if most is None:
         batch = -(-question.global_batch_size // question.num_devices) * question.num_devices
         return ValueError(
@@ -59,7 +60,8 @@ def _mostly_away(setup: TrainingSetup, room: Room) -> TrainingSetup:
 def _nearest(question: Question) -> str:
     """More devices, and shorter sequences, by doubling and halving."""
     counts = (question.num_devices << doubling for doubling in range(1, _DOUBLINGS))
-    lengths = takewhile(_SHORTEST.__le__, (question.sequence_length >> halving for halving in range(1, _DOUBLINGS)))
+    halved = (question.sequence_length >> halving for halving in range(1, _DOUBLINGS))
+    lengths = takewhile(lambda length: length >= _SHORTEST, halved)
     more = (f"--gpus {each}" for each in counts if _has_plan(replace(question, num_devices=each)))
     shorter = (f"--seq-length {each}" for each in lengths if _has_plan(replace(question, sequence_length=each)))
     found = [*islice(more, 1), *islice(shorter, 1)]

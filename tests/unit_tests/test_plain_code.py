@@ -1,0 +1,102 @@
+"""What needs two readings and can be recognised stays out of the rooms that have been cleared of it."""
+
+import ast
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "megatron" / "seq1f1b"
+ROOMS = ("schedule", "partition", "process", "report", "commands", "planning")
+FILES = sorted(path for room in ROOMS for path in (PACKAGE / room).rglob("*.py"))
+
+
+def names_in(node: ast.AST) -> set[str]:
+    return {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+
+
+def nested_conditionals(tree: ast.AST) -> Iterator[ast.AST]:
+    """`a if x else b if y else c`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.IfExp) and any(isinstance(part, ast.IfExp) for part in (node.body, node.orelse)):
+            yield node
+
+
+def is_condition(node: ast.AST) -> bool:
+    if isinstance(node, ast.Call):
+        return isinstance(node.func, ast.Name) and node.func.id == "bool"
+    if isinstance(node, ast.Name):
+        return node.id.startswith(("is_", "has_"))
+    return isinstance(node, ast.Compare | ast.BoolOp) or isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not)
+
+
+def multiplied_by_conditions(tree: ast.AST) -> Iterator[ast.AST]:
+    """`"text" * has_text` and `[item] * bool(items)`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+            for one, other in ((node.left, node.right), (node.right, node.left)):
+                is_sequence = isinstance(one, ast.List | ast.Tuple | ast.JoinedStr | ast.Constant)
+                is_text = isinstance(one, ast.JoinedStr) or isinstance(one, ast.Constant) and isinstance(one.value, str)
+                if is_sequence and is_condition(other) or is_text and isinstance(other, ast.Attribute):
+                    yield node
+
+
+def two_assignments_in_one(tree: ast.AST) -> Iterator[ast.AST]:
+    """`a, b = x, y`, unless each value could be assigned only at the same time, as in `a, b = b, a`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
+            for target in node.targets:
+                if isinstance(target, ast.Tuple) and not names_in(target) & names_in(node.value):
+                    yield node
+
+
+def splats_of_the_line_above(tree: ast.AST) -> Iterator[ast.AST]:
+    """`sizes = a, b` and then `f(*sizes)`, the only use of the name; the same with a dict."""
+    for function in ast.walk(tree):
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        loads = [
+            each.id for each in ast.walk(function) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load)
+        ]
+        for block in (body for each in ast.walk(function) for body in bodies(each)):
+            for line, following in pairwise(block):
+                if not isinstance(line, ast.Assign) or not isinstance(line.targets[0], ast.Name):
+                    continue
+                name = line.targets[0].id
+                starred = {each.value for each in ast.walk(following) if isinstance(each, ast.Starred)}
+                starred |= {
+                    each.value for each in ast.walk(following) if isinstance(each, ast.keyword) and not each.arg
+                }
+                is_splat = any(isinstance(value, ast.Name) and value.id == name for value in starred)
+                if is_splat and isinstance(line.value, ast.Tuple | ast.Dict) and loads.count(name) == 1:
+                    yield line
+
+
+def bodies(node: ast.AST) -> Iterator[list[ast.stmt]]:
+    for name in ("body", "orelse", "finalbody"):
+        block = getattr(node, name, None)
+        if isinstance(block, list):
+            yield block
+
+
+RULES = (nested_conditionals, multiplied_by_conditions, two_assignments_in_one, splats_of_the_line_above)
+EXAMPLES = {
+    nested_conditionals: "x = 1 if a else 2 if b else 3",
+    multiplied_by_conditions: 'x = " and more" * bool(rest)',
+    two_assignments_in_one: "first, second = 1, 'two'",
+    splats_of_the_line_above: "def f(a, b):\n    sizes = a, b\n    return g(*sizes)",
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_no_file_has(rule):
+    found = [
+        f"{path.relative_to(PACKAGE)}:{node.lineno}" for path in FILES for node in rule(ast.parse(path.read_text()))
+    ]
+    assert len(FILES) > 50 and not found, rule.__doc__
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_an_example_is_recognised_of(rule):
+    assert len(list(rule(ast.parse(EXAMPLES[rule])))) == 1
