@@ -36,9 +36,8 @@ def multiplied_by_conditions(tree: ast.AST) -> Iterator[ast.AST]:
     for node in ast.walk(tree):
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
             for one, other in ((node.left, node.right), (node.right, node.left)):
-                is_sequence = isinstance(one, ast.List | ast.Tuple | ast.JoinedStr | ast.Constant)
                 is_text = isinstance(one, ast.JoinedStr) or isinstance(one, ast.Constant) and isinstance(one.value, str)
-                if is_sequence and is_condition(other) or is_text and isinstance(other, ast.Attribute):
+                if (is_text or isinstance(one, ast.List | ast.Tuple)) and is_condition(other):
                     yield node
 
 

@@ -177,6 +177,9 @@ def decided_flags(candidate: Candidate, by_megatron: bool = False) -> list[str]:
     exchange, *sizes = (setup.cp_comm_type or comm_type_of_segments(setup)).split()
     in_units = candidate.unit_tokens is not None
     in_segments = candidate.unit_tokens is None and segments > 1
+    sequence_parallel = "--sequence-parallel"
+    if setup.hides_tensor_exchange:
+        sequence_parallel += " --tp-comm-overlap"
     flags = {
         f"--seq-length {setup.sequence_length}": True,
         f"--tensor-model-parallel-size {setup.tensor_parallel}": True,
@@ -186,7 +189,7 @@ def decided_flags(candidate: Candidate, by_megatron: bool = False) -> list[str]:
         "--use-distributed-optimizer": True,
         "--overlap-grad-reduce --overlap-param-gather": setup.overlaps_data_parallel,
         "--partition-state": setup.partitions_state,
-        f"--sequence-parallel{' --tp-comm-overlap' * setup.hides_tensor_exchange}": setup.sequence_parallel,
+        sequence_parallel: setup.sequence_parallel,
         f"--context-parallel-size {context} --cp-comm-type {exchange}": context > 1,
         f"--hierarchical-context-parallel-sizes {' '.join(sizes)}": context > 1 and sizes,
         f"--expert-model-parallel-size {setup.expert_parallel} --expert-tensor-parallel-size 1": setup.model.experts,
@@ -213,7 +216,9 @@ def _memory(setup: TrainingSetup) -> Iterator[str]:
         yield f"--recompute-granularity selective --recompute-modules {setup.recompute}"
     if setup.offloads_modules and setup.offloads:
         moves_experts = setup.model.experts is not None and not setup.repeats("E")
-        modules = f"{_OF_ATTENTION} mlp_norm{' expert_fc1 moe_act' * moves_experts}"
+        modules = f"{_OF_ATTENTION} mlp_norm"
+        if moves_experts:
+            modules += " expert_fc1 moe_act"
         share = f"--activation-offload-fraction {setup.offloads:g}"
         yield f"--fine-grained-activation-offloading --offload-modules {modules} {share}"
     elif setup.offloads:

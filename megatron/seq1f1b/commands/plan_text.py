@@ -111,8 +111,13 @@ def of_launch(given: Plan, best: Plan, limit: float) -> str:
 
 def parallel_sizes(setup: TrainingSetup) -> dict[str, str]:
     """Tensor, context, pipeline and data parallelism, and model chunks on a rank."""
-    sizes = setup.tensor_parallel, setup.context_parallel, setup.pipeline_parallel, setup.data_parallel
-    return dict(zip(("TP", "CP", "PP", "DP", "C"), map(str, (*sizes, setup.placement.num_chunks)), strict=True))
+    return {
+        "TP": str(setup.tensor_parallel),
+        "CP": str(setup.context_parallel),
+        "PP": str(setup.pipeline_parallel),
+        "DP": str(setup.data_parallel),
+        "C": str(setup.placement.num_chunks),
+    }
 
 
 def _schedule(setup: TrainingSetup) -> str:

@@ -39,8 +39,10 @@ MOST_WORDS = 10_000_000  # of a vocabulary
 JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
 BATCH = 64  # documents: worth a message to a worker
 AHEAD = 4  # batches of each worker that are read while those before are written; bounds memory
-EOD, PAD = "<|endoftext|>", "<|padding|>"
-TOKENIZER, CONFIG = "tokenizer.json", "tokenizer_config.json"
+EOD = "<|endoftext|>"
+PAD = "<|padding|>"
+TOKENIZER = "tokenizer.json"
+CONFIG = "tokenizer_config.json"
 _ENDING = (signal.SIGINT, signal.SIGTERM)
 MEND = "mend or remove it, or use --on-error skip"
 

@@ -200,7 +200,7 @@ class RunCosts:
 
 
 def _family(schedule: ScheduleChoice) -> str:
-    """The family with the costs of a schedule: one from a file has those of a family that splits backwards as it does."""
+    """The family whose costs a schedule has; for one from a file, a family that splits backwards if it does."""
     if schedule.given is None:
         return schedule.name
     return "zb-h1" if schedule.splits_backwards else "1f1b"

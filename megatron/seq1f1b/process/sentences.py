@@ -75,7 +75,8 @@ def sentence_of(error: BaseException) -> str:
         package = error.name.partition(".")[0]
         what = "'.[train]' in the repository of this package" if package in _OF_TRAINING else package
         return f"the package {error.name} is missing; pip install {what} brings it"
-    words, root = _words(error), error
+    words = _words(error)
+    root = error
     if is_mistake(error):
         return words
     while root.__cause__ is not None:

@@ -244,9 +244,11 @@ def _whole(
     if sizes:
         shared, steps = map(int, sizes)
     elif kind == "a2a":
-        shared, steps = size, 1
+        shared = size
+        steps = 1
     else:
-        shared, steps = 1, size
+        shared = 1
+        steps = size
     rows = BYTES * setup.rows(setup.sequence_length)
     keys_values = rows * attention.keys_values
     queries = rows * attention.heads * attention.score_dim
@@ -278,8 +280,8 @@ def fastest_cp_comm_type(setup: TrainingSetup, machine: Machine) -> str | None:
 
     def seconds(way: str) -> float:
         each = replace(setup, cp_comm_type=way)
-        span = (0, setup.sequence_length)
-        times = [(count, layer_time(each, machine, *span, layer)) for layer, count in setup.stages[0].layers]
+        end = setup.sequence_length
+        times = [(count, layer_time(each, machine, 0, end, layer)) for layer, count in setup.stages[0].layers]
         return sum(count * (time.forward.all_to_all + time.input.all_to_all) for count, time in times)
 
     return None if setup.context_parallel == 1 else min(comm_types(setup, machine), key=seconds)

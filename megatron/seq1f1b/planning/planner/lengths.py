@@ -229,7 +229,8 @@ class UnitSearch:
     def _likely_seconds(self, candidate: Candidate, below: float) -> float:
         """Of a step with the likely slowest replica, in the mean; inf if one of them or the fullest does not fit, or if
         compute alone takes `below` seconds."""
-        packed, machine = self._packed(candidate), self.question.machine
+        packed = self._packed(candidate)
+        machine = self.question.machine
         setup = packed.setup_of(candidate.setup)
         rows = stage_rows(setup, machine)
         slowest = [max(step, key=packed.seconds(setup, rows)) for step in packed.steps]
@@ -244,14 +245,16 @@ class UnitSearch:
     def predict(self, candidate: Candidate) -> UnitPlan:
         """The plan of a candidate for average units, whether it fits or not. A step takes as long as its slowest
         replica."""
-        packed, machine = self._packed(candidate), self.question.machine
+        packed = self._packed(candidate)
+        machine = self.question.machine
         setup = packed.setup_of(candidate.setup)
 
         def predicted(order: tuple[int, ...]) -> Prediction:
             return predict(setup, machine, packed.schedule(setup, order))
 
         steps = tuple(max(map(predicted, set(step)), key=lambda each: each.seconds) for step in packed.steps)
-        length, size = self.question.sequence_length, self.question.global_batch_size
+        length = self.question.sequence_length
+        size = self.question.global_batch_size
         share = size // setup.data_parallel
         whole = replace(candidate.setup, sequence_length=length, segments=(length,), seen=(), num_microbatches=share)
         return UnitPlan(replace(candidate, setup=whole), predicted(packed.fullest), steps, self.tokens, packed.padding)
