@@ -4,9 +4,9 @@
     python tools/paper_tables.py --held-out --output docs/paper_tables.md --picture docs/images/paper_tables.png
     python tools/paper_tables.py --reference DIR
 
---reference names a folder with further rows in the format of docs/reference, in files of the same names; those that it
-lacks are left out. --logs names a folder of training logs that the launchers of scripts/paper left; what they measured
-joins the table.
+--reference names a folder with further rows in the format of tools/paper/reference, in files of the names there; those
+that it lacks are left out. --logs names a folder of training logs that the launchers of scripts/paper left; what they
+measured joins the table.
 """
 
 import argparse
@@ -134,7 +134,7 @@ What is off, and why, as far as we found:
 
 
 def all_rows(progress: Callable[[str], None] = lambda text: None, folder: Path = REFERENCE) -> list[Row]:
-    """The rows of all tables in a folder. Raises ValueError for a row that is not in the format of docs/reference."""
+    """The rows of all tables in a folder. Raises ValueError for a row in another format than that of REFERENCE."""
     rows: list[Row] = []
     for number, source in enumerate(SOURCES, start=1):
         progress(f"\r{number} of {len(SOURCES)} tables")

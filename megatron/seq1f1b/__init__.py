@@ -19,7 +19,7 @@ from .launch import (
     whole_weights,
 )
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "PipelineConfig",

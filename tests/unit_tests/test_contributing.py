@@ -1,5 +1,5 @@
 """The newcomer's walks in CONTRIBUTING.md: a family with split backwards is one function and one line, and a kind of
-action is a row of facts, a pass and a handler."""
+action is a row of facts, a pass and a handler. What the repository asks for in an issue, and runs for a pull request."""
 
 import os
 import re
@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 from textwrap import dedent, indent
+
+import yaml
 
 from support.launch import python_path
 from support.patience import patient
@@ -132,3 +134,11 @@ def test_the_new_kind_of_action_is_lowered_simulated_and_has_a_handler(tmp_path)
     edited(program, "from ..process.ranks import", "from ..schedule.lowering import trim\n")
     edited(interpreter, "    }\n\n\ndef message_shape", indent(handler, " " * 8))
     python(tmp_path, "-c", TRIMMED)
+
+
+def test_a_pull_request_runs_the_checks_and_a_bug_brings_its_evidence():
+    files = {path.name: yaml.safe_load(path.read_text()) for path in (ROOT / ".github").rglob("*.yml")}
+    steps = files["checks.yml"]["jobs"]["checks"]["steps"]
+    assert (ROOT / ".ci" / "run").exists() and {"run": ".ci/run"} in steps
+    asked = {field["id"]: str(field["attributes"]) for field in files["bug.yml"]["body"]}
+    assert asked.keys() >= {"command", "block", "traceback"} and "seq1f1b-traceback-" in asked["traceback"]

@@ -1,1 +1,1 @@
-"""Published tables as rows that can be predicted: docs/reference/ turned into set-ups, one module a source."""
+"""Published tables as rows that can be predicted: reference/ turned into set-ups, one module a source."""

@@ -11,7 +11,7 @@ from megatron.seq1f1b.planning.costs.model_shape import ModelShape
 from megatron.seq1f1b.planning.costs.training_setup import TrainingSetup
 from megatron.seq1f1b.planning.simulator import Prediction
 
-REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
+REFERENCE = Path(__file__).with_name("reference")
 
 
 def gpt(layers: int, hidden: int, heads: int, vocabulary: int = 32768) -> ModelShape:

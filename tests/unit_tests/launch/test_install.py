@@ -1,6 +1,7 @@
 """Which versions of Megatron are taken, and what the package is called."""
 
 import ast
+import re
 import sys
 import tomllib
 from pathlib import Path
@@ -40,6 +41,7 @@ def test_all_that_is_imported_is_declared():
     assert "greenlet" in imported
 
 
-def test_the_package_has_the_version_of_its_project():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert megatron.seq1f1b.__version__ == project["version"]
+def test_the_version_is_that_of_the_newest_release():
+    newest = re.search(r"^## (\d\S+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    cited = re.search(r"^version: (\S+)$", (ROOT / "CITATION.cff").read_text(encoding="utf-8"), re.MULTILINE)
+    assert newest[1] == cited[1] == megatron.seq1f1b.__version__
