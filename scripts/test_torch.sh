@@ -52,10 +52,10 @@ log=$(mktemp)
 trap 'rm -f "$log"' EXIT
 row="| $version |"
 
-# part TEST...: run tests, and add to the row what the last line of pytest counts.
+# part TEST...: run tests, and add to the row what pytest counts. Libraries may print after it.
 part() {
     "$python" -m pytest -q "$@" 2>&1 | tee "$log" || status=1
-    row+=" $(tail -n 1 "$log" | sed 's/ in [0-9.]*s.*//') |"
+    row+=" $(sed -nE 's/^([0-9]+ (passed|failed|skipped|error).*) in [0-9.]+s.*/\1/p' "$log" | tail -n 1) |"
 }
 part tests/unit_tests/{cpu,model,runtime,schedule}
 part "${of_steps[@]}"

@@ -108,9 +108,9 @@ def main() -> None:
     # What imports and jobs print must not mix with the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    os.dup2(1, 2)
 
     import_megatron()
+    os.dup2(1, 2)  # an import that fails is told
     gc.collect()
     gc.freeze()  # so that the collections of the ranks leave the pages alone that they share
 
