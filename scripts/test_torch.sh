@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Does the package work with another PyTorch than the pinned one? Makes .venv-torch-VERSION with it, which takes some GB
 # the first time, and runs there what depends on PyTorch: the unit tests of what trains, a step of every third suite that
-# has to equal Megatron's, two trainings on two ranks. About ten minutes on two cores; each part runs even if an earlier
+# has to equal Megatron's, two trainings on two ranks. Ten minutes on two cores at most; each part runs even if an earlier
 # one has failed. The last line is a row for the table of versions in docs/install.md.
 #
 #   bash scripts/test_torch.sh 2.11.0
@@ -57,7 +57,7 @@ part() {
     "$python" -m pytest -q "$@" 2>&1 | tee "$log" || status=1
     row+=" $(sed -nE 's/^([0-9]+ (passed|failed|skipped|error).*) in [0-9.]+s.*/\1/p' "$log" | tail -n 1) |"
 }
-part tests/unit_tests/{cpu,model,runtime,schedule}
+part -m unit tests/unit_tests/{cpu,launch,model,runtime,schedule}
 part "${of_steps[@]}"
 part "${training}[layout]" "${training}[bf16]"
 

@@ -1,5 +1,6 @@
 """The newcomer's walks in CONTRIBUTING.md: a family with split backwards is one function and one line, and a kind of
-action is a row of facts, a pass and a handler. What the repository asks for in an issue, and runs for a pull request."""
+action is a row of facts, a pass and a handler. What the repository asks for in an issue, and runs for a pull request.
+"""
 
 import os
 import re
