@@ -8,6 +8,8 @@ import sys
 import sysconfig
 from pathlib import Path
 
+from megatron.seq1f1b.schedule import read_text, written_together
+
 FUNCTIONS, MODULES = 600, 8
 
 
@@ -19,7 +21,7 @@ def chat(asked: str, answer: str) -> dict:
 def main(folder: Path) -> None:
     functions, modules = [], []
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
         if len(text) > 8_000 and ast.get_docstring(tree := ast.parse(text)):
             modules.append(chat(f"Write the module {path.stem}.", text))
             for node in ast.walk(tree):
@@ -29,10 +31,10 @@ def main(folder: Path) -> None:
     draw = random.Random(1)
     chats = draw.sample(functions, FUNCTIONS) + draw.sample(modules, MODULES)
     draw.shuffle(chats)
-    with open(folder / "chats.jsonl", "w") as file:
-        file.writelines(json.dumps(each) + "\n" for each in chats)
-    with open(folder / "text.jsonl", "w") as file:
-        file.writelines(json.dumps({"text": each["messages"][-1]["content"]}) + "\n" for each in chats)
+    with written_together(folder / "chats.jsonl", folder / "text.jsonl") as (of_chats, of_text):
+        of_chats.write_text("".join(json.dumps(each) + "\n" for each in chats))
+        texts = ({"text": each["messages"][-1]["content"]} for each in chats)
+        of_text.write_text("".join(json.dumps(each) + "\n" for each in texts))
 
 
 if __name__ == "__main__":

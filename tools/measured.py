@@ -8,7 +8,6 @@ writes the page anew from docs/measured.json; where there is none, the page says
 """
 
 import argparse
-import json
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from msgspec import Struct, to_builtins
+
+from megatron.seq1f1b.files import read_json
 from megatron.seq1f1b.report.style import picture
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -34,6 +36,26 @@ and [Published tables](paper_tables.md) show how, and how far predictions are of
 with time and memory of a stage over the number of segments, the speed of attention, the longest sequences, what the
 host needs, and the errors of the planner. [Your first GPUs](first-gpu.md) shows how, also without a network.
 """
+
+
+class Check(Struct):
+    name: str
+    passed: bool | None
+    found: str
+
+
+class Section(Struct):
+    checks: list[Check]
+    figures: list[dict[str, int | float | bool | str | None]]
+
+
+class Result(Struct):
+    """What scripts/gpu_test.sh writes."""
+
+    date: str
+    device: str
+    tiny: bool
+    sections: list[Section]
 
 
 @dataclass(frozen=True)
@@ -339,18 +361,20 @@ def main(argv: list[str] | None = None) -> None:
     result = None
     if args.json or KEPT.exists():
         try:
-            result = json.loads(source.read_text(encoding="utf-8"))
-            is_measured = result["device"] != "CPU" and not result["tiny"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise SystemExit(f"error: {source} is no file of scripts/gpu_test.sh: {error}") from error
-        if not is_measured:
+            read = read_json(source, Result)
+        except ValueError as error:
+            raise SystemExit(f"error: {error}; give a file that scripts/gpu_test.sh has written.") from error
+        if read.device == "CPU" or read.tiny:
             raise SystemExit(f"error: {source} has sizes that measure nothing: run scripts/gpu_test.sh on a GPU.")
+        result = to_builtins(read)
+    page = page_of(result)
+    if result is not None:
         PICTURE.unlink(missing_ok=True)
         if figures := drawn(result):
             plot(figures, PICTURE)
         if source != KEPT:
             shutil.copyfile(source, KEPT)
-    PAGE.write_text(page_of(result), encoding="utf-8")
+    PAGE.write_text(page, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -100,11 +100,16 @@ def test_a_page_without_a_stage_has_no_picture(docs, figures):
     [
         (json.dumps(result(device="CPU")), "sizes that measure nothing"),
         (json.dumps(result(tiny=True)), "sizes that measure nothing"),
-        ("{}", "is no file of scripts/gpu_test.sh"),
-        ("[", "is no file of scripts/gpu_test.sh"),
-        (None, "is no file of scripts/gpu_test.sh"),
+        ("{}", "gpu_test.json: 'date' is missing; give a file that scripts/gpu_test.sh has written"),
+        (
+            json.dumps(result(sections=[{"checks": [{"name": "a"}], "figures": []}])),
+            r"sections\[0\].checks\[0\]: 'pass",
+        ),
+        (json.dumps(result(sections=[{"checks": [], "figures": [{"table": [1]}]}])), r"sections\[0\].figures\[0\]"),
+        ("[", "gpu_test.json: line 1: it is not JSON"),
+        (None, "gpu_test.json: No such file or directory; give"),
     ],
-    ids=["cpu", "tiny", "empty", "cut", "missing"],
+    ids=["cpu", "tiny", "empty", "check", "figure", "cut", "missing"],
 )
 def test_a_file_that_measures_nothing_is_refused(docs, content, words):
     given = docs / "gpu_test.json"
