@@ -1,4 +1,6 @@
 import json
+from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -20,6 +22,8 @@ from megatron.seq1f1b.schedule import (
     simulate,
     write_csv,
     write_timeline,
+    written_together,
+    written_whole,
 )
 
 from .strategies import fixed, shapes
@@ -31,6 +35,26 @@ def test_csv_of_other_programs(tmp_path):
     schedule = read_csv(path)
     assert schedule.shape == Shape(Placement(2), 2, 1)
     assert schedule.ranks[1][-1] == Action(Kind.W, 1, 1, 0)
+
+
+def test_what_is_written_through_a_link_is_where_it_points(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "later")
+    with written_whole(tmp_path / "link") as unfinished:
+        unfinished.write_text("x")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "later").read_text() == "x"
+
+
+def test_a_kill_between_two_files_leaves_no_mixture(tmp_path, monkeypatch):
+    """The last of them tells that all are complete, and none of the earlier ones tells that of the new."""
+    first, last = tmp_path / "first", tmp_path / "last"
+    for path in (first, last):
+        path.write_text("old")
+    kills = RuntimeError("killed")
+    monkeypatch.setattr(Path, "replace", Mock(side_effect=[None, kills]))
+    with pytest.raises(RuntimeError), written_together(first, last) as unfinished:
+        for path in unfinished:
+            path.write_text("new")
+    assert not last.exists()
 
 
 @pytest.mark.parametrize(
