@@ -53,7 +53,7 @@ def pytest_terminal_summary(terminalreporter) -> None:
         if isinstance(report, pytest.TestReport):
             tier = next(tier for tier in TIERS if tier in report.keywords)
             seconds[tier] += report.duration
-            tests[tier] += report.when == "call" or report.when == "setup" and not report.passed
+            tests[tier] += report.when == "call" or (report.when == "setup" and not report.passed)
     terminalreporter.section("tiers")
     for tier in TIERS:
         terminalreporter.line(f"{tier:<10} {tests[tier]:5} tests {seconds[tier]:7.0f} s")

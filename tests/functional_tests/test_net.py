@@ -1,4 +1,4 @@
-"""Whatever rank fails, and however, all ranks end, with one sentence on rank 0 (which one: unit_tests/process/test_net.py)."""
+"""Whatever rank fails, and however, all ranks end, with one sentence on rank 0 (see unit_tests/process/test_net.py)."""
 
 import pytest
 
@@ -26,8 +26,7 @@ PROGRAMS = {
     ),
     "interrupted": ("if rank == 1: raise KeyboardInterrupt\ntime.sleep(60)", "error: interrupted (rank 1 on "),
     "other flags": (
-        "net.require_equal({'--num-layers': str(rank + 1)}, timedelta(minutes=1))\n"
-        "time.sleep(60)",
+        "net.require_equal({'--num-layers': str(rank + 1)}, timedelta(minutes=1))\ntime.sleep(60)",
         "error: the ranks disagree: --num-layers is 2 on rank 1, but 1 on rank 0; start all ranks with",
     ),
 }

@@ -182,9 +182,9 @@ def test_a_trace_has_every_forward_and_backward(launch, tmp_path, flags, segment
     for rank, spans in enumerate(timeline.ranks):
         assert len(spans) == len(set(span.action for span in spans)) == 2 * 4 * segments
         assert all(span.action.stage == rank for span in spans)
-        assert all(0 <= a.start <= a.end <= b.start for a, b in zip(spans, spans[1:], strict=False))
+        assert all(0 <= a.start <= a.end <= b.start for a, b in itertools.pairwise(spans))
     assert len(timeline.meta["peak_memory_bytes"]) == 2 and timeline.meta["schedule"]
-    assert not flags or len(timeline.meta["segment_lengths"]) == 4 and sum(timeline.meta["segment_lengths"]) == 64
+    assert not flags or (len(timeline.meta["segment_lengths"]) == 4 and sum(timeline.meta["segment_lengths"]) == 64)
 
 
 def test_a_script_that_does_not_know_our_flags(launch, megatrons_own):

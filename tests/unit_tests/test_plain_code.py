@@ -28,7 +28,9 @@ def is_condition(node: ast.AST) -> bool:
         return isinstance(node.func, ast.Name) and node.func.id == "bool"
     if isinstance(node, ast.Name):
         return node.id.startswith(("is_", "has_"))
-    return isinstance(node, ast.Compare | ast.BoolOp) or isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not)
+    if isinstance(node, ast.UnaryOp):
+        return isinstance(node.op, ast.Not)
+    return isinstance(node, ast.Compare | ast.BoolOp)
 
 
 def multiplied_by_conditions(tree: ast.AST) -> Iterator[ast.AST]:
@@ -36,8 +38,9 @@ def multiplied_by_conditions(tree: ast.AST) -> Iterator[ast.AST]:
     for node in ast.walk(tree):
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
             for one, other in ((node.left, node.right), (node.right, node.left)):
-                is_text = isinstance(one, ast.JoinedStr) or isinstance(one, ast.Constant) and isinstance(one.value, str)
-                if (is_text or isinstance(one, ast.List | ast.Tuple)) and is_condition(other):
+                is_text = isinstance(one, ast.Constant) and isinstance(one.value, str)
+                is_sequence = is_text or isinstance(one, ast.JoinedStr | ast.List | ast.Tuple)
+                if is_sequence and is_condition(other):
                     yield node
 
 

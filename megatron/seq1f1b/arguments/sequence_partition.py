@@ -77,7 +77,7 @@ class SequencePartition:
                 raise ValueError(f"{self.file}: {error}") from None
             return lengths
         strategy, finds_number = STRATEGIES[self.strategy], num_segments is None and self.strategy == "terapipe"
-        has_time = strategy.needs == "time" or strategy.needs == "measured time" and costs.is_measured
+        has_time = strategy.needs == "time" or (strategy.needs == "measured time" and costs.is_measured)
         return cut_sequence(
             self.strategy,
             Task(

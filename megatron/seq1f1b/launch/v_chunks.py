@@ -15,8 +15,8 @@ import torch
 from megatron.core import parallel_state
 
 from ..process.patches import Patch, PatchTable, patched, wrapping
-from ..schedule import Placement
 from ..runtime.gradient_sync import tied_embeddings
+from ..schedule import Placement
 
 _RANK = "megatron.core.parallel_state.get_pipeline_model_parallel_rank"
 # Megatron's own, which is replaced while a chunk is built.

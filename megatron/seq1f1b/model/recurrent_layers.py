@@ -97,7 +97,7 @@ def _delta_net(
     layer: GatedDeltaNet, of_whole_sequences: Callable[..., Any], hidden_states: Tensor, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
     segment = layer.segment_context.segment
-    if segment is None or segment.is_whole_sequence and segment.documents is None:
+    if segment is None or (segment.is_whole_sequence and segment.documents is None):
         return of_whole_sequences(hidden_states, *args, **kwargs)
     projected, _ = layer.in_proj(hidden_states)
     group = layer.pg_collection.cp
@@ -143,7 +143,7 @@ def _mamba(
 ) -> Tensor:
     """Megatron's fused training path takes no state, so convolution and scan are called separately."""
     segment = mixer.segment_context.segment
-    if segment is None or segment.is_whole_sequence and segment.documents is None:
+    if segment is None or (segment.is_whole_sequence and segment.documents is None):
         return of_whole_sequences(projected, *args, **kwargs)
     output = run_recurrence(mixer.segment_context, mixer, partial(_mamba_scan, mixer), projected)
     output = mixer.cp.post_conv_ssm(output)

@@ -62,7 +62,7 @@ def is_mistake(error: BaseException) -> bool:
     frames = _frames(error)
     module = frames[-1].f_globals.get("__name__", "") if frames else ""
     is_ours = module in _SCRIPTS or module.startswith("megatron.seq1f1b.")
-    return isinstance(error, KeyboardInterrupt) or is_ours and isinstance(error, (ValueError, ImportError))
+    return isinstance(error, KeyboardInterrupt) or (is_ours and isinstance(error, (ValueError, ImportError)))
 
 
 def sentence_of(error: BaseException) -> str:

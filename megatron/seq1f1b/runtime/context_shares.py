@@ -125,7 +125,7 @@ def whole_arguments(
     number, length = size
     packed, tokens = named.get("packed_seq_params"), named.get("input_ids")
     is_packed = isinstance(packed, PackedSeqParams)
-    if not is_packed or isinstance(tokens, Tensor) and not tokens.is_nested:
+    if not is_packed or (isinstance(tokens, Tensor) and not tokens.is_nested):
         length *= group.size()  # else it is the end of the pack
     runs = [(0, length)]
     if is_packed and by_document:

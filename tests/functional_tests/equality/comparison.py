@@ -100,7 +100,7 @@ def plain(model: Model) -> Model:
 def _form(model: Model, ranks: Layout, form: str) -> str:
     """In which form Megatron's own layers on a CPU are given documents that our segments get in another."""
     # Sequence parallelism takes no sequence of any length.
-    if model.confuses_documents or form == "units" and not ranks.sequence_parallel:
+    if model.confuses_documents or (form == "units" and not ranks.sequence_parallel):
         return "apart"
     # Only in the packed format do predictions stay within documents.
     return "rolls" if form == "cu_seqlens" and dict(model.config).get("mtp_num_layers") else "mask"

@@ -15,7 +15,7 @@ from megatron.seq1f1b.schedule import FAMILY_NAMES
 
 def all_cases() -> list[Case]:
     every = itertools.product((1, 2, 3, 4, 7), (1, 2, 5), ("even", "uneven"), ("ones", "random", "segment"))
-    return [Case("1f1b", *each) for each in every if each[0] > 1 or each[2] == "even" and each[3] != "segment"]
+    return [Case("1f1b", *each) for each in every if each[0] > 1 or (each[2] == "even" and each[3] != "segment")]
 
 
 def few(*families: str) -> list[Case]:

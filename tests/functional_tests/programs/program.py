@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from types import SimpleNamespace
 
 import torch
@@ -116,7 +116,7 @@ def _parts(length: int, unit: int, count: int, draw: random.Random) -> list[int]
     """A length in parts, each but the last a multiple of `unit` tokens."""
     cuts = sorted(draw.sample(range(1, length // unit), count - 1)) if count > 1 else []
     bounds = [0, *(unit * cut for cut in cuts), length]
-    return [end - start for start, end in zip(bounds[:-1], bounds[1:], strict=True)]
+    return [end - start for start, end in pairwise(bounds)]
 
 
 @dataclass
@@ -353,4 +353,4 @@ class EachAlone(torch.nn.Module):
 
 
 def _pairs(bounds: list[int]) -> Iterator[tuple[int, int]]:
-    return zip(bounds[:-1], bounds[1:], strict=True)
+    return pairwise(bounds)

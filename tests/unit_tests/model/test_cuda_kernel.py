@@ -47,7 +47,7 @@ def inputs(heads):
 def test_segments_equal_unfused_attention(monkeypatch, provider, heads):
     kernel_of = provider(monkeypatch)
     tensors = inputs(heads)
-    is_padded = heads[3] % 8 or heads[3] != heads[4] and kernel_of is CudaFlash
+    is_padded = heads[3] % 8 or (heads[3] != heads[4] and kernel_of is CudaFlash)
     results = step(lambda rule: Padded(kernel_of(rule), 8) if is_padded else kernel_of(rule), *tensors)
     for result, expected in zip(results, step(Unfused, *tensors), strict=True):
         assert result.dtype == torch.bfloat16

@@ -106,7 +106,9 @@ def test_the_sentence_names_the_file_of_the_traceback(tmp_path, monkeypatch, cap
     printed = capfd.readouterr().err
     file = re.fullmatch(r"error: .* failed: KeyError: 'args'; the traceback is in (\S+)\.\n", printed)[1]
     assert "line" in Path(file).read_text() and Path(file).parent == tmp_path
-    monkeypatch.setattr(sentences.tempfile, "NamedTemporaryFile", Mock(side_effect=OSError(28, "No space left on device")))
+    monkeypatch.setattr(
+        sentences.tempfile, "NamedTemporaryFile", Mock(side_effect=OSError(28, "No space left on device"))
+    )
     caught(ERROR)
     ending = "KeyError: 'args'; the traceback is in no file, since none can be written.\n"
     assert capfd.readouterr().err.endswith(ending)

@@ -48,7 +48,7 @@ def execute(lowered: Schedule, costs: Costs | None = None, *, one_queue=False, i
         send, receive, buffer = ends[channel, True], ends[channel, False], buffers[channel]
         table = costs.message_f if channel.payload is Kind.F else costs.message_b
         while True:
-            if send.posted and (len(buffer) < buffered or receive.posted and not buffer):
+            if send.posted and (len(buffer) < buffered or (receive.posted and not buffer)):
                 sent, start = send.posted.popleft()
                 start = max(start, send.free)
                 if not buffered:

@@ -115,7 +115,7 @@ def test_chunks_gather_before_and_reduce_after_their_actions(family, shape):
             assert actions.index(Action(Kind.GATHER, stage)) < compute[0] and reduce > compute[-1]
             between = [a for a in actions[compute[-1] + 1 : reduce] if a.kind in (Kind.B, Kind.W)]
             is_at_the_end = not any(a.kind in COMPUTE_KINDS for a in actions[reduce:])
-            assert len(between) == stage % shape.num_ranks or is_at_the_end and len(between) < shape.num_ranks
+            assert len(between) == stage % shape.num_ranks or (is_at_the_end and len(between) < shape.num_ranks)
 
 
 def test_all_ranks_reduce_and_gather_at_about_the_same_time():

@@ -39,7 +39,7 @@ class Corpora:
         train, valid, test = upstream(provider)
         has_valid = [bool(valid) and valid[0] is not None]
         dist.broadcast_object_list(has_valid)
-        self._args().do_valid = was_valid or self._args().do_valid and has_valid[0]
+        self._args().do_valid = was_valid or (self._args().do_valid and has_valid[0])
         return train, valid, test
 
 

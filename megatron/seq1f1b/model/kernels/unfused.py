@@ -34,7 +34,7 @@ class Unfused:
 
     def backward(self, grad_output: Tensor, saved: Saved) -> Gradients:
         *tensors, (logsumexp, *state) = saved
-        query, key, value, _ = tensors
+        query, key, *_ = tensors
         q, k, v, o, grad = (_by_group(x, key.shape[2]) for x in (*tensors, grad_output))
         generator = torch.Generator(default_generator(query.device).device).set_state(*state) if state else None
         # Σ weight · its gradient over the keys of a query, with dropout, too.

@@ -118,7 +118,7 @@ def all_sizes(question: Question) -> Iterator[TrainingSetup]:
     """Parallel sizes, micro-batches and recomputation, with one chunk a rank and layers spread evenly. Any of the ranks
     of a pipeline stage may share the experts."""
     for sizes in layouts(question):
-        tensor, context, pipeline, data = sizes
+        tensor, context, _, data = sizes
         for micro_batch in question.micro_batches:
             is_full = micro_batch > 1 and micro_batch * question.sequence_length > _FULL * tensor * context
             if is_full or question.global_batch_size % (data * micro_batch):

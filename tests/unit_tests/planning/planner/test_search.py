@@ -1,7 +1,7 @@
 """The planner finds what trying everything would find, and keeps the memory of a device."""
 
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 
@@ -115,7 +115,7 @@ def test_what_does_not_fit_names_the_nearest_that_does(changes):
     assert "no configuration fits" in sentence
     named = {"--gpus": "num_devices", "--seq-length": "sequence_length"}
     words = sentence.replace(",", " ").split()
-    found = [{named[flag]: int(value)} for flag, value in zip(words, words[1:], strict=False) if flag in named]
+    found = [{named[flag]: int(value)} for flag, value in pairwise(words) if flag in named]
     assert found
     assert all(Search(replace(question, **change)).best() for change in found)
 
