@@ -57,7 +57,7 @@ part() {
     "$python" -m pytest -q "$@" 2>&1 | tee "$log" || status=1
     row+=" $(sed -nE 's/^([0-9]+ (passed|failed|skipped|error).*) in [0-9.]+s.*/\1/p' "$log" | tail -n 1) |"
 }
-part -m unit tests/unit_tests/{cpu,launch,model,runtime,schedule}
+part -m unit tests/unit_tests/{platform,launch,model,runtime,schedule}
 part "${of_steps[@]}"
 part "${training}[layout]" "${training}[bf16]"
 

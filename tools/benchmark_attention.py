@@ -29,7 +29,7 @@ import torch.distributed as dist
 from benchmarking.latents import latent_model, latents_kept
 from benchmarking.model import build_model, use_ranks
 from megatron.seq1f1b.model import Segment, SegmentContext, attach
-from megatron.seq1f1b.model.latents import share_of_projection
+from megatron.seq1f1b.model.attention.latents import share_of_projection
 from megatron.seq1f1b.partition import even
 
 # Prepares the inputs of the running segment; the result runs its forward.

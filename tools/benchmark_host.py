@@ -40,7 +40,7 @@ import torch  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
-from megatron.seq1f1b import cpu  # noqa: E402
+from megatron.seq1f1b.platform import cpu  # noqa: E402
 
 cpu.activate()
 
@@ -48,11 +48,11 @@ from megatron.core import ModelParallelConfig  # noqa: E402
 from megatron.core.pipeline_parallel.schedules import backward_step, forward_step  # noqa: E402
 
 from megatron.seq1f1b.model import Segment, SegmentContext  # noqa: E402
-from megatron.seq1f1b.model.attention import SegmentAttention  # noqa: E402
+from megatron.seq1f1b.model.attention.latents import LatentCache  # noqa: E402
+from megatron.seq1f1b.model.attention.segment_attention import SegmentAttention  # noqa: E402
 from megatron.seq1f1b.model.kernels import DocumentKernel, Gradients, Kernel  # noqa: E402
 from megatron.seq1f1b.model.kernels.adapted import Padded  # noqa: E402
-from megatron.seq1f1b.model.latents import LatentCache  # noqa: E402
-from megatron.seq1f1b.model.loss_pieces import Logits  # noqa: E402
+from megatron.seq1f1b.model.memory.loss_pieces import Logits  # noqa: E402
 from megatron.seq1f1b.runtime.call import Calls  # noqa: E402
 from megatron.seq1f1b.runtime.forward_segments import SegmentForwards  # noqa: E402
 from megatron.seq1f1b.runtime.gradient_sync import GradientSync  # noqa: E402

@@ -108,7 +108,7 @@ def flags_of(args: argparse.Namespace, method: str, length: int) -> list[str]:
 
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
-    from megatron.seq1f1b import cpu
+    from megatron.seq1f1b.platform import cpu
 
     cpu.activate()
     for name in IMPORTED:

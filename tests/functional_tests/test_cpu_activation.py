@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from megatron.seq1f1b import cpu
+from megatron.seq1f1b.platform import cpu
 from support.launchers import run
 
 # A process that has imported Megatron, and a fork of it for each program: what they bind lasts as long as a process.
@@ -25,7 +25,7 @@ import torch
 torch.cuda.is_available = lambda: True
 sys.argv = ["script"]
 import megatron.seq1f1b
-from megatron.seq1f1b import cpu
+from megatron.seq1f1b.platform import cpu
 from megatron.seq1f1b.model import without_te
 from megatron.seq1f1b.process.patches import owner_of
 megatron.seq1f1b.install(sequence_splits=2)
@@ -35,8 +35,8 @@ assert all(hasattr(getattr(*owner_of(patch.target)), "__wrapped__") for patch in
 print("repaired")
 """
 BEFORE_AND_AFTER = """
-from megatron.seq1f1b import cpu
-from megatron.seq1f1b.cpu.redirects import REDIRECTS
+from megatron.seq1f1b.platform import cpu
+from megatron.seq1f1b.platform.redirects import REDIRECTS
 from megatron.seq1f1b.process.patches import owner_of
 
 def bound():

@@ -18,9 +18,9 @@ import megatron.seq1f1b
 from megatron.seq1f1b import add_arguments, validate
 from megatron.seq1f1b.commands.launch_flags import decided_flags
 from megatron.seq1f1b.commands.model_flags import model_of, read_model, training_flags
-from megatron.seq1f1b.cpu.stand_ins import FLAGS
 from megatron.seq1f1b.planning.costs.machine import read_machine
 from megatron.seq1f1b.planning.planner.space import Candidate, Question
+from megatron.seq1f1b.platform.stand_ins import FLAGS
 from support.launch import python_path
 from support.launchers import run
 from unit_tests.planning.planner.question import candidates

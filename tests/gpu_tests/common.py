@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megatron.seq1f1b import cpu
+from megatron.seq1f1b.platform import cpu
 
 if "cpu" in sys.argv:
     cpu.activate()

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from megatron.seq1f1b.model.attention import SegmentAttention
+from megatron.seq1f1b.model.attention.segment_attention import SegmentAttention
 from megatron.seq1f1b.model.segment import Segment, SegmentContext
 
 # Sequences, query heads, KV heads, head size of queries and keys, of values.

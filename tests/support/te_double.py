@@ -98,7 +98,7 @@ _OF_ITS_LAYERS = (
     Patch(f"{_BASE}.__init__", mock.patch("torch.cuda.is_available", lambda: True), "refuses CPUs", wraps=True),
     Patch(f"{_BASE}.prepare_forward", mock.patch("torch.Tensor.is_cuda", True), "refuses CPU tensors", wraps=True),
     Patch(
-        "megatron.seq1f1b.cpu.stand_ins.FLAGS",
+        "megatron.seq1f1b.platform.stand_ins.FLAGS",
         lambda flags: tuple(row for row in flags if row[0] not in ("transformer_impl", "gradient_accumulation_fusion")),
         "takes Megatron's local layers",
         wraps=True,

@@ -89,7 +89,7 @@ def run(job: dict) -> list[int]:
 
 
 def import_megatron() -> None:
-    from megatron.seq1f1b import cpu
+    from megatron.seq1f1b.platform import cpu
     from support import te_double
 
     if importlib.util.find_spec(te_double.PACKAGE):

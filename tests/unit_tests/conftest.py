@@ -2,7 +2,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.seq1f1b.cpu import stand_ins
+from megatron.seq1f1b.platform import stand_ins
 
 
 @pytest.fixture

@@ -37,7 +37,7 @@ def imported(path: Path) -> set[str]:
 
 
 CORE = {"schedule", "partition", "process", "model", "runtime", "arguments"}  # and launch, which joins them
-AROUND = {"planning", "rehearsal", "report", "cpu", "commands"}
+AROUND = {"planning", "rehearsal", "report", "platform", "commands"}
 
 
 def test_rooms_have_no_circle_and_the_core_needs_none_around_it():

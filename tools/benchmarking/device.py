@@ -8,7 +8,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from megatron.seq1f1b import cpu  # noqa: E402
+from megatron.seq1f1b.platform import cpu  # noqa: E402
 
 if not torch.cuda.is_available():
     cpu.activate()

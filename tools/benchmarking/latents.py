@@ -10,7 +10,8 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-from megatron.seq1f1b.model import latents, use_segment_attention
+from megatron.seq1f1b.model import use_segment_attention
+from megatron.seq1f1b.model.attention import latents
 
 
 def latent_model(args: argparse.Namespace) -> list[torch.nn.Module]:

@@ -9,8 +9,9 @@ from argparse import Namespace
 from contextlib import ExitStack
 from typing import Any
 
-from .. import cpu, rehearsal
+from .. import rehearsal
 from ..arguments import PipelineConfig, parse_options
+from ..platform import cpu
 from ..process.net import Net
 from ..process.patches import Patch, patched, rebound
 from ..process.ranks import warn_on_rank_0

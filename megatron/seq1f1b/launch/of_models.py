@@ -53,6 +53,6 @@ def whole_weights(model: Iterable[torch.nn.Module]) -> AbstractContextManager[No
 def local_hybrid_spec(config: TransformerConfig) -> ModuleSpec:
     """Megatron's own layers for its hybrid model, which upstream builds with Transformer Engine only:
     `config.hybrid_stack_spec = local_hybrid_spec(config.transformer)`."""
-    from ..model import local_hybrid_spec
+    from ..platform.local_hybrid import local_hybrid_spec
 
     return local_hybrid_spec(config)

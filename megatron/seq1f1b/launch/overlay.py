@@ -12,11 +12,11 @@ from enum import Enum
 from importlib.util import find_spec
 from typing import Any
 
-from .. import cpu
 from ..arguments import PipelineConfig, add_arguments
 from ..arguments.config import refuse_unsupported
 from ..planning.run_costs import RunCosts
 from ..planning.summary import copies_summary
+from ..platform import cpu
 from ..process.net import Net
 from ..process.patches import Patch, patched, wrapping
 from ..process.ranks import is_rank_0, start_process
@@ -163,7 +163,7 @@ def _equal_on_all_ranks(args: Namespace) -> dict[str, str]:
 
 def patches_of_megatron(version: tuple[int, ...]) -> list[Patch]:
     """Those that every process needs, for a major and minor version."""
-    from ..model import without_te
+    from ..platform import without_te
     from .training_loop import optimizer_state
 
     def compile_unless_shipped(compile_helpers: Callable[[], None]) -> None:

@@ -13,11 +13,13 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from ..process.patches import Patch, owner_of, patched_on
-from . import experts, recurrent_layers, rotary
-from .attention import SegmentAttention
-from .head_exchange import HeadExchange
+from .attention import rotary
+from .attention.head_exchange import HeadExchange
+from .attention.latents import keep_latents
+from .attention.segment_attention import SegmentAttention
 from .kernels import KernelChoice
-from .latents import keep_latents
+from .layers import experts
+from .layers import recurrent as recurrent_layers
 from .segment import SegmentContext
 
 # Modules that depend on the running segment, with their patches.

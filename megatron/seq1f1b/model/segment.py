@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
-from .host_memory import HostMemory
+from .memory.host_memory import HostMemory
+from .memory.weight_gradient import WeightGradientStore
 from .packed_documents import Documents, MaskCheck
-from .weight_gradient import WeightGradientStore
 
 
 @dataclass(frozen=True)

@@ -146,7 +146,7 @@ _FOR_FAKES = (
     Patch(f"{_REPACKING}.Repacking._sequences", lambda *_: [], "looks for documents in tokens"),
     Patch(f"{_REPACKING}._of_all_replicas", _lengths_of_step, "lengths are those of documents in tokens"),
     Patch(f"{_REPACKING}._exchanged", _sequences_of_step, "moves values"),
-    Patch("megatron.seq1f1b.model.host_memory._copy", lambda pairs, *_: pairs.clear(), "copies values"),
+    Patch("megatron.seq1f1b.model.memory.host_memory._copy", lambda pairs, *_: pairs.clear(), "copies values"),
 )
 _ON_A_GPU = (
     Patch(f"{_CHOICE}.is_on_gpu", lambda *_: True, "tensors without values are on no GPU"),

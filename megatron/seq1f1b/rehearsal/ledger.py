@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..model.kv_cache import Rows
+from ..model.attention.kv_cache import Rows
 from ..schedule import MOVE_KINDS, Action, Kind, Shape
 
 _SEND, _RECEIVE = torch.ops.c10d.send.default, torch.ops.c10d.recv_.default

@@ -42,7 +42,7 @@ class Stage:
             wrapping(f"{training}.build_train_valid_test_data_iterators", self._data, "makes batches, on the host"),
             wrapping(f"{training}.train_step", self._step, f"{counted}, and the last"),
             wrapping("torch.UntypedStorage.resize_", self.ledger.resize, counted),
-            wrapping("megatron.seq1f1b.model.host_memory.mapped_buffer", self._buffer, "is counted apart"),
+            wrapping("megatron.seq1f1b.model.memory.host_memory.mapped_buffer", self._buffer, "is counted apart"),
         )
         with patched((*table, *self._stand_ins)), suppress(_Ended):
             pretrain()

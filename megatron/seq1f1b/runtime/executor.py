@@ -47,9 +47,9 @@ class PipelineExecutor:
 
     `auto` plans for `costs(lengths)`, for equal costs if it is None. `around_program` and `divides_documents` are those
     of `Calls`. No wait for a message is longer than `timeout`. With `reports_on_last_rank` the last rank gets the
-    reports of another one, too. The loss is computed in pieces of `piece` logits (model/loss_pieces.py); None keeps all
-    logits. The share `offloads` of activations moves to the host; with `keeps_attention` recomputation repeats all but
-    attention. A `tracer` records training steps.
+    reports of another one, too. The loss is computed in pieces of `piece` logits (model/memory/loss_pieces.py), or all
+    logits are kept if that is None. The share `offloads` of activations moves to the host; with `keeps_attention`
+    recomputation repeats all but attention. A `tracer` records training steps.
 
     No state of a step survives it. After a step that failed every call raises RuntimeError: the other ranks stopped in
     the middle of it, and their messages no longer match.

@@ -16,7 +16,7 @@ class Outputs:
 
     An output is any structure of tensors with values for each token. Every segment is copied into one buffer when it
     has gone forward, so a program that asks for logits holds them once, and those of one segment beside them. Of logits
-    that are computed in pieces (model/token_logits.py) the hidden states are joined. With
+    that are computed in pieces (model/memory/token_logits.py) the hidden states are joined. With
     `rearranged(tensor, dimension)` a joined tensor gets its tokens as the program has them.
     """
 

@@ -93,7 +93,7 @@ def _following(entry: Tensor, end: int, depth: int, number: Tensor) -> Tensor:
 
 
 def _runs(segment: Segment, context: dist.ProcessGroup) -> list[tuple[int, int]]:
-    """Start and end of the runs of tokens of this rank in the sequence, see model/head_exchange.py."""
+    """Start and end of the runs of tokens of this rank in the sequence, see model/attention/head_exchange.py."""
     if context.size() == 1:
         return [(segment.start, segment.end)]
     part = segment.length // (2 * context.size())

@@ -11,7 +11,7 @@ from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from megatron.seq1f1b.model import local_hybrid_spec
+from megatron.seq1f1b.platform.local_hybrid import local_hybrid_spec
 
 SEQUENCE, VOCABULARY, HIDDEN, HEADS = 56, 64, 32, 4
 # Letters in place of the symbols of layers, which do not suit ids of tests.

@@ -21,7 +21,7 @@ import pretrain_gpt
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.training import checkpointing, get_args
 
-from megatron.seq1f1b.model import host_memory
+from megatron.seq1f1b.model.memory import host_memory
 from megatron.seq1f1b.runtime import interpreter
 
 

@@ -22,7 +22,7 @@ from megatron.seq1f1b.model import (
     refuse_attention_to_later_tokens,
     use_segment_attention,
 )
-from megatron.seq1f1b.model.attention import SegmentAttention
+from megatron.seq1f1b.model.attention.segment_attention import SegmentAttention
 
 
 def attention_layer(kind, mask_type):

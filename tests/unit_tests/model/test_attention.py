@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from benchmark_host import moved_by_attention
-from megatron.seq1f1b.model import host_memory
 from megatron.seq1f1b.model.kernels import KernelChoice
 from megatron.seq1f1b.model.kernels.unfused import Unfused
+from megatron.seq1f1b.model.memory import host_memory
 from support.segments import Attended, attention, expected, inputs, of_lengths, run, segments_of
 
 LENGTH, BATCH, HEADS, GROUPS, SIZE = 150, 2, 4, 2, 8

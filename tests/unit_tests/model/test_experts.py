@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.seq1f1b.model import Segment, SegmentContext
-from megatron.seq1f1b.model.experts import _BALANCES, _apply_balance, _Product, _Tally
+from megatron.seq1f1b.model.layers.experts import _BALANCES, _apply_balance, _Product, _Tally
 
 LENGTH, EXPERTS, FACTOR = 30, 7, 1 / 3
 BOUNDS = [(0, 11), (11, 19), (19, 30)]

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron.seq1f1b.model import head_exchange
-from megatron.seq1f1b.model.head_exchange import HeadExchange
+from megatron.seq1f1b.model.attention import head_exchange
+from megatron.seq1f1b.model.attention.head_exchange import HeadExchange
 
 TOKENS, SEQUENCES, SIZE = 24, 2, 3
 

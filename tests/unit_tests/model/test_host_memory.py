@@ -7,9 +7,9 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from megatron.seq1f1b.cpu import stand_ins
-from megatron.seq1f1b.model import host_memory
-from megatron.seq1f1b.model.host_memory import HostMemory
+from megatron.seq1f1b.model.memory import host_memory
+from megatron.seq1f1b.model.memory.host_memory import HostMemory
+from megatron.seq1f1b.platform import stand_ins
 
 SIZE = 64  # x 64 x 4 bytes are above the smallest that move
 

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron.seq1f1b.model import attention as attention_module
-from megatron.seq1f1b.model import kv_cache
+from megatron.seq1f1b.model.attention import kv_cache
+from megatron.seq1f1b.model.attention import segment_attention as attention_module
 from megatron.seq1f1b.model.kernels.adapted import Padded
 from megatron.seq1f1b.model.kernels.flash import CpuFlash
 from megatron.seq1f1b.model.kernels.unfused import Unfused

@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import torch
 
-from megatron.seq1f1b.model.attention import _Attend
+from megatron.seq1f1b.model.attention.latents import LARGEST_SHARE, LatentCache, share_of_projection
+from megatron.seq1f1b.model.attention.segment_attention import _Attend
 from megatron.seq1f1b.model.kernels import AttentionRule, KernelChoice
-from megatron.seq1f1b.model.latents import LARGEST_SHARE, LatentCache, share_of_projection
 from support.segments import of_lengths
 
 LENGTHS, LENGTH, BATCH, HEADS, RANK, SIZE, ROTARY, VALUE = (40, 30, 20), 90, 2, 3, 6, 8, 4, 5

@@ -12,8 +12,8 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, layers
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from benchmark_host import add_as_ddp_does, moved_by_weight_of_loss
-from megatron.seq1f1b.model.loss_pieces import WORTH, Logits, compute_loss_in_pieces
-from megatron.seq1f1b.model.weight_gradient import WeightGradientStore, defer_weight_gradients
+from megatron.seq1f1b.model.memory.loss_pieces import WORTH, Logits, compute_loss_in_pieces
+from megatron.seq1f1b.model.memory.weight_gradient import WeightGradientStore, defer_weight_gradients
 
 TOKENS, SEQUENCES, HIDDEN, WORDS = 10, 2, 8, 16
 ROW = SEQUENCES * WORDS

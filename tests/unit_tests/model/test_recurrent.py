@@ -4,11 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.seq1f1b import cpu
+from megatron.seq1f1b.platform import cpu
 
 cpu.activate()
 
-from megatron.seq1f1b.cpu.recurrent import chunk_gated_delta_rule, mamba_chunk_scan_combined  # noqa: E402
+from megatron.seq1f1b.platform.recurrent import chunk_gated_delta_rule, mamba_chunk_scan_combined  # noqa: E402
 
 BATCH = 2
 

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron.seq1f1b.model import PieceLogits, Segment, token_log_probs, token_log_probs_and_entropy
-from megatron.seq1f1b.model.loss_pieces import compute_loss_in_pieces
+from megatron.seq1f1b.model.memory.loss_pieces import compute_loss_in_pieces
 from megatron.seq1f1b.runtime.outputs import Outputs
 from unit_tests.model.test_loss_pieces import HIDDEN, MANY, ROW, SEQUENCES, TOKENS, WORDS, Head
 

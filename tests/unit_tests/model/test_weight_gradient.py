@@ -9,7 +9,7 @@ import torch
 from megatron.core.tensor_parallel import layers
 
 from megatron.seq1f1b.model import add_up_all_weight_gradients
-from megatron.seq1f1b.model.weight_gradient import WeightGradientStore, deferring
+from megatron.seq1f1b.model.memory.weight_gradient import WeightGradientStore, deferring
 
 TOKENS, BATCH, IN, OUT = 5, 2, 4, 3
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron.seq1f1b.model import host_memory
+from megatron.seq1f1b.model.memory import host_memory
 from megatron.seq1f1b.schedule import Kind
 from support.linear_stages import Stage, executor, run
 

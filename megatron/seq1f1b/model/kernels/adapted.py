@@ -7,7 +7,7 @@ from itertools import batched
 import torch
 from torch import Tensor
 
-from ..host_memory import taken
+from ..memory.host_memory import taken
 from ..packed_documents import CumulativeLengths, Documents, document_start, pieces
 from ..segment import Segment, SegmentContext
 from .interface import DocumentKernel, Gradients, Kernel, Saved

@@ -143,7 +143,7 @@ def keys_values_of(setup: TrainingSetup, layer: int, tokens: float) -> float:
 _LOGIT = 6
 _LOGIT_KEPT = 4
 _LOGIT_KEPT_FOR_WEIGHTS = BYTES
-PIECE = 2**26  # logits of a piece, as in model/loss_pieces.py
+PIECE = 2**26  # logits of a piece, as in model/memory/loss_pieces.py
 MOST_KEPT = 8 * PIECE  # the most logits of a micro-batch that are kept
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.seq1f1b.commands.model_flags import preset
-from megatron.seq1f1b.model import loss_pieces
+from megatron.seq1f1b.model.memory import loss_pieces
 from megatron.seq1f1b.planning.costs.layer_bytes import MOST_KEPT, PIECE, backward_working, keeps_logits, kept
 from megatron.seq1f1b.planning.costs.layer_times import head_time
 from megatron.seq1f1b.planning.costs.machine import GIB, read_machine

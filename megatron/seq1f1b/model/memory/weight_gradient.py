@@ -21,7 +21,7 @@ from megatron.core.utils import prepare_input_tensors_for_wgrad_compute
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..process.patches import Patch, patched_on, wrapping
+from ...process.patches import Patch, patched_on, wrapping
 from .loss_pieces import keeps_logits
 from .main_grad import accumulated
 

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 
 import torch
 
-from megatron.seq1f1b.cpu import recurrent, stand_ins
+from megatron.seq1f1b.platform import recurrent, stand_ins
 from megatron.seq1f1b.process.patches import Patch, patched, wrapping
 
 _FACTORIES = (
@@ -110,6 +110,6 @@ def apply() -> None:
     patched(REDIRECTS[len(of_torch) :])
     # Megatron warns whenever the CPU's generator moves between forks, as it must here.
     logging.getLogger(_RNG).addFilter(lambda record: "CPU RNG" not in record.msg)
-    from ..model.without_te import repairs  # imports Megatron
+    from .without_te import repairs  # imports Megatron
 
     patched(repairs())

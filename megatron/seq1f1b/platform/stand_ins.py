@@ -216,7 +216,7 @@ def build_from_local_layers(build_model, self, *args, **kwargs):
     """`HybridModelBuilder.build_model` with local layers for Transformer Engine's, the default and the usual --spec."""
     from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
 
-    from ..model.local_hybrid import local_hybrid_spec
+    from .local_hybrid import local_hybrid_spec
 
     config = self._model_config
     if config.hybrid_stack_spec in (None, hybrid_stack_spec):

@@ -18,8 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .head_exchange import HeadExchange
-from .kernels import (
+from ..kernels import (
     AttentionRule,
     Kernel,
     KernelChoice,
@@ -30,9 +29,10 @@ from .kernels import (
     default_generator,
     on_parts,
 )
+from ..packed_documents import KEEP_APART
+from ..segment import Segment, SegmentContext
+from .head_exchange import HeadExchange
 from .kv_cache import KVCache
-from .packed_documents import KEEP_APART
-from .segment import Segment, SegmentContext
 
 
 class SegmentAttention(torch.nn.Module):

@@ -17,9 +17,9 @@ from megatron.core.ssm.mamba_mixer import MambaMixer
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..process.patches import wrapping
-from .packed_documents import pieces
-from .segment import Segment, SegmentContext
+from ...process.patches import wrapping
+from ..packed_documents import pieces
+from ..segment import Segment, SegmentContext
 
 State = tuple[Tensor, ...]  # [b, ...] for b sequences
 # From an input [n, b, ...] and the state before it, None at the start of a sequence, to output and next state.

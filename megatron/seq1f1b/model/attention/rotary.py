@@ -10,9 +10,9 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from torch import Tensor
 
-from ..process.patches import wrapping
-from .packed_documents import Piece, pieces
-from .segment import Segment
+from ...process.patches import wrapping
+from ..packed_documents import Piece, pieces
+from ..segment import Segment
 
 
 def _at_segment(rotary: RotaryEmbedding, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -13,8 +13,7 @@ import torch.distributed as dist
 from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 
-from megatron.seq1f1b.cpu import recurrent, redirects, stand_ins
-from megatron.seq1f1b.model import without_te
+from megatron.seq1f1b.platform import recurrent, redirects, stand_ins, without_te
 from megatron.seq1f1b.process.patches import owner_of
 from megatron.seq1f1b.rehearsal import fakes
 

@@ -10,7 +10,7 @@ import torch
 from megatron.core import ModelParallelConfig
 from megatron.core.tensor_parallel import layers
 
-from megatron.seq1f1b.model import without_te
+from megatron.seq1f1b.platform import without_te
 from megatron.seq1f1b.process.patches import patched
 
 

@@ -12,11 +12,11 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..process.patches import patched_on, wrapping
-from .attention import SegmentAttention
-from .kernels import Gradients
+from ...process.patches import patched_on, wrapping
+from ..kernels import Gradients
+from ..segment import Segment
 from .kv_cache import KVCache
-from .segment import Segment
+from .segment_attention import SegmentAttention
 
 _READ_AT_ONCE = 8  # numbers of 16 bits by kernels of GPUs, at multiples of that
 LARGEST_SHARE = 1 / 8  # the largest time of projecting the prefix up again, relative to attention to it

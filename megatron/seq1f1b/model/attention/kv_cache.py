@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .host_memory import taken
-from .kernels import Gradients
+from ..kernels import Gradients
+from ..memory.host_memory import taken
 
 
 class Rows:

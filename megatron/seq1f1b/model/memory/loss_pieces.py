@@ -22,7 +22,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..process.patches import patched_on, wrapping
+from ...process.patches import patched_on, wrapping
 from .main_grad import accumulated
 from .token_logits import PIECE, Head, PieceLogits
 

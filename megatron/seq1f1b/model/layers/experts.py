@@ -23,7 +23,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..process.patches import wrapping
+from ...process.patches import wrapping
 
 # Megatron's names. The second sums over the tokens of each sequence, the third over those of a step.
 _BY_SEQUENCE, _OVER_STEP = "seq_aux_loss", "global_aux_loss"

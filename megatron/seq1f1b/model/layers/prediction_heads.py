@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..process.patches import Patch, PatchTable, wrapping
-from .segment import Segment, SegmentContext
+from ...process.patches import Patch, PatchTable, wrapping
+from ..segment import Segment, SegmentContext
 
 
 class LookAhead(NamedTuple):

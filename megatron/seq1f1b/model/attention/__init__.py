@@ -1,0 +1,1 @@
+"""Attention of a segment: its layers, what they keep for later segments, rotary positions, heads on other ranks."""

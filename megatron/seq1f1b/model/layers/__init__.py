@@ -1,0 +1,1 @@
+"""Layers other than attention that know segments: recurrent ones, experts, heads that predict several tokens."""

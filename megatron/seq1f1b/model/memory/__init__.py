@@ -1,0 +1,1 @@
+"""What saves memory: the host, losses and logits in pieces, weight gradients that wait."""

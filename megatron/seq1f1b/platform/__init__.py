@@ -1,0 +1,1 @@
+"""Megatron where something is missing: without a GPU, and without Transformer Engine."""
