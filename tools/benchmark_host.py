@@ -294,7 +294,9 @@ def moved_by_latent_attention(lengths: Sequence[int], keeps_latents: bool) -> Mo
         query, rotary = (empty(segment.length, 1, count, size + rotary_size) for count in (heads, 1))
         latent = empty(segment.length, 1, rank)
         if keeps_latents:
-            cache = layer.segment_context.cache(layer, partial(LatentCache, segment.sequence_length, project_up, size))
+            cache = layer.segment_context.carried(
+                layer, partial(LatentCache, segment.sequence_length, project_up, size)
+            )
             with beside:
                 projected, _ = cache.project(latent, segment)
         else:

@@ -55,7 +55,7 @@ assert "none" in found and "full" not in found
 
 
 TRIMMED = """
-from megatron.seq1f1b import cpu
+from megatron.seq1f1b.platform import cpu
 
 cpu.activate()
 from megatron.seq1f1b.planning.simulator import execute_lowered
@@ -77,6 +77,42 @@ costs = Costs.uniform(shape, message=0.5)
 timeline = execute_lowered(Schedule(shape, tuple(trimmed)), costs)
 assert timeline == execute_lowered(lowered, costs)
 assert to_trace(timeline)
+"""
+
+
+MY_MODEL = """
+import torch
+
+
+class TokenShift(torch.nn.Module):
+    def forward(self, inputs):
+        return inputs + torch.cat([torch.zeros_like(inputs[:1]), inputs[:-1]])
+"""
+SHIFTED = """
+import torch
+from megatron.seq1f1b.platform import cpu
+cpu.activate()
+from my_model import TokenShift
+from megatron.seq1f1b.model import SegmentContext, attach
+from megatron.seq1f1b.runtime.segmentation import segments_of
+
+whole = torch.randn(10, 2, 4, dtype=torch.float64, requires_grad=True)
+expected = (TokenShift()(whole) ** 2).sum()
+expected.backward()
+wanted, whole.grad = whole.grad, None
+
+chunk, context = torch.nn.Sequential(TokenShift()), SegmentContext()
+attach([chunk], context)
+outputs, loss = [], 0.0
+for segment in segments_of(0, [3, 5, 2], None):
+    with context.running(segment, keeps_for_backward=True):
+        outputs.append((segment, (chunk(whole[segment.start : segment.end]) ** 2).sum()))
+for segment, part in reversed(outputs):
+    with context.running(segment, keeps_for_backward=True):
+        part.backward()
+    loss += part.detach()
+context.assert_empty()
+assert torch.allclose(loss, expected) and torch.allclose(whole.grad, wanted)
 """
 
 
@@ -143,3 +179,18 @@ def test_a_pull_request_runs_the_checks_and_a_bug_brings_its_evidence():
     assert (ROOT / ".ci" / "run").exists() and {"run": ".ci/run"} in steps
     asked = {field["id"]: str(field["attributes"]) for field in files["bug.yml"]["body"]}
     assert asked.keys() >= {"command", "block", "traceback"} and "seq1f1b-traceback-" in asked["traceback"]
+
+
+def test_the_new_layer_carries_its_state_over_segments(tmp_path):
+    package = copied_package(tmp_path)
+    text = section("Add a layer that carries state")
+    blocks = [dedent(block) for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL)]
+    layer, imported, follows = blocks
+    files = re.findall(r"^\d\. `megatron/seq1f1b/(\S+?)`", text, re.MULTILINE)
+    (package / files[0]).write_text(layer)
+    attach = package / files[1]
+    edited(attach, "from .segment import SegmentContext", imported)
+    lines = attach.read_text().splitlines(keepends=True)
+    attach.write_text("".join(follows if line.startswith("_FOLLOWS = ") else line for line in lines))
+    (tmp_path / "my_model.py").write_text(MY_MODEL)
+    python(tmp_path, "-c", SHIFTED)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
+from .carried import Carried
 from .memory.host_memory import HostMemory
 from .memory.weight_gradient import WeightGradientStore
 from .packed_documents import Documents, MaskCheck
@@ -57,10 +58,9 @@ class SegmentContext:
     """The running segment, and the state of layers for the micro-batches in flight.
 
     It is set around the forward and around the backward of a unit, since recomputation runs a forward inside the
-    backward. Between units there is no running segment, and modules treat their input as whole sequences. A cache holds
-    the state that a layer passes from segment to segment. It lives until the backward of the first segment, or the
-    forward of the last one if no backward follows. With `keeps_attention` recomputation finds the attention of first
-    forwards.
+    backward. Between units there is no running segment, and modules treat their input as whole sequences. It has what
+    layers carry from segment to segment (carried.py) until nothing uses it. With `keeps_attention` recomputation finds
+    the attention of first forwards.
     """
 
     def __init__(self, keeps_attention: bool = False) -> None:
@@ -71,7 +71,7 @@ class SegmentContext:
         self.splits_backwards = False  # if so, inputs and output gradients are kept for the weight gradients
         self.kept_attention: dict[Hashable, Any] | None = {} if keeps_attention else None
         self.masks = MaskCheck()
-        self._caches: dict[tuple[Any, int], Any] = {}
+        self._carried: dict[tuple[Hashable, int], Carried] = {}  # by layer and micro-batch
 
     def running(
         self, segment: Segment, keeps_for_backward: bool, unit: Hashable = None, moves: bool = False
@@ -80,34 +80,42 @@ class SegmentContext:
         weight gradients for `unit`. If the unit `moves`, the tensors that its forward saves may go to the host."""
         return _Running(self, segment, keeps_for_backward, unit, moves)
 
-    def cache(self, layer: Any, make: Callable[[], Any]) -> Any:
-        """The cache of `layer` for the running micro-batch, made at its first segment."""
+    def carried(self, layer: Hashable, make: Callable[[], Any]) -> Any:
+        """What `layer` carries for the running micro-batch, made at its first segment."""
         key = layer, self.segment.microbatch
-        if key not in self._caches:
-            self._caches[key] = make()
-        return self._caches[key]
+        if key not in self._carried:
+            self._carried[key] = make()
+        return self._carried[key]
 
-    def is_used_again(self, layer: Any, output: Tensor) -> bool:
-        """Whether a backward of the running segment passes through the `output` of `layer`: not in an evaluation, nor
-        if all weights below are frozen; the cache is then freed after the last segment. A forward without gradients
-        outside of an evaluation will be repeated."""
-        is_used_again = self.keeps_for_backward and (output.requires_grad or not torch.is_grad_enabled())
-        if self.segment.is_last and not is_used_again:
-            del self._caches[layer, self.segment.microbatch]
-        return is_used_again
+    def has_backward(self, output: Tensor) -> bool:
+        """Whether a backward of the running segment passes through the `output` of a layer: not in an evaluation, nor
+        if all weights below are frozen. A forward without gradients outside of an evaluation will be repeated."""
+        return self.keeps_for_backward and (output.requires_grad or not torch.is_grad_enabled())
 
-    def end_of_backward(self, layer: Any) -> Callable[[], object]:
-        """A function for the end of the segment's backward: that of the first segment frees the cache of `layer`."""
+    def end_forward(self, layer: Hashable, output: Tensor) -> None:
+        """The running segment has gone forward through `layer`, to its `output`: let go what nothing uses again."""
         key = layer, self.segment.microbatch
-        return partial(self._caches.pop, key) if self.segment.is_first else lambda: None
+        has_backward = self.has_backward(output)
+        if self.segment.is_last and not has_backward:
+            del self._carried[key]
+            return
+        carried = self._carried[key]
+        carried.end_forward(output.requires_grad, has_backward)
+        if self.segment.is_last:
+            carried.rest(self.host_memory.keep)
 
-    def kept(self) -> list[Any]:
-        """The caches of all layers and micro-batches in flight."""
-        return list(self._caches.values())
+    def at_end_of_backward(self, layer: Hashable) -> Callable[[], object]:
+        """A function for the end of the segment's backward: after the first segment's, `layer` carries nothing."""
+        key = layer, self.segment.microbatch
+        return partial(self._carried.pop, key) if self.segment.is_first else _nothing
+
+    def all_carried(self) -> list[Carried]:
+        """Of all layers and micro-batches in flight."""
+        return list(self._carried.values())
 
     def clear(self) -> None:
         """Forget everything, after a step that failed."""
-        self._caches.clear()
+        self._carried.clear()
         self.masks = MaskCheck()
         if self.kept_attention:
             self.kept_attention.clear()
@@ -115,10 +123,14 @@ class SegmentContext:
         self.host_memory.clear()
 
     def assert_empty(self) -> None:
-        assert not self._caches, f"{len(self._caches)} caches outlived the step"
+        assert not self._carried, f"what {len(self._carried)} layers carry outlived the step"
         assert not self.kept_attention, f"the attention of {len(self.kept_attention)} forwards was kept and not used"
         self.weight_gradients.assert_empty()
         self.host_memory.assert_empty()
+
+
+def _nothing() -> None:
+    pass
 
 
 class _Running:

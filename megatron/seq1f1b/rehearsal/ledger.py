@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..model.attention.kv_cache import Rows
 from ..schedule import MOVE_KINDS, Action, Kind, Shape
 
 _SEND, _RECEIVE = torch.ops.c10d.send.default, torch.ops.c10d.recv_.default
@@ -160,7 +159,7 @@ class Ledger(TorchDispatchMode):
         starts_at_logits = action.kind is not Kind.F and action.stage == self._last_stage
         self.begin(str(action), Category.LOGITS if starts_at_logits else Category.ACTIVATIONS)
         yield
-        self.label(_kept_by_segments(self._chunks), Category.STATE)
+        self.label(_carried_by_layers(self._chunks), Category.STATE)
         self.begin(f"after {action}")
 
     def _logits_begin(self, _: Any, inputs: tuple) -> None:
@@ -221,11 +220,10 @@ class Ledger(TorchDispatchMode):
         self._moments[-1][1].append((allocation, -1))
 
 
-def _kept_by_segments(chunks: Iterable[torch.nn.Module]) -> list[Any]:
-    """Keys, values and their gradients, and all else that layers keep of a micro-batch from segment to segment."""
+def _carried_by_layers(chunks: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
+    """Keys, values and their gradients, and all else that layers carry from segment to segment."""
     contexts = {chunk.segment_context for chunk in chunks if hasattr(chunk, "segment_context")}
-    caches = [cache if isinstance(cache, dict) else vars(cache) for context in contexts for cache in context.kept()]
-    return [vars(leaf) if isinstance(leaf, Rows) else leaf for leaf in tree_leaves(caches)]
+    return [tensor for context in contexts for carried in context.all_carried() for tensor in carried.tensors()]
 
 
 def workspace_bytes(args: Sequence[Any]) -> int:

@@ -7,7 +7,7 @@ from itertools import zip_longest
 from typing import Any
 
 from ..planning.costs.machine import GIB, MIB, in_words
-from ..report.style import NAMES
+from ..report.style import BOXES
 from ..report.text import aligned
 from ..schedule import parse_action
 from .ledger import Category, Message, Moment
@@ -138,7 +138,7 @@ def at(moment: str) -> str:
         return f"at the {moment}"
     kind, stage, microbatch, segment = parse_action(action)
     when = "in" if action == moment else "after"
-    return f"{when} the {NAMES[kind]} of stage {stage} for segment {segment} of micro-batch {microbatch}"
+    return f"{when} the {BOXES[kind].name} of stage {stage} for segment {segment} of micro-batch {microbatch}"
 
 
 def mismatches(sent: Iterable[Message], received: Iterable[Message]) -> list[str]:

@@ -105,7 +105,7 @@ class Interpreter:
             with self._reducing(Kind.I, action):
                 gradient = backward_step(arrived, output, gradient, self.step.config)
                 self.forwards.end_backward(stage, segment)
-            if kind.facts.gives_weight_gradient and self.program.splits_backwards:
+            if self.program.splits_backwards and kind.facts.gives_weight_gradient:
                 with self._reducing(Kind.W, action):
                     self.context.weight_gradients.compute(unit)
         if stage > 0:
@@ -149,10 +149,8 @@ class Interpreter:
     def _shape_of(self, message: Action) -> tuple[int, ...]:
         """The shape of what a SEND or RECV carries."""
         kind, stage, microbatch, index = message
-        # Gradients have the shape of the activations, which the earlier of the two stages sends.
-        sender = min(stage, stage + kind.facts.hop)
         length = self.step.segments[microbatch][index].length
-        return self._message_shape(self.step.num_sequences[microbatch], length, sender)
+        return self._message_shape(self.step.num_sequences[microbatch], length, kind, stage)
 
     def _deallocate(self, output: Tensor, is_forward: bool) -> None:
         """Free the storage of an output that was passed on: the graph needs its grad_fn only."""
@@ -177,8 +175,8 @@ class Interpreter:
     }
 
 
-def message_shape(step: Step, num_sequences: int, length: int, stage: int) -> tuple[int, ...]:
-    """The shape of the activations of a segment of `length` tokens that `stage` sends, and of their gradients."""
+def message_shape(step: Step, num_sequences: int, length: int, kind: Kind, stage: int) -> tuple[int, ...]:
+    """The shape of what a SEND or RECV of `stage` carries for a segment of `length` tokens."""
     # Megatron's interleaved schedules ignore the length of the decoder's sequences, too.
     is_plain = len(step.chunks) == step.shape.num_segments == 1
     if is_plain and step.decoder_seq_length is not None:
@@ -186,4 +184,6 @@ def message_shape(step: Step, num_sequences: int, length: int, stage: int) -> tu
     rows = length // step.groups.cp.size()
     if step.config.sequence_parallel:
         rows //= step.groups.tp.size()
-    return (rows * rows_per_token(step.config, step.placement, stage), num_sequences, step.config.hidden_size)
+    # Gradients have the shape of the activations, which the earlier of the two stages sends.
+    sender = min(stage, stage + kind.facts.hop)
+    return (rows * rows_per_token(step.config, step.placement, sender), num_sequences, step.config.hidden_size)

@@ -63,7 +63,7 @@ WINDOW, OF_TOKEN = 16, 2 * 2 * SIZE * 4  # bytes of keys and values in fp32
 
 def kept_tokens(context):
     """Tokens whose keys and values layers keep, by the bytes of their storages."""
-    tensors = [x for cache in context.kept() for rows in cache.rows for x in rows._kept.values()]
+    tensors = [x for cache in context.all_carried() for rows in cache.rows for x in rows._kept.values()]
     return sum({x.data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values()) / OF_TOKEN
 
 
@@ -83,7 +83,7 @@ def test_segments_in_flight_are_kept_and_gradients_of_a_window(documents):
     for segment in reversed(sequence.segments):
         outputs.pop().sum().backward()
         assert kept_tokens(context) == segment.start
-        for kept in context.kept():
+        for kept in context.all_carried():
             assert [x._sum.untyped_storage().nbytes() for x in kept.rows] == [WINDOW * OF_TOKEN / 2] * 2
     context.assert_empty()
 
@@ -128,7 +128,7 @@ def test_saved_bytes_are_those_of_the_unsegmented_sequence():
                 part = projected[segment.start : segment.end].clone().requires_grad_().split(16, dim=-1)
                 with context.running(segment, keeps_for_backward=True):
                     keep.append((part, layer(*part)))
-        for cached in context.kept():
+        for cached in context.all_carried():
             for rows in cached.rows:
                 note(rows._rows)
         return sum(storages.values())

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..carried import Carried
 from ..kernels import Gradients
 from ..memory.host_memory import taken
 
@@ -41,6 +42,14 @@ class Rows:
             self._rows = taken(self._rows)
             self._first[end] = self._rows[:end]
         return self._first[end]
+
+    def trim(self, keeps_earlier: bool) -> None:
+        """Later segments see all rows."""
+
+    def tensors(self) -> list[Tensor]:
+        """What it holds now; views count, too."""
+        found = [self._rows, self._sum, *self._first.values()]
+        return [tensor for tensor in found if isinstance(tensor, Tensor)]
 
     def rest(self, keep: Callable[[Tensor], Any]) -> None:
         """Replace the rows by what `keep` returns, see HostMemory, until a backward uses them."""
@@ -77,6 +86,9 @@ class WindowRows(Rows):
     def read(self, start: int, end: int) -> Tensor:
         return self._between(max(0, start - self._window), end)
 
+    def tensors(self) -> list[Tensor]:
+        return [*super().tensors(), *(rows for rows in self._kept.values() if isinstance(rows, Tensor))]
+
     def rest(self, keep: Callable[[Tensor], Any]) -> None:
         self._kept = {end: keep(rows) for end, rows in self._kept.items()}
 
@@ -101,7 +113,7 @@ class WindowRows(Rows):
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-class KVCache:
+class KVCache(Carried):
     """Keys and values, each [S, b, g, d] for S tokens, b sequences, g KV heads of size d, preallocated.
 
     Bytes per token and layer, with e bytes an element: 2·b·g·d·e from the first forward of the micro-batch to its last
@@ -133,6 +145,20 @@ class KVCache:
         """The keys and values [m, b, g, ...] that the segment sees; its own are the last."""
         keys, values = self.rows
         return keys.read(start, end), values.read(start, end)
+
+    def tensors(self) -> list[Tensor]:
+        keys, values = self.rows
+        prefix = [] if self.prefix is None else [self.prefix]
+        return [*keys.tensors(), *values.tensors(), *prefix]
+
+    def end_forward(self, has_graph: bool, has_backward: bool) -> None:
+        if not has_graph:
+            for rows in self.rows:
+                rows.trim(keeps_earlier=has_backward)
+
+    def rest(self, keep: Callable[[Tensor], Any]) -> None:
+        for rows in self.rows:
+            rows.rest(keep)
 
     def exchange_gradients(self, start: int, end: int, grads: Gradients) -> tuple[Tensor, Tensor, Tensor | None]:
         """The complete gradients of the segment's keys and values, and of the `prefix`, see `Rows`; the keys and values

@@ -67,7 +67,7 @@ def _with_prefix(
         )
         return attention.new_cache(segment, query, value)
 
-    cache = context.cache(attention, make)  # chosen with the first segment
+    cache = context.carried(attention, make)  # chosen with the first segment
     return cache.project(latent, segment) if isinstance(cache, LatentCache) else forward(latent)
 
 
@@ -104,6 +104,10 @@ class LatentCache(KVCache):
         if self._size % _READ_AT_ONCE or projected.shape[3] % _READ_AT_ONCE:
             values = values.contiguous()
         return torch.cat([keys, rotary], -1), values
+
+    def tensors(self) -> list[Tensor]:
+        projected = [] if self._projected is None else [self._projected]
+        return [*super().tensors(), *projected]
 
     def exchange_gradients(self, start: int, end: int, grads: Gradients) -> tuple[Tensor, Tensor, Tensor | None]:
         """Exchanges those of the rotary keys; those of the prefix, [start, b, h·(d + e)], go through the projection."""

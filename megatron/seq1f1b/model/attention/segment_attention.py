@@ -91,19 +91,14 @@ class SegmentAttention(torch.nn.Module):
             assert key.shape[0] == segment.length, (
                 f"attention got {key.shape[0]} tokens for a segment of {segment.length}: the batch was not cut"
             )
-            cache = context.cache(self, partial(self.new_cache, segment, query, value))
-            prefix, end = cache.prefix, context.end_of_backward(self)
+            cache = context.carried(self, partial(self.new_cache, segment, query, value))
+            prefix, end = cache.prefix, context.at_end_of_backward(self)
         # Tensor-parallel ranks drop different weights; Megatron forks the generator itself for sequence parallelism.
         draws = rule.dropout and not self.config.sequence_parallel
         with get_cuda_rng_tracker().fork() if draws else nullcontext():
             output = _Attend.apply(query, key, value, sink, prefix, (kernel, segment, cache, end))
         if cache is not None:
-            is_used_again = context.is_used_again(self, output)
-            for rows in cache.rows if is_used_again or not segment.is_last else ():
-                if rule.window is not None and not output.requires_grad:
-                    rows.trim(keeps_earlier=is_used_again)
-                if segment.is_last:
-                    rows.rest(context.host_memory.keep)
+            context.end_forward(self, output)
         return output if self.exchange is None else self.exchange.to_tokens(output)
 
     def new_cache(self, segment: Segment, query: Tensor, value: Tensor) -> KVCache:

@@ -9,7 +9,7 @@ The first sum has no gradient, so every probability is multiplied by the count o
 complete when the first backward starts, since all segments have gone forward.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -24,13 +24,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ...process.patches import wrapping
+from ..carried import Carried
 
 # Megatron's names. The second sums over the tokens of each sequence, the third over those of a step.
 _BY_SEQUENCE, _OVER_STEP = "seq_aux_loss", "global_aux_loss"
 _BALANCES = "aux_loss", _BY_SEQUENCE, _OVER_STEP
 
 
-class _Tally:
+class _Tally(Carried):
     """The sums of a balance loss over one micro-batch, whose segments come in any order. `counts` are the tokens of
     each expert by segment, `before` the summed counts of earlier ones of the `microbatches` to average over."""
 
@@ -39,6 +40,10 @@ class _Tally:
         self._before, self._microbatches = before, microbatches
         self._probabilities: Tensor | float = 0.0
         self._loss: Tensor | float = 0.0
+
+    def tensors(self) -> Iterable[Tensor]:
+        sums = self._before, self._microbatches, self._probabilities, self._loss
+        return [*self.counts.values(), *(each for each in sums if isinstance(each, Tensor))]
 
     def chosen(self) -> Tensor:
         """Tokens of each expert, averaged over micro-batches; complete once all segments have gone forward."""
@@ -96,8 +101,8 @@ def _apply_balance(
     tokens = scores.shape[0] // sequences * segment.sequence_length / segment.length
     factor = router.num_experts * coefficient / (router.topk * (tokens * group.size()) ** 2)
     probabilities = scores.reshape(-1, sequences * router.num_experts).sum(dim=0)
-    loss = _Product.apply(probabilities, tally, factor, context.end_of_backward(layer)) / sequences
-    context.is_used_again(layer, loss)
+    loss = _Product.apply(probabilities, tally, factor, context.at_end_of_backward(layer)) / sequences
+    context.end_forward(layer, loss)
     logged = loss, balance.replace("aux_loss", "load_balancing_loss"), group
     options = {"needs_dp_avg": balance != _OVER_STEP, "valid_token_count": tokens * sequences}
     return router.attach_and_log_load_balancing_loss(probs, coefficient, *logged, **options)
@@ -128,7 +133,7 @@ def _noted(router: TopKRouter, balance: str, routing_map: Tensor, sequences: int
         dtype = torch.promote_types(router.ga_steps.dtype, torch.float32)  # 16-bit models have both in 16 bits
         return _Tally(*(x.to(dtype, copy=True) for x in (router.global_tokens_per_expert, router.ga_steps)))
 
-    tally, segment = router.segment_context.cache((router, balance), make), router.segment_context.segment
+    tally, segment = router.segment_context.carried((router, balance), make), router.segment_context.segment
     is_complete = segment.is_last and segment.index not in tally.counts
     tally.counts[segment.index], *_ = get_tokens_per_expert_and_token_count(
         routing_map.reshape(-1, sequences * router.num_experts), _group(router, balance)

@@ -5,8 +5,9 @@ the recurrence in fp32, [b, h, d_k, d_v] or [b, h, p, n], and the last input col
 provides one function, from its input and a state to its output and the next state, on the kernels of Megatron's layers.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ...process.patches import wrapping
+from ..carried import Carried
 from ..packed_documents import pieces
 from ..segment import Segment, SegmentContext
 
@@ -32,16 +34,42 @@ def run_recurrence(context: SegmentContext, layer: Any, recurrence: Recurrence, 
     segment = context.segment
     if segment.is_whole_sequence:
         return _within_documents(recurrence, inputs, None, segment)[0]
-    states: dict[int, State] = context.cache(layer, dict)  # after each segment, by its number
-    output, state = _within_documents(recurrence, inputs, states.get(segment.index - 1), segment)
-    is_used_again = context.is_used_again(layer, output)
-    if not is_used_again:
-        states.pop(segment.index - 1, None)
+    states: States = context.carried(layer, States)
+    output, state = _within_documents(recurrence, inputs, states.after(segment.index - 1), segment)
+    if not segment.is_last:
+        states.keep(segment.index, state, context.has_backward(output))
+    context.end_forward(layer, output)
     if segment.is_last:
         return output
-    # A repeated forward does not replace the first state, which is in the next segment's graph.
-    states.setdefault(segment.index, tuple(x.detach().requires_grad_(is_used_again) for x in state))
-    return _Leave.apply(output, partial(states.pop, segment.index), context.end_of_backward(layer), *state)
+    take = partial(states.take, segment.index)
+    return _Leave.apply(output, take, context.at_end_of_backward(layer), *state)
+
+
+class States(Carried):
+    """The state of a layer after each segment, by its number, until that segment's backward."""
+
+    def __init__(self) -> None:
+        self._after: dict[int, State] = {}
+
+    def after(self, index: int) -> State | None:
+        """None before the first segment."""
+        return self._after.get(index)
+
+    def keep(self, index: int, state: State, has_backward: bool) -> None:
+        """Keep the state after a segment. A repeated forward does not replace the first, which is in the next segment's
+        graph."""
+        self._after.setdefault(index, tuple(x.detach().requires_grad_(has_backward) for x in state))
+
+    def take(self, index: int) -> State:
+        return self._after.pop(index)
+
+    def tensors(self) -> Iterable[Tensor]:
+        return chain.from_iterable(self._after.values())
+
+    def end_forward(self, has_graph: bool, has_backward: bool) -> None:
+        if not has_backward:  # the next segment reads the latest state only
+            latest = max(self._after)
+            self._after = {latest: self._after[latest]}
 
 
 class _Leave(torch.autograd.Function):
