@@ -31,7 +31,7 @@ def test_the_teaching_file_runs_on_two_processes():
     assert finished.stdout.count("gradients equal those of whole sequences") == 2
 
 
-def test_the_teaching_file_fails_without_the_gradients_of_later_segments(tmp_path):
+def test_the_teaching_file_needs_gradients_of_later_segments(tmp_path):
     collected = "was_read = [entry for entry in own if entry.read.grad is not None]"
     assert TEXT.count(collected) == 1
     wrong = tmp_path / "wrong.py"

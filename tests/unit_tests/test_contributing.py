@@ -157,7 +157,7 @@ def test_the_new_family_is_valid_no_slower_and_a_choice(tmp_path):
     assert "valid" in python(tmp_path, "-c", run, "check", "gpipe-zb.csv").stdout
 
 
-def test_the_new_kind_of_action_is_lowered_simulated_and_has_a_handler(tmp_path):
+def test_the_new_kind_of_action_is_lowered_simulated_and_run(tmp_path):
     package = copied_package(tmp_path)
     text = section("Add a kind of action")
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
@@ -173,7 +173,7 @@ def test_the_new_kind_of_action_is_lowered_simulated_and_has_a_handler(tmp_path)
     python(tmp_path, "-c", TRIMMED)
 
 
-def test_a_pull_request_runs_the_checks_and_a_bug_brings_its_evidence():
+def test_pull_requests_run_the_checks_and_bugs_bring_evidence():
     files = {path.name: yaml.safe_load(path.read_text()) for path in (ROOT / ".github").rglob("*.yml")}
     steps = files["checks.yml"]["jobs"]["checks"]["steps"]
     assert (ROOT / ".ci" / "run").exists() and {"run": ".ci/run"} in steps
