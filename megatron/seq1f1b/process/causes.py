@@ -27,8 +27,14 @@ _PLACE_IN_C = re.compile(r"\[\S+\.(?:cc|cpp|cu|h):\d+\]:? ?")
 _OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
+class LostPeer(RuntimeError):
+    """Another rank has ended or hangs; in words for the person who started the job."""
+
+
 def has_lost_a_peer(error: BaseException) -> bool:
     """Whether the error only says that another rank has ended or hangs: then its traceback explains nothing."""
+    if isinstance(error, LostPeer):
+        return True
     text = str(error)
     return isinstance(error, RuntimeError) and bool(_LOST_PEER.search(text) or _TIMED_OUT.search(text))
 

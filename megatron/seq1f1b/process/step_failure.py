@@ -9,7 +9,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from .causes import has_lost_a_peer, plain
+from .causes import LostPeer, has_lost_a_peer, plain
 from .ranks import in_time
 
 _PATIENCE = 5.0  # seconds
@@ -32,7 +32,7 @@ def explained(error: BaseException, step: str) -> BaseException:
     words = plain(str(error))
     with suppress(RuntimeError):
         words = in_time(_PATIENCE, partial(_told, store, key)) or words
-    found = RuntimeError(words)
+    found = LostPeer(words)
     for note in getattr(error, "__notes__", ()):
         found.add_note(note)
     return found

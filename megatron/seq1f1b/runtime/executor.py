@@ -153,9 +153,10 @@ class PipelineExecutor:
             if is_alone:
                 raise
             told = explained(error, f"{step.pipeline.group_name}, {self._num_steps}")
-            self._failure = f"{type(told).__name__}: {told}"
             if told is error:
+                self._failure = f"{type(error).__name__}: {error}"
                 raise
+            self._failure = str(told)
             raise told from error
         finally:
             context.clear()
