@@ -23,9 +23,9 @@ from benchmark import run_step
 from benchmarking.model import Batch, build_model, use_ranks
 from benchmarking.prediction import predicted_seconds, profile_of, table
 from benchmarking.variants import Variant, model_shape, ours
+from megatron.seq1f1b.costs.blocks import authors_flops
+from megatron.seq1f1b.costs.stage_costs import A100, CPU_CORE, analytic_costs, bottleneck_time
 from megatron.seq1f1b.partition import Task, cut_sequence
-from megatron.seq1f1b.planning.costs.blocks import authors_flops
-from megatron.seq1f1b.planning.costs.stage_costs import A100, CPU_CORE, analytic_costs, bottleneck_time
 
 _PROFILES = tuple(("zb-h1", "even", segments, 1) for segments in (1, 2, 4, 8, 16))
 # By number of model chunks: schedule, strategy, segments, micro-batches.

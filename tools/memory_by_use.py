@@ -10,10 +10,10 @@ the costs of `seq1f1b plan`.
 from collections.abc import Iterator
 
 from megatron.seq1f1b.commands.model_flags import preset
+from megatron.seq1f1b.costs.machine import GIB, read_machine
+from megatron.seq1f1b.costs.simulator import predict
+from megatron.seq1f1b.costs.training_setup import TrainingSetup
 from megatron.seq1f1b.partition import even
-from megatron.seq1f1b.planning.costs.machine import GIB, read_machine
-from megatron.seq1f1b.planning.costs.training_setup import TrainingSetup
-from megatron.seq1f1b.planning.simulator import predict
 from megatron.seq1f1b.schedule import Placement
 
 LENGTHS = {32768: 16, 131072: 16, 1048576: 64}  # tokens -> segments

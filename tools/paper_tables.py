@@ -180,7 +180,7 @@ def markdown(rows: Sequence[Row]) -> str:
         "# Published tables",
         "",
         "Written by `python tools/paper_tables.py --held-out --output docs/paper_tables.md`, with",
-        "[all rows as CSV](paper_tables.csv). Machine files in `megatron/seq1f1b/planning/costs/machines/` hold every",
+        "[all rows as CSV](paper_tables.csv). Machine files in `megatron/seq1f1b/costs/machines/` hold every",
         "constant with its source and which were fitted, on what; [Planning a run](planning.md#which-machine-file) has",
         "what a user may expect.",
         "",

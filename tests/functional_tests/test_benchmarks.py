@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.seq1f1b.planning.costs.machine import read_machine
+from megatron.seq1f1b.costs.machine import read_machine
 from support.launch import ROOT, torchrun
 
 TINY = ("--seq-length", "64", "--hidden-size", "32", "--repeats", "1")

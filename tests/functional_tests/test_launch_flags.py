@@ -18,12 +18,12 @@ import megatron.seq1f1b
 from megatron.seq1f1b import add_arguments, validate
 from megatron.seq1f1b.commands.launch_flags import decided_flags
 from megatron.seq1f1b.commands.model_flags import model_of, read_model, training_flags
-from megatron.seq1f1b.planning.costs.machine import read_machine
-from megatron.seq1f1b.planning.planner.space import Candidate, Question
+from megatron.seq1f1b.costs.machine import read_machine
+from megatron.seq1f1b.planner.space import Candidate, Question
 from megatron.seq1f1b.platform.stand_ins import FLAGS
 from support.launch import python_path
 from support.launchers import run
-from unit_tests.planning.planner.question import candidates
+from unit_tests.planner.question import candidates
 
 NAMES = [
     *("num_layers", "hidden_size", "vocab_size", "bf16", "sequence_parallel", "data_parallel_size", "manual_gc", "lr"),

@@ -10,11 +10,12 @@ import pytest
 
 from megatron.seq1f1b import commands
 from megatron.seq1f1b.commands import plan
-from megatron.seq1f1b.commands.launch_flags import as_given, read_launch
+from megatron.seq1f1b.commands.launch_flags import read_launch
 from megatron.seq1f1b.commands.model_flags import model_of
-from megatron.seq1f1b.planning.costs.machine import GIB, read_machine
-from megatron.seq1f1b.planning.costs.step_memory import host_bytes, rank_memory
-from megatron.seq1f1b.planning.planner.space import Question
+from megatron.seq1f1b.costs.machine import GIB, read_machine
+from megatron.seq1f1b.costs.step_memory import host_bytes, rank_memory
+from megatron.seq1f1b.planner.given import as_given
+from megatron.seq1f1b.planner.space import Question
 from megatron.seq1f1b.schedule import build, units_to_move, with_moves
 from support.launch import PRETRAIN, ROOT
 from support.launchers import started

@@ -16,10 +16,10 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
 from functional_tests.equality.models import Model
+from megatron.seq1f1b.costs.model_shape import ModelShape
+from megatron.seq1f1b.costs.stage_costs import A100, CPU_CORE, analytic_costs, bottleneck_time
 from megatron.seq1f1b.model import Segment, SegmentContext, attach
 from megatron.seq1f1b.partition import Task, cut_sequence
-from megatron.seq1f1b.planning.costs.model_shape import ModelShape
-from megatron.seq1f1b.planning.costs.stage_costs import A100, CPU_CORE, analytic_costs, bottleneck_time
 from megatron.seq1f1b.schedule import MOVE_KINDS, Action, Kind, Placement, Shape, build
 from support.segments import of_lengths
 

@@ -14,11 +14,11 @@ import torch
 
 from gpu_tests import loss
 from gpu_tests.stage import OF_2_7B, STAGES, TINY, Sizes, Stage, first_rank
+from megatron.seq1f1b.costs.machine import Machine, read_machine
+from megatron.seq1f1b.costs.model_shape import ModelShape
+from megatron.seq1f1b.costs.simulator import predict
+from megatron.seq1f1b.costs.training_setup import TrainingSetup
 from megatron.seq1f1b.model import link_rate
-from megatron.seq1f1b.planning.costs.machine import Machine, read_machine
-from megatron.seq1f1b.planning.costs.model_shape import ModelShape
-from megatron.seq1f1b.planning.costs.training_setup import TrainingSetup
-from megatron.seq1f1b.planning.simulator import predict
 from megatron.seq1f1b.runtime.tracer import Recorder
 from megatron.seq1f1b.schedule import Action, Kind, Placement, units_to_move, with_moves
 from support.segments import of_lengths

@@ -38,11 +38,11 @@ for ranks, chunks, microbatches, segments in itertools.product((1, 2, 4), (1, 2)
     assert {action.kind for actions in made.ranks for action in actions} == {Kind.F, Kind.I, Kind.W}
     assert end(made) <= end(build("gpipe", shape))
 
-from megatron.seq1f1b.planning.costs.model_shape import ModelShape
-from megatron.seq1f1b.planning.costs.machine import read_machine
-from megatron.seq1f1b.planning.costs.training_setup import TrainingSetup
-from megatron.seq1f1b.planning.planner.space import Question, families, setups
-from megatron.seq1f1b.planning.simulator import predict
+from megatron.seq1f1b.costs.model_shape import ModelShape
+from megatron.seq1f1b.costs.machine import read_machine
+from megatron.seq1f1b.costs.training_setup import TrainingSetup
+from megatron.seq1f1b.planner.space import Question, families, setups
+from megatron.seq1f1b.costs.simulator import predict
 
 model, machine = ModelShape(8, 1024, 4096, 8, 128, 32768), read_machine("a100-80gb")
 setup = TrainingSetup(model, 8192, 4, placement=Placement(4), family="gpipe-zb")
@@ -58,7 +58,7 @@ TRIMMED = """
 from megatron.seq1f1b.platform import cpu
 
 cpu.activate()
-from megatron.seq1f1b.planning.simulator import execute_lowered
+from megatron.seq1f1b.costs.simulator import execute_lowered
 from megatron.seq1f1b.report import to_trace
 from megatron.seq1f1b.runtime.interpreter import Interpreter
 from megatron.seq1f1b.runtime.program import Program

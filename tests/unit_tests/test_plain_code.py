@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[2] / "megatron" / "seq1f1b"
-ROOMS = ("schedule", "partition", "process", "report", "commands", "planning")
+ROOMS = ("schedule", "partition", "process", "report", "commands", "costs", "planner")
 FILES = sorted(path for room in ROOMS for path in (PACKAGE / room).rglob("*.py"))
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron.seq1f1b.planning.costs.stage_costs import TimedSegment
+from megatron.seq1f1b.costs.stage_costs import TimedSegment
 
 
 @dataclass(frozen=True)

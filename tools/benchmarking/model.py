@@ -18,9 +18,9 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_batch_on_this_cp_rank
 
+from megatron.seq1f1b.costs.model_shape import DeltaNet
 from megatron.seq1f1b.launch.v_chunks import at_stage, building
 from megatron.seq1f1b.model import use_segment_attention
-from megatron.seq1f1b.planning.costs.model_shape import DeltaNet
 from megatron.seq1f1b.platform.local_hybrid import local_hybrid_spec
 from megatron.seq1f1b.process.patches import patched
 from megatron.seq1f1b.rehearsal.ledger import Ledger

@@ -9,10 +9,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from megatron.seq1f1b.partition import Task, cut_sequence
-from megatron.seq1f1b.planning.costs.blocks import authors_flops
-from megatron.seq1f1b.planning.costs.model_shape import ModelShape
-from megatron.seq1f1b.planning.costs.stage_costs import (
+from megatron.seq1f1b.costs.blocks import authors_flops
+from megatron.seq1f1b.costs.model_shape import ModelShape
+from megatron.seq1f1b.costs.stage_costs import (
     A100,
     CPU_CORE,
     StageCost,
@@ -21,6 +20,7 @@ from megatron.seq1f1b.planning.costs.stage_costs import (
     bottleneck_time,
     read_traced_costs,
 )
+from megatron.seq1f1b.partition import Task, cut_sequence
 from megatron.seq1f1b.runtime import PipelineExecutor, Segmentation
 from megatron.seq1f1b.schedule import Placement, ScheduleChoice, Shape, Span
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron.seq1f1b.planning.costs.layer_bytes import loss_bytes
+from megatron.seq1f1b.costs.layer_bytes import loss_bytes
 
 from .row import read
 from .seq1f1b_tables import third_party_setup

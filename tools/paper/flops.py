@@ -1,7 +1,7 @@
 """Floating-point operations of a training step by the formula of each paper, for TFLOPS that can be compared."""
 
-from megatron.seq1f1b.planning.costs.blocks import authors_flops
-from megatron.seq1f1b.planning.costs.model_shape import ModelShape
+from megatron.seq1f1b.costs.blocks import authors_flops
+from megatron.seq1f1b.costs.model_shape import ModelShape
 
 
 def seq1f1b_flops(model: ModelShape, sequence_length: int, batch: int) -> float:

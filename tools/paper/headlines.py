@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
+from megatron.seq1f1b.costs.machine import GIB, read_machine
+from megatron.seq1f1b.costs.simulator import predict
 from megatron.seq1f1b.partition import even
-from megatron.seq1f1b.planning.costs.machine import GIB, read_machine
-from megatron.seq1f1b.planning.simulator import predict
 from megatron.seq1f1b.schedule import Placement
 
 from . import megatron_tables, seq1f1b_tables, terapipe_tables

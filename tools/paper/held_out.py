@@ -13,8 +13,8 @@ from math import exp, log
 import numpy as np
 from msgspec import structs
 
-from megatron.seq1f1b.planning.costs.machine import Machine, read_machine
-from megatron.seq1f1b.planning.simulator import predict
+from megatron.seq1f1b.costs.machine import Machine, read_machine
+from megatron.seq1f1b.costs.simulator import predict
 
 from . import hopper, megatron_tables, seq1f1b_tables, vtrain
 from .row import Row

@@ -14,11 +14,11 @@ from typing import Any
 from msgspec import structs
 
 from megatron.seq1f1b.commands.model_flags import preset
-from megatron.seq1f1b.planning.costs.blocks import model_flops
-from megatron.seq1f1b.planning.costs.machine import Machine, read_machine
-from megatron.seq1f1b.planning.costs.model_shape import ModelShape
-from megatron.seq1f1b.planning.costs.training_setup import TrainingSetup
-from megatron.seq1f1b.planning.simulator import predict
+from megatron.seq1f1b.costs.blocks import model_flops
+from megatron.seq1f1b.costs.machine import Machine, read_machine
+from megatron.seq1f1b.costs.model_shape import ModelShape
+from megatron.seq1f1b.costs.simulator import predict
+from megatron.seq1f1b.costs.training_setup import TrainingSetup
 from megatron.seq1f1b.schedule import Placement
 
 from .row import REFERENCE, Row, read

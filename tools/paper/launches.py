@@ -6,9 +6,9 @@ from types import MappingProxyType
 
 from megatron.seq1f1b.commands.launch_flags import decided_flags
 from megatron.seq1f1b.commands.model_flags import training_flags
-from megatron.seq1f1b.planning.costs.machine import read_machine
-from megatron.seq1f1b.planning.planner.space import Candidate
-from megatron.seq1f1b.planning.simulator import predict
+from megatron.seq1f1b.costs.machine import read_machine
+from megatron.seq1f1b.costs.simulator import predict
+from megatron.seq1f1b.planner.space import Candidate
 
 from . import megatron_tables, seq1f1b_tables, terapipe_tables, zero_bubble
 from .programs import PaperSetup

@@ -15,12 +15,12 @@ from msgspec import structs
 
 from megatron.seq1f1b.commands.model_flags import preset
 from megatron.seq1f1b.commands.train_time import LAWS, soonest
-from megatron.seq1f1b.planning.costs.blocks import parameters_of_model
-from megatron.seq1f1b.planning.costs.machine import Machine, read_machine
-from megatron.seq1f1b.planning.costs.training_setup import TrainingSetup
-from megatron.seq1f1b.planning.planner.search import Plan
-from megatron.seq1f1b.planning.planner.space import Candidate, Question
-from megatron.seq1f1b.planning.simulator import Prediction, predict
+from megatron.seq1f1b.costs.blocks import parameters_of_model
+from megatron.seq1f1b.costs.machine import Machine, read_machine
+from megatron.seq1f1b.costs.simulator import Prediction, predict
+from megatron.seq1f1b.costs.training_setup import TrainingSetup
+from megatron.seq1f1b.planner.search import Plan
+from megatron.seq1f1b.planner.space import Candidate, Question
 
 MODEL, TOKENS, LENGTH = "gpt-1t", 450e9, 2048  # arXiv 2104.04473, section 5: 450 billion tokens for 1T
 COUNTS = (16384, 65536)

@@ -6,11 +6,11 @@ Its slices are segments. What it spreads over the pipeline, the projection to th
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron.seq1f1b.planning.costs.machine import GIB, OUTSIDE_GIB, read_machine
-from megatron.seq1f1b.planning.costs.model_shape import ModelShape
-from megatron.seq1f1b.planning.costs.step_memory import rank_memory
-from megatron.seq1f1b.planning.costs.training_setup import TrainingSetup
-from megatron.seq1f1b.planning.planner.search import fits
+from megatron.seq1f1b.costs.machine import GIB, OUTSIDE_GIB, read_machine
+from megatron.seq1f1b.costs.model_shape import ModelShape
+from megatron.seq1f1b.costs.step_memory import rank_memory
+from megatron.seq1f1b.costs.training_setup import TrainingSetup
+from megatron.seq1f1b.planner.search import fits
 from megatron.seq1f1b.schedule import Placement, build
 
 from .row import REFERENCE, Row, read

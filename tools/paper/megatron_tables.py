@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron.seq1f1b.planning.costs.machine import GIB, read_machine
-from megatron.seq1f1b.planning.costs.step_memory import rank_memory
-from megatron.seq1f1b.planning.simulator import predict
+from megatron.seq1f1b.costs.machine import GIB, read_machine
+from megatron.seq1f1b.costs.simulator import predict
+from megatron.seq1f1b.costs.step_memory import rank_memory
 from megatron.seq1f1b.schedule import Placement, build
 
 from .programs import PaperSetup

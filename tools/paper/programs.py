@@ -5,12 +5,11 @@ A `PaperSetup` is a set-up of such a program. The functions below take the place
 
 from dataclasses import dataclass, replace
 
-from megatron.seq1f1b.planning import simulator
-from megatron.seq1f1b.planning.costs import layer_bytes, layer_times, stage_times
-from megatron.seq1f1b.planning.costs.blocks import BYTES, Block
-from megatron.seq1f1b.planning.costs.layer_times import LayerTime
-from megatron.seq1f1b.planning.costs.machine import Device, Group, Machine
-from megatron.seq1f1b.planning.costs.training_setup import Stage, TrainingSetup
+from megatron.seq1f1b.costs import layer_bytes, layer_times, simulator, stage_times
+from megatron.seq1f1b.costs.blocks import BYTES, Block
+from megatron.seq1f1b.costs.layer_times import LayerTime
+from megatron.seq1f1b.costs.machine import Device, Group, Machine
+from megatron.seq1f1b.costs.training_setup import Stage, TrainingSetup
 from megatron.seq1f1b.schedule import Action, Costs, Kind, Schedule, Timeline
 
 from .blocking import execute_blocking

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
-from megatron.seq1f1b.planning.costs.machine import GIB, Machine
-from megatron.seq1f1b.planning.costs.model_shape import ModelShape
-from megatron.seq1f1b.planning.costs.training_setup import TrainingSetup
-from megatron.seq1f1b.planning.simulator import Prediction
+from megatron.seq1f1b.costs.machine import GIB, Machine
+from megatron.seq1f1b.costs.model_shape import ModelShape
+from megatron.seq1f1b.costs.simulator import Prediction
+from megatron.seq1f1b.costs.training_setup import TrainingSetup
 
 REFERENCE = Path(__file__).with_name("reference")
 

@@ -4,12 +4,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import mean
 
+from megatron.seq1f1b.costs.blocks import authors_flops
+from megatron.seq1f1b.costs.machine import GIB, read_machine
+from megatron.seq1f1b.costs.model_shape import ModelShape
+from megatron.seq1f1b.costs.simulator import predict
+from megatron.seq1f1b.costs.step_memory import rank_memory
 from megatron.seq1f1b.partition import uniform_comp
-from megatron.seq1f1b.planning.costs.blocks import authors_flops
-from megatron.seq1f1b.planning.costs.machine import GIB, read_machine
-from megatron.seq1f1b.planning.costs.model_shape import ModelShape
-from megatron.seq1f1b.planning.costs.step_memory import rank_memory
-from megatron.seq1f1b.planning.simulator import predict
 from megatron.seq1f1b.schedule import Placement, build
 
 from .programs import PaperSetup

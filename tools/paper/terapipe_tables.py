@@ -6,9 +6,9 @@ from functools import cache
 from itertools import groupby
 from pathlib import Path
 
+from megatron.seq1f1b.costs.machine import Machine, read_machine
+from megatron.seq1f1b.costs.simulator import predict
 from megatron.seq1f1b.partition import even
-from megatron.seq1f1b.planning.costs.machine import Machine, read_machine
-from megatron.seq1f1b.planning.simulator import predict
 from megatron.seq1f1b.schedule import Placement
 
 from .programs import PaperSetup

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron.seq1f1b.planning.costs.machine import read_machine
-from megatron.seq1f1b.planning.simulator import predict
+from megatron.seq1f1b.costs.machine import read_machine
+from megatron.seq1f1b.costs.simulator import predict
 from megatron.seq1f1b.schedule import Placement
 
 from .programs import PaperSetup

@@ -10,11 +10,11 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron.seq1f1b.planning.costs.layer_bytes import kept
-from megatron.seq1f1b.planning.costs.machine import Machine, read_machine
-from megatron.seq1f1b.planning.costs.stage_times import balanced_layers, step_costs
-from megatron.seq1f1b.planning.costs.step_memory import rank_memory
-from megatron.seq1f1b.planning.simulator import predict
+from megatron.seq1f1b.costs.layer_bytes import kept
+from megatron.seq1f1b.costs.machine import Machine, read_machine
+from megatron.seq1f1b.costs.simulator import predict
+from megatron.seq1f1b.costs.stage_times import balanced_layers, step_costs
+from megatron.seq1f1b.costs.step_memory import rank_memory
 from megatron.seq1f1b.schedule import Costs, Holds, Placement, Schedule, auto, build, peak_memory, simulate
 from megatron.seq1f1b.schedule.cost_tables import Table
 

@@ -19,17 +19,18 @@ from typing import Any
 
 from msgspec import Struct, structs
 
+from ..costs.machine import read_machine
 from ..files import Count, Positive, read_rows, with_way_out
-from ..planning.costs.machine import read_machine
-from ..planning.planner.search import Plan, Search
-from ..planning.planner.space import Question
+from ..planner.gain import Gain
+from ..planner.search import Plan, Search
+from ..planner.space import Question
 from ..report.style import picture
 from ..report.text import aligned
 from ..schedule import named, read_bytes
 from .model_flags import PRESETS, preset
 from .parsing import Parser, amount, count, count_up_to, output_path
 from .plan import add_machine, show
-from .plan_text import Gain, short_name
+from .plan_text import short_name
 
 
 class Cell(Struct, frozen=True):

@@ -7,8 +7,8 @@ from itertools import compress
 from typing import Any
 
 from ..arguments.supported import Use, first_unsupported, setting_of
-from ..planning.costs.training_setup import TrainingSetup
-from ..planning.planner.space import Candidate
+from ..costs.training_setup import TrainingSetup
+from ..planner.space import Candidate
 from .model_flags import read_model
 
 # Settings of plans in units: their own flag, and one that their user is told to add.

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ..arguments.megatron_run import hybrid_stages
-from ..planning.costs.model_shape import ModelShape, model_shape
+from ..costs.model_shape import ModelShape, model_shape
 from .parsing import MOST_LAYERS, Parser, count, count_up_to
 
 # From a name to flags of Megatron.

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from ..arguments.flags import refuse, value
-from ..schedule import Shape
 
 # Endings of the pictures that matplotlib draws.
 PICTURES = (".png", ".svg", ".pdf")
@@ -66,11 +65,3 @@ def output_path(*endings: str) -> Callable[[str], Path]:
         return path
 
     return path_of
-
-
-def check_size(shape: Shape, most_actions: int) -> None:
-    """Raise ValueError for a schedule of more actions, which would take minutes."""
-    num_actions = 2 * shape.num_stages * shape.num_units
-    if num_actions > most_actions:
-        way_out = "take fewer micro-batches, which repeat themselves, or fewer segments"
-        raise ValueError(f"these sizes make {num_actions:,} actions, the most are {most_actions:,} here; {way_out}")

@@ -23,14 +23,16 @@ from pathlib import Path
 from typing import Any
 
 from ..arguments.supported import Use
+from ..costs.machine import OUTSIDE_GIB, machine_names, read_machine
 from ..files import read_histogram
-from ..planning.costs.machine import OUTSIDE_GIB, machine_names, read_machine
-from ..planning.planner.lengths import UnitSearch
-from ..planning.planner.search import MOST_ACTIONS_OF_AUTO, Plan, Search, predict_candidate
-from ..planning.planner.space import Question
-from ..planning.planner.way_out import way_out
+from ..planner.gain import Gain
+from ..planner.given import as_given
+from ..planner.search import MOST_ACTIONS_OF_AUTO, Plan, Search, predict_candidate
+from ..planner.space import Question
+from ..planner.unit_search import UnitSearch
+from ..planner.way_out import way_out
 from . import plan_text
-from .launch_flags import as_given, decided_flags, read_launch
+from .launch_flags import decided_flags, read_launch
 from .launch_rules import LaunchRules
 from .model_flags import PRESETS, model_of, preset_words
 from .parsing import PICTURES, Parser, amount, amount_or_0, count, count_up_to, name_of, output_path
@@ -146,7 +148,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     megatron = search.of_megatron()
     show(2, 2)
     rate = megatron and megatron.tokens_per_second
-    gain = plan_text.Gain(found[0].tokens_per_second, rate, asked.machine.error)
+    gain = Gain(found[0].tokens_per_second, rate, asked.machine.error)
     best = found[0] if megatron is None or gain.is_of_segments else megatron
     print(plan_text.title_of_units(search) if in_units else plan_text.title(asked))
     row = partial(plan_text.row_of_units, search) if in_units else plan_text.row

@@ -18,13 +18,14 @@ from statistics import fmean
 
 from ..arguments.megatron_run import run_of_settings
 from ..arguments.sequence_partition import SequencePartition
+from ..costs.run_costs import RunCosts
+from ..costs.simulator import check_size
 from ..partition import STRATEGIES, even, segment_times
-from ..planning.run_costs import RunCosts
 from ..report.plan_figures import Cut, plot_splits
 from ..report.text import aligned
 from ..schedule import FAMILIES, Placement, Shape, build, simulate
 from .model_flags import add_model_flags, settings_of
-from .parsing import PICTURES, Parser, check_size, count, output_path
+from .parsing import PICTURES, Parser, count, output_path
 
 # Simulating this many takes ten seconds for each strategy.
 MOST_ACTIONS = 1_000_000

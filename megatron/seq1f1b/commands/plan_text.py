@@ -3,44 +3,18 @@
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
-from ..planning.costs.blocks import model_flops, parameters_of_model
-from ..planning.costs.layer_times import layer_time, repeated_time
-from ..planning.costs.machine import GIB
-from ..planning.costs.training_setup import TrainingSetup
-from ..planning.planner.lengths import UnitPlan, UnitSearch
-from ..planning.planner.search import Plan
-from ..planning.planner.space import Question
-from ..planning.planner.way_out import by_use
-from ..planning.simulator import Prediction
+from ..costs.blocks import model_flops, parameters_of_model
+from ..costs.machine import GIB
+from ..costs.training_setup import TrainingSetup
+from ..planner.breakdown import breakdown
+from ..planner.gain import Gain
+from ..planner.search import Plan
+from ..planner.space import Question
+from ..planner.unit_search import UnitPlan, UnitSearch
+from ..planner.way_out import by_use
 from ..report.text import aligned
-
-
-class Gain(NamedTuple):
-    """The gain of segments over Megatron's own schedules: tokens/s of the fastest step of either, None where nothing
-    fits, and the relative error of such predictions."""
-
-    ours: float | None
-    megatron: float | None
-    error: float
-
-    @property
-    def value(self) -> float | None:
-        """How much more throughput, relative; None unless both fit."""
-        return None if self.ours is None or self.megatron is None else self.ours / self.megatron - 1
-
-    @property
-    def is_of_segments(self) -> bool:
-        """Whether only segments fit, or gain more than the error."""
-        return self.megatron is None if self.value is None else self.value >= self.error
-
-    def __str__(self) -> str:
-        if self.value is None:
-            only = "only segments fit" if self.ours else "only Megatron's own fit"
-            return only if self.ours or self.megatron else "nothing fits"
-        percent = f"{100 * self.value:+.1f} %"
-        return f"{percent} (within error)" if abs(self.value) < self.error else percent
 
 
 def title(question: Question) -> str:
@@ -200,42 +174,6 @@ def verdict(found: Gain, megatron: Plan | None, in_units: bool) -> str:
     if found.is_of_segments:
         return f"Megatron's own schedules take {taken}: the gain over them is {found}."
     return f"Use Megatron's own schedules: they take {taken}, and the gain over them is {found}."
-
-
-_OF_LAYERS = (
-    "matrix products",
-    "attention",
-    "norms, activations, positions",
-    "tensor-parallel collectives",
-    "context- and expert-parallel collectives",
-    "recomputation",
-)
-
-
-def breakdown(prediction: Prediction) -> dict[str, float]:
-    """Seconds of the busiest rank by use; together they are the time of the iteration."""
-    setup = prediction.setup
-    machine = prediction.machine
-    busy = prediction.busy
-    rank = max(range(len(busy)), key=busy.__getitem__)
-    named = dict.fromkeys(_OF_LAYERS, 0.0)
-    for stage in setup.placement.stages_of(rank):
-        for layer, count in setup.stages[stage].layers:
-            for span in setup.spans:
-                time = layer_time(setup, machine, *span, layer)
-                matmul, *others = (forward + back for forward, back in zip(time.forward, time.input, strict=True))
-                repeated = repeated_time(setup, machine, *span, layer)
-                for name, part in zip(_OF_LAYERS, (matmul + time.weight, *others, repeated), strict=True):
-                    named[name] += setup.num_microbatches * count * part
-    # Collectives and recomputation are listed only where they take time.
-    parts = {name: seconds for name, seconds in named.items() if seconds or name in _OF_LAYERS[:3]}
-    # The device waits for the host where kernels end faster than the host launches them.
-    parts["embedding, head, host"] = busy[rank] - sum(parts.values())
-    parts["bubble and messages"] = prediction.pipeline - busy[rank]
-    parts["optimizer"] = max(end.update for end in prediction.ends)
-    rest = prediction.seconds - prediction.pipeline - parts["optimizer"] - machine.host.step
-    parts["gradients and parameters between replicas"] = rest
-    return parts | {"outside the pipeline": machine.host.step}
 
 
 def explained(plans: Sequence[Plan]) -> str:

@@ -14,8 +14,8 @@ from math import inf
 from pathlib import Path
 
 from ..arguments.flags import value
+from ..costs.simulator import check_size, execute_lowered
 from ..files import read_costs, read_timeline
-from ..planning.simulator import execute_lowered
 from ..report import plot_timelines, write_trace
 from ..schedule import (
     FAMILY_NAMES,
@@ -33,7 +33,7 @@ from ..schedule import (
 )
 from ..schedule.csv_file import read_csv, write_csv
 from ..schedule.timeline import write_timeline
-from .parsing import PICTURES, Parser, amount, check_size, count, output_path
+from .parsing import PICTURES, Parser, amount, count, output_path
 
 # Simulating or drawing as many takes half a minute; a figure of more shows nothing.
 MOST_ACTIONS = 200_000

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
 
-from ..planning.costs.blocks import pairs
-from ..planning.costs.machine import Device, Link, Machine, machine_names, read_machine
+from ..costs.blocks import pairs
+from ..costs.machine import Device, Link, Machine, machine_names, read_machine
 from ..schedule import written_whole
 from .parsing import Parser, output_path
 

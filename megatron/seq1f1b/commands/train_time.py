@@ -12,11 +12,11 @@ from math import inf, log2
 from types import MappingProxyType
 from typing import NamedTuple
 
-from ..planning.costs.blocks import parameters_of_model
-from ..planning.costs.machine import read_machine
-from ..planning.planner.search import Plan, Search
-from ..planning.planner.space import Question
-from ..planning.planner.way_out import way_out
+from ..costs.blocks import parameters_of_model
+from ..costs.machine import read_machine
+from ..planner.search import Plan, Search
+from ..planner.space import Question
+from ..planner.way_out import way_out
 from .launch_flags import decided_flags
 from .model_flags import PRESETS, preset, preset_words
 from .parsing import Parser, amount, count, count_up_to, with_values

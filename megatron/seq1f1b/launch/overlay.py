@@ -14,8 +14,8 @@ from typing import Any
 
 from ..arguments import PipelineConfig, add_arguments
 from ..arguments.config import refuse_unsupported
-from ..planning.run_costs import RunCosts
-from ..planning.summary import copies_summary
+from ..costs.run_costs import RunCosts
+from ..costs.summary import copies_summary
 from ..platform import cpu
 from ..process.net import Net
 from ..process.patches import Patch, patched, wrapping

@@ -4,8 +4,8 @@ from argparse import Namespace
 
 from ..arguments import PipelineConfig, pipeline_config, run_of_arguments
 from ..arguments.checks import check
-from ..planning.run_costs import RunCosts
-from ..planning.summary import advice, summary
+from ..costs.run_costs import RunCosts
+from ..costs.summary import advice, summary
 from ..process.ranks import is_rank_0, warn_on_rank_0
 
 

@@ -86,7 +86,7 @@ def _build_empty_tokenizer(build_tokenizer: Callable, args: Namespace) -> Any:
 def _rehearse(pretrain: Callable, *args: Any, **kwargs: Any) -> None:
     from megatron.training import get_args
 
-    from ..planning.costs.machine import GIB
+    from ..costs.machine import GIB
     from .launch import check, in_words, stood_for
     from .report import RehearsalReport
     from .stage import Stage

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from typing import Any
 
-from ..planning.costs.machine import GIB, MIB, in_words
+from ..costs.machine import GIB, MIB, in_words
 from ..report.style import BOXES
 from ..report.text import aligned
 from ..schedule import parse_action

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from megatron.core.rerun_state_machine import RerunDataIterator
 
+from ..costs.machine import bytes_outside
 from ..model import use_segment_attention
-from ..planning.costs.machine import bytes_outside
 from ..process.patches import patched, wrapping
 from ..runtime import watched
 from .fakes import fake_batches, patches

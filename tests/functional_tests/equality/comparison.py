@@ -20,12 +20,12 @@ from functional_tests.equality.layout import build, groups_of, has_loss, replica
 from functional_tests.equality.models import SEQUENCE, VOCABULARY, Model
 from functional_tests.equality.step import logged, run
 from functional_tests.equality.suites import groups
+from megatron.seq1f1b.costs.stage_costs import AnalyticTime
 from megatron.seq1f1b.model.attention import latents
 from megatron.seq1f1b.model.kernels.flash import CpuFlash
 from megatron.seq1f1b.model.kernels.unfused import Unfused
 from megatron.seq1f1b.model.memory import host_memory, loss_pieces
 from megatron.seq1f1b.partition import balanced, packs_of_step
-from megatron.seq1f1b.planning.costs.stage_costs import AnalyticTime
 from megatron.seq1f1b.platform.without_te import OUTPUT_LAYER
 from megatron.seq1f1b.process.patches import Patch, patched
 from megatron.seq1f1b.runtime import PipelineExecutor, Repacking, Segmentation

@@ -14,8 +14,8 @@ from megatron.core.pipeline_parallel import schedules
 import megatron.seq1f1b
 from megatron.seq1f1b import arguments, validate
 from megatron.seq1f1b.arguments import parse_options, run_of_arguments
+from megatron.seq1f1b.costs.run_costs import RunCosts
 from megatron.seq1f1b.launch.overlay import Overlay
-from megatron.seq1f1b.planning.run_costs import RunCosts
 from megatron.seq1f1b.process.patches import Patch, patched
 from megatron.seq1f1b.schedule import (
     FAMILY_NAMES,

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron.seq1f1b.arguments.megatron_run import layers_per_stage
-from megatron.seq1f1b.planning.costs.model_shape import (
+from megatron.seq1f1b.costs.model_shape import (
     DeltaNet,
     Experts,
     LatentAttention,

@@ -14,6 +14,9 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
+from megatron.seq1f1b.costs.blocks import authors_flops
+from megatron.seq1f1b.costs.model_shape import ModelShape
+from megatron.seq1f1b.costs.stage_costs import A100, CPU_CORE, AnalyticTime, analytic_costs, bottleneck_time
 from megatron.seq1f1b.partition import (
     STRATEGIES,
     Task,
@@ -27,9 +30,6 @@ from megatron.seq1f1b.partition import (
     within_documents,
 )
 from megatron.seq1f1b.partition.balanced import shortest_step
-from megatron.seq1f1b.planning.costs.blocks import authors_flops
-from megatron.seq1f1b.planning.costs.model_shape import ModelShape
-from megatron.seq1f1b.planning.costs.stage_costs import A100, CPU_CORE, AnalyticTime, analytic_costs, bottleneck_time
 
 GPT_2_7B = ModelShape(32, 2560, 10240, 32, 80, 32768)
 GPT_7B = ModelShape(32, 4096, 16384, 32, 128, 32768)

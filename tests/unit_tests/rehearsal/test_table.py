@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.seq1f1b.planning.costs.machine import GIB, bytes_outside
+from megatron.seq1f1b.costs.machine import GIB, bytes_outside
 from megatron.seq1f1b.rehearsal.ledger import Category, Message, Moment
 from megatron.seq1f1b.rehearsal.report import RehearsalReport, StageReport, mismatches
 from megatron.seq1f1b.report import plot_memory

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 
 import memory_by_use
-from megatron.seq1f1b.planning.costs import step_memory as memory
+from megatron.seq1f1b.costs import step_memory as memory
 from paper import allocator, headlines, layered, megatron_tables
 from paper_tables import all_rows, as_csv, markdown
 from results import SECTIONS, sections_of
-from unit_tests.planning.planner.question import MODEL, candidates, small
+from unit_tests.planner.question import MODEL, candidates, small
 
 DOCS = Path(__file__).parents[3] / "docs"
 PUBLISHED = DOCS / "paper_tables.md"

@@ -5,12 +5,12 @@ from dataclasses import fields, replace
 import pytest
 
 from megatron.seq1f1b.commands.model_flags import preset
-from megatron.seq1f1b.planning.costs.layer_bytes import kept, layer_activation, layer_keys_values
-from megatron.seq1f1b.planning.costs.machine import read_machine
-from megatron.seq1f1b.planning.costs.model_shape import ModelShape
-from megatron.seq1f1b.planning.costs.step_memory import rank_memory
-from megatron.seq1f1b.planning.costs.training_setup import TrainingSetup
-from megatron.seq1f1b.planning.simulator import predict
+from megatron.seq1f1b.costs.layer_bytes import kept, layer_activation, layer_keys_values
+from megatron.seq1f1b.costs.machine import read_machine
+from megatron.seq1f1b.costs.model_shape import ModelShape
+from megatron.seq1f1b.costs.simulator import predict
+from megatron.seq1f1b.costs.step_memory import rank_memory
+from megatron.seq1f1b.costs.training_setup import TrainingSetup
 from megatron.seq1f1b.schedule import Holds, Placement, build
 from paper.flops import megatron_flops, seq1f1b_flops, terapipe_flops
 from paper.megatron_tables import sc21_setup

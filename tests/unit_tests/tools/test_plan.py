@@ -11,14 +11,14 @@ import pytest
 from megatron.seq1f1b import commands
 from megatron.seq1f1b.commands import gain_map, plan, plan_text
 from megatron.seq1f1b.commands.parsing import output_path
-from megatron.seq1f1b.commands.plan_text import Gain
 from megatron.seq1f1b.commands.train_time import LAWS, soonest
+from megatron.seq1f1b.costs.machine import read_machine
 from megatron.seq1f1b.files import read_histogram
-from megatron.seq1f1b.planning.costs.machine import read_machine
-from megatron.seq1f1b.planning.planner.lengths import draw, in_bins
-from megatron.seq1f1b.planning.planner.search import Search
+from megatron.seq1f1b.planner.gain import Gain
+from megatron.seq1f1b.planner.search import Search
+from megatron.seq1f1b.planner.unit_search import draw, in_bins
 from megatron.seq1f1b.report import plan_figures
-from unit_tests.planning.planner.question import MODEL, small
+from unit_tests.planner.question import MODEL, small
 
 SMALL = "--num-layers 8 --hidden-size 1024 --num-attention-heads 8 --gpus 4 --seq-length 8192 --global-batch-size 4"
 

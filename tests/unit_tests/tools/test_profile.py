@@ -6,8 +6,8 @@ import pytest
 from msgspec import structs
 
 from megatron.seq1f1b.commands import profile
-from megatron.seq1f1b.planning.costs.blocks import pairs
-from megatron.seq1f1b.planning.costs.machine import read_machine
+from megatron.seq1f1b.costs.blocks import pairs
+from megatron.seq1f1b.costs.machine import read_machine
 
 H100 = read_machine("h100-80gb")
 DEVICE = structs.replace(

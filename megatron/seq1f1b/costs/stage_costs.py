@@ -1,0 +1,238 @@
+"""The costs of segments on a stage, and of the actions of a schedule, by FLOPs over throughput or as measured.
+
+Sequences are cut, and `auto` plans, by these times. They are smooth in the ends of a segment, and depend only on ratios
+of rates, so that a laptop cuts like the cluster; `step_costs` predicts a given machine, kernel by kernel. Measured
+times of the same form are fitted to the trace of a step that ran (`--pipeline-trace`).
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate, combinations
+from operator import add, ge, sub
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+import numpy as np
+
+from ..files import read_timeline
+from ..partition import SegmentTime, segment_times
+from ..schedule import Costs, Kind, Timeline
+from .blocks import BYTES, blocks_of, head_flops, layer_flops, pairs
+from .layer_bytes import keeps_logits
+from .machine import Device, read_machine
+from .model_shape import ModelShape
+from .training_setup import ALL_BUT_ATTENTION, FULL, TrainingSetup, stages_of
+
+_LEAST_SECONDS = 1e-9  # of an action in a trace
+_KERNELS = 20  # of a layer in each direction, about
+# FLOPs of the backward over those of the forward; flash attention computes the scores again.
+_MATMUL_BACKWARD = 2.0
+_ATTENTION_BACKWARD = 2.5
+# The devices by which sequences are cut. All GPUs count as the same.
+A100, CPU_CORE = (read_machine(name).device for name in ("a100-80gb", "cpu"))
+
+
+@dataclass(frozen=True)
+class AnalyticTime:
+    """Time by FLOPs over throughput: a constant, a part per token, and one per pair of a query and a key, in all and
+    within a window in keys. `slow_attention` is as in Device."""
+
+    fixed: float = 0.0
+    per_token: float = 0.0
+    per_pair: float = 0.0
+    per_pair_in_window: float = 0.0
+    window: int = 0
+    slow_attention: tuple[tuple[int, float], ...] = ()
+
+    def __call__(self, start: int, end: int) -> float:
+        length = end - start
+        attention = self.per_pair * length * (start + end + 1) / 2
+        if self.per_pair_in_window:
+            attention += self.per_pair_in_window * pairs(start, end, self.window)
+        if self.slow_attention:  # this is called very often
+            attention *= next((factor for rows, factor in self.slow_attention if length < rows), 1.0)
+        return self.fixed + self.per_token * length + attention
+
+    @property
+    def _parts(self) -> tuple[float, ...]:
+        return self.fixed, self.per_token, self.per_pair, self.per_pair_in_window
+
+    def __add__(self, other: "AnalyticTime") -> "AnalyticTime":
+        fixed, token, pair, in_window = map(add, self._parts, other._parts)
+        window = self.window or other.window
+        slow = self.slow_attention or other.slow_attention
+        return AnalyticTime(fixed, token, pair, in_window, window, slow)
+
+    def covers(self, other: "AnalyticTime") -> bool:
+        """Whether no segment takes longer by `other`."""
+        return all(map(ge, self._parts, other._parts)) and self.slow_attention == other.slow_attention
+
+
+class StageCost(NamedTuple):
+    """Times of a segment on one stage; `weight` is the part of `backward` for the weight gradients of linear layers."""
+
+    forward: AnalyticTime = AnalyticTime()
+    backward: AnalyticTime = AnalyticTime()
+    weight: AnalyticTime = AnalyticTime()
+
+    @property
+    def total(self) -> AnalyticTime:
+        return self.forward + self.backward
+
+
+@lru_cache(maxsize=1024)
+def analytic_costs(
+    model: ModelShape,
+    layers_per_stage: tuple[int, ...],
+    device: Device,
+    recompute: str = "none",
+    num_devices: float = 1.0,
+    loss_in_pieces: bool = False,
+) -> tuple[StageCost, ...]:
+    """Seconds of a segment of one sequence on every stage, if `num_devices` share it; `recompute` as in TrainingSetup.
+    With `loss_in_pieces` the backward computes the logits again, and the projection's weight gradient in place of W."""
+    lookup = BYTES * model.hidden_size / (num_devices * device.memory_bandwidth * device.memory_efficiency)
+    products = head_flops(model) / (num_devices * device.peak_flops * device.matmul_efficiency)
+    # The forward reads a row and writes it; the backward adds the gradient to a row.
+    embedding = StageCost(AnalyticTime(per_token=2 * lookup), AnalyticTime(per_token=3 * lookup))
+    of_head = products, (_MATMUL_BACKWARD + loss_in_pieces) * products, 0.0 if loss_in_pieces else products
+    head = StageCost(*(AnalyticTime(per_token=seconds) for seconds in of_head))
+    costs = []
+    for stage in stages_of(model, layers_per_stage):
+        parts = [StageCost()]
+        for layer, count in stage.layers:
+            parts += [_layer(model, layer, device, recompute, num_devices)] * count
+        parts += [embedding] * stage.is_first + [head] * stage.is_last
+        costs.append(StageCost(*(sum(times, AnalyticTime()) for times in zip(*parts, strict=True))))
+    return tuple(costs)
+
+
+def setup_costs(setup: TrainingSetup, device: Device = A100) -> tuple[StageCost, ...]:
+    """`analytic_costs` of a set-up, by which training cuts and plans, whatever the machine."""
+    devices = setup.tensor_parallel / setup.micro_batch_size  # sequences of a micro-batch add to the work
+    pieces = not keeps_logits(setup)
+    return analytic_costs(setup.model, setup.layers_per_stage, device, setup.recompute, devices, pieces)
+
+
+def bottleneck_time(costs: Sequence[StageCost]) -> SegmentTime:
+    """The time of the slowest stage for a segment: the pace of the whole pipeline."""
+    times: list[AnalyticTime] = []  # only those that matter, since the result is called very often
+    for total in dict.fromkeys(cost.total for cost in costs):
+        if not any(time.covers(total) for time in times):
+            times = [time for time in times if not total.covers(time)] + [total]
+    if len(times) == 1:
+        return times[0]
+    return lambda start, end: max([time(start, end) for time in times])
+
+
+def _layer(model: ModelShape, layer: int, device: Device, recompute: str, num_devices: float) -> StageCost:
+    (of_token, of_pair) = layer_flops(model, layer)
+    window = model.window_of(layer)
+    rate = num_devices * device.peak_flops
+    matmul = rate * device.matmul_efficiency
+    per_token = of_token / matmul
+
+    def time(per_token: float, per_pair: float) -> AnalyticTime:
+        attention = (per_pair, 0.0, 0) if window is None else (0.0, per_pair, window)
+        return AnalyticTime(_KERNELS * device.kernel_latency, per_token, *attention, device.slow_attention)
+
+    forward = time(per_token, of_pair / (rate * device.flash_forward))
+    backward = time(_MATMUL_BACKWARD * per_token, _ATTENTION_BACKWARD * of_pair / (rate * device.flash_backward))
+    if recompute in (FULL, ALL_BUT_ATTENTION):
+        backward += forward if recompute == FULL else replace(forward, per_pair=0.0, per_pair_in_window=0.0)
+    # The gradients of a product by its weight and by its input take equally long; a recurrence has no weight.
+    scans = sum(block.scan for block in blocks_of(model, layer)) / matmul
+    return StageCost(forward, backward, AnalyticTime(per_token=per_token - scans))
+
+
+def action_costs(stages: Sequence[StageCost], layers_per_stage: Sequence[int], lengths: Sequence[int]) -> Costs:
+    """Times of F, I and W in the unit of `stages`, for segments of `lengths` tokens; messages take no time. Activation
+    memory is in tokens times layers; W needs inputs and output gradients, about as much as F keeps."""
+    forward, backward, weight = (
+        tuple(tuple(segment_times(lengths, time)) for time in times) for times in zip(*stages, strict=True)
+    )
+    inputs = tuple(tuple(map(sub, *rows)) for rows in zip(backward, weight, strict=True))
+    held = tuple(tuple(float(layers * length) for length in lengths) for layers in layers_per_stage)
+    nothing = ((0.0,) * len(lengths),) * len(stages)
+    return Costs(forward, inputs, weight, nothing, nothing, held, held)
+
+
+class TimedSegment(NamedTuple):
+    """A segment of `length` tokens after `prefix` tokens took `seconds`."""
+
+    length: int
+    prefix: int
+    seconds: float
+
+
+def read_traced_costs(path: str | Path, num_stages: int) -> tuple[tuple[StageCost, ...], list[float]]:
+    """The cost of a segment on every stage, in seconds for a micro-batch, and its relative errors. Raises ValueError if
+    the file is no trace, is of another number of stages, or has too few segments."""
+    timeline = read_timeline(path)
+    try:
+        if timeline.shape.num_stages != num_stages:
+            raise ValueError(f"it has {timeline.shape.num_stages} stages, the model {num_stages}")
+        return traced_costs(timeline)
+    except ValueError as error:
+        way_out = "write another with --pipeline-trace in a run with --sequence-splits 4"
+        raise ValueError(f"{path}: {error}; {way_out}") from error
+
+
+def traced_costs(timeline: Timeline) -> tuple[tuple[StageCost, ...], list[float]]:
+    """As `read_traced_costs`, by the medians over the micro-batches. Weight gradients of whole backwards count as half
+    of the part per token, since the other half of the matrix products gives input gradients."""
+    lengths = timeline.meta.get("segment_lengths")
+    if not lengths or len(lengths) < 2:
+        raise ValueError("it does not have the lengths of at least two segments, the same in all micro-batches")
+    starts = list(accumulate(lengths[:-1], initial=0))
+    seconds = defaultdict(list)
+    for action, start, end in (span for spans in timeline.ranks for span in spans):
+        seconds[action.kind, action.stage, action.segment].append(end - start)
+
+    def taken(kind: Kind, stage: int, segment: int) -> float:
+        found = median(seconds.get((kind, stage, segment), [0.0]))
+        if found < _LEAST_SECONDS:
+            raise ValueError(f"{kind} of segment {segment} on stage {stage} takes no time in it")
+        return found
+
+    def points(stage: int, *kinds: Kind) -> list[TimedSegment]:
+        times = [sum(taken(kind, stage, segment) for kind in kinds) for segment in range(len(lengths))]
+        return [TimedSegment(*point) for point in zip(lengths, starts, times, strict=True)]
+
+    costs = []
+    errors = list[float]()
+    for stage in range(timeline.shape.num_stages):
+        is_split = (Kind.W, stage, 0) in seconds
+        measured = points(stage, Kind.F), points(stage, *((Kind.I, Kind.W) if is_split else (Kind.B,)))
+        forward, backward = map(fit_time, measured)
+        weight = fit_time(points(stage, Kind.W)) if is_split else AnalyticTime(per_token=backward.per_token / 2)
+        costs.append(StageCost(forward, backward, weight))
+        for time, found in zip((forward, backward), measured, strict=True):
+            errors += (abs(time(each.prefix, each.prefix + each.length) / each.seconds - 1) for each in found)
+    return tuple(costs), errors
+
+
+def fit_time(points: Sequence[TimedSegment]) -> AnalyticTime:
+    """The time of no negative part with the least squares of relative errors."""
+    lengths, prefixes, seconds = np.array(points, dtype=float).T
+    parts = np.stack([np.ones_like(lengths), lengths, lengths * (2 * prefixes + lengths + 1) / 2], axis=1)
+    rows = parts / seconds[:, None]
+    scales = np.linalg.norm(rows, axis=0)  # columns of equal length make the rank independent of their units
+    best = np.zeros(3)
+    least = float("inf")
+    # In segments of one length a constant looks like a part per token; it is less likely, so it comes last.
+    for chosen in (list(each) for size in (3, 2, 1) for each in combinations((1, 2, 0), size)):
+        found, _, rank, _ = np.linalg.lstsq(rows[:, chosen] / scales[chosen], np.ones(len(points)), rcond=1e-8)
+        if rank < len(chosen) or found.min() < 0:  # too few segments, or all of one length
+            continue
+        coefficients = np.zeros(3)
+        coefficients[chosen] = found / scales[chosen]
+        error = ((rows @ coefficients - 1) ** 2).sum()
+        if error < least - 1e-9:
+            best = coefficients
+            least = error
+    fixed, per_token, per_pair = best.tolist()
+    return AnalyticTime(fixed, per_token, per_pair)

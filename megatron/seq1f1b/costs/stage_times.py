@@ -1,0 +1,161 @@
+"""The times of the actions of a training step on a machine, and of what follows the last of them. Seconds."""
+
+from dataclasses import dataclass
+from functools import cache, lru_cache, singledispatch
+from itertools import chain, pairwise
+from operator import add
+
+from ..schedule import Costs, Placement
+from ..schedule.cost_tables import Table
+from .blocks import BYTES
+from .layer_bytes import stage_moved
+from .layer_times import LayerTime, embedding_time, head_time, layer_time, repeated_time
+from .machine import Machine
+from .training_setup import Stage, TrainingSetup
+
+Row = tuple[float, ...]
+
+
+@lru_cache(maxsize=8192)
+def _layer_times(setup: TrainingSetup, machine: Machine, layer: int) -> tuple[LayerTime, ...]:
+    """The times of a layer by segment; what is computed again counts as products of the input gradients."""
+    times = [layer_time(setup, machine, *span, layer) for span in setup.spans]
+    repeated = [repeated_time(setup, machine, *span, layer) for span in setup.spans]
+    return tuple(
+        time._replace(input=time.input._replace(matmul=time.input.matmul + again))
+        for time, again in zip(times, repeated, strict=True)
+    )
+
+
+@lru_cache(maxsize=8192)
+def _rows(setup: TrainingSetup, machine: Machine, stage: Stage) -> tuple[Row, Row, Row]:
+    """Durations of F, I and W by segment on a stage."""
+    host = machine.host
+    num_layers = sum(count for _, count in stage.layers)
+    times = [(count, _layer_times(setup, machine, layer)) for layer, count in stage.layers]
+    launch_f = num_layers * host.layer_forward
+    launch_b = num_layers * host.layer_backward + (launch_f if setup.recomputes_layers else 0.0)
+    rows = []
+    for index, span in enumerate(setup.spans):
+        forward = sum(count * of_layer[index].forward.total for count, of_layer in times)
+        back = sum(count * of_layer[index].input.total for count, of_layer in times)
+        weight = sum(count * of_layer[index].weight for count, of_layer in times)
+        for end_time, is_here in ((embedding_time, stage.is_first), (head_time, stage.is_last)):
+            if is_here:
+                forward, back, weight = map(add, (forward, back, weight), end_time(setup, machine, *span))
+        copied = stage_moved(setup, stage, *span)
+        total = max(back + weight, launch_b, copied and copied / machine.device.host_bandwidth) + host.action
+        weight *= (total - host.action) / (back + weight) if setup.splits_backward and weight else 1.0
+        rows.append((max(forward, launch_f) + host.action, total - weight, weight))
+    f, i, w = zip(*rows, strict=True)
+    return f, i, w
+
+
+def stage_rows(setup: TrainingSetup, machine: Machine) -> list[tuple[Row, Row, Row]]:
+    """Durations of F, I and W by segment, of every stage."""
+    if setup.parts:
+        of_stages = zip(*(stage_rows(part, machine) for part in setup.parts), strict=True)
+        tables = (zip(*of_parts, strict=True) for of_parts in of_stages)
+        return [(tuple(chain(*f)), tuple(chain(*i)), tuple(chain(*w))) for f, i, w in tables]
+    rows = {stage: _rows(setup.alone, machine, stage) for stage in set(setup.stages)}
+    return [rows[stage] for stage in setup.stages]
+
+
+def balanced_layers(setup: TrainingSetup, machine: Machine, least: int = 1) -> tuple[int, ...]:
+    """Layers for each stage, at least `least`, with the shortest time of the slowest rank, and then stage, embedding
+    and loss included. Later stages get more among equal ones, since fewer units are in flight there."""
+    return _balanced(setup.alone, setup.placement, machine, least)
+
+
+@lru_cache(maxsize=1 << 16)
+def _balanced(alone: TrainingSetup, placement: Placement, machine: Machine, least: int) -> tuple[int, ...]:
+    layers, first, last = (
+        sum(map(sum, _rows(alone, machine, Stage(*stage))))
+        for stage in ((alone.stages[0].layers, False, False), ((), True, False), ((), False, True))
+    )
+    layer = layers / alone.model.num_layers
+    stages = range(placement.num_stages)
+    loads = [least * layer + first * (stage == 0) + last * (stage == stages[-1]) for stage in stages]
+    counts = [least] * placement.num_stages
+    ranks = [0.0] * placement.num_ranks
+    for stage in stages:
+        ranks[placement.rank_of(stage)] += loads[stage]
+    for _ in range(alone.model.num_layers - least * placement.num_stages):
+        rank = min(reversed(range(placement.num_ranks)), key=ranks.__getitem__)
+        stage = min(reversed(placement.stages_of(rank)), key=loads.__getitem__)
+        counts[stage] += 1
+        loads[stage] += layer
+        ranks[rank] += layer
+    return tuple(counts)
+
+
+@singledispatch
+@lru_cache(maxsize=256)
+def step_costs(setup: TrainingSetup, machine: Machine) -> Costs:
+    """Times in seconds; costs have no memory here, which step_memory counts."""
+    f, i, w = zip(*stage_rows(setup, machine), strict=True)
+    nothing = ((0.0,) * len(setup.segments),) * len(setup.stages)
+    return Costs(f, i, w, *message_times(setup, machine, setup.tensor_parallel), nothing, nothing)
+
+
+def message_times(setup: TrainingSetup, machine: Machine, parts: int) -> tuple[Table, Table]:
+    """Message times to the next stage and to the previous one. `parts` tensor-parallel ranks send a part each; without
+    sequence parallelism the receivers gather the parts."""
+    senders = max(1, min(machine.devices_per_node, setup.pipeline_stride) * parts // setup.tensor_parallel)
+    ranks = map(setup.placement.rank_of, range(setup.placement.num_stages))
+    devices = [rank * setup.pipeline_stride for rank in ranks]
+
+    @cache
+    def row(source: int, destination: int) -> Row:
+        sizes = [setup.whole_input(length) for length in setup.segments]
+        times = (machine.message_time(source, destination, size / parts, senders) for size in sizes)
+        if setup.sequence_parallel:
+            return tuple(times)
+        gathered = (machine.all_gather_time(setup.tensor_group, size) for size in sizes)
+        return tuple(map(add, times, gathered))
+
+    nothing = (0.0,) * len(setup.segments)
+    to_next = [row(earlier, later) for earlier, later in pairwise(devices)]
+    to_previous = [row(later, earlier) for earlier, later in pairwise(devices)]
+    return (*to_next, nothing), (nothing, *to_previous)
+
+
+def replica_times(setup: TrainingSetup, machine: Machine, parameters: float, experts: float) -> tuple[float, float]:
+    """Seconds to sum gradients over replicas, and to gather parameters where the optimizer state is sharded."""
+    reduce = gather = 0.0
+    for group, count in ((setup.data_group, parameters), (setup.expert_data_group, experts)):
+        if count and setup.distributed_optimizer:
+            reduce += machine.all_gather_time(group, setup.gradient_bytes * count)
+            gather += machine.all_gather_time(group, BYTES * count)
+        elif count:
+            reduce += machine.all_reduce_time(group, setup.gradient_bytes * count)
+    return reduce, gather
+
+
+@dataclass(frozen=True)
+class StepEnd:
+    """What follows the pipeline on the ranks of one pipeline rank: sums of gradients, Adam, and gathered parameters."""
+
+    reduce: float
+    update: float
+    gather: float
+
+
+def step_end(setup: TrainingSetup, machine: Machine, rank: int) -> StepEnd:
+    """With `overlaps_data_parallel` the schedule has sums and gathers, except sums of an embedding on two stages."""
+    stages = setup.placement.stages_of(rank)
+    parameters, experts = map(sum, zip(*(setup.parameters[stage] for stage in stages), strict=True))
+    reduce = gather = 0.0
+    if not setup.overlaps_data_parallel:
+        reduce, gather = replica_times(setup, machine, parameters, experts)
+    is_twice = setup.tied_embeddings or setup.model.prediction_depth > 0  # the embedding
+    if is_twice and any(setup.stages[stage].is_first != setup.stages[stage].is_last for stage in stages):
+        apart = setup.pipeline_stride * (setup.pipeline_parallel - 1)
+        size = setup.gradient_bytes * setup.embedding_parameters
+        reduce += 2 * machine.message_time(0, apart, size, min(machine.devices_per_node, setup.pipeline_stride))
+    # All ranks clear, scale and measure gradients; Adam moves parameters, two moments, gradients and a 16-bit copy.
+    moved: float = 4 * setup.gradient_bytes * (parameters + experts)
+    for count, group in ((parameters, setup.data_group), (experts, setup.expert_data_group)):
+        share = group.size if setup.distributed_optimizer else 1
+        moved += (24 + setup.gradient_bytes + BYTES) * count / share
+    return StepEnd(reduce, machine.device.moving_time(moved, 20), gather)

@@ -1,0 +1,199 @@
+"""The memory of a training step on a device, with Megatron's mixed precision and Adam. Bytes."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from itertools import accumulate, pairwise
+from math import log2
+
+import numpy as np
+
+from ..schedule import COMPUTE_KINDS, Action, Kind, Unit, channels_of, partition_state
+from .blocks import BYTES
+from .layer_bytes import Phase, Sizes, Use, changes_of, layer_state, loss_bytes, moved_bytes
+from .training_setup import TrainingSetup
+
+# What PyTorch's allocator reserves beyond the peak of what is allocated: a share of what comes and goes, a share of it
+# for each doubling of the number of lengths of segments, a share of the logits (fitted by tools/paper/allocator.py).
+_HELD_BACK = 0.02
+_FOR_EACH_DOUBLING = 0.071
+_OF_LOGITS = 0.38
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The memory of one rank at the moment of its peak, by use. Bytes."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    keys_values: float
+    states: float  # of recurrent layers
+    logits: float
+    working: float
+    messages: float
+    reserved: float  # unused, but not given back
+
+    @property
+    def total(self) -> float:
+        return float(sum(vars(self).values()))
+
+
+# The columns of arrays that hold all uses.
+_COLUMN = {field.name: number for number, field in enumerate(fields(Memory))}
+# What comes and goes in a step, so that the allocator holds back a part of it.
+_COME_AND_GO = ("activations", "keys_values", "states", "logits", "working", "messages")
+
+
+def host_bytes(setup: TrainingSetup, actions: Iterable[Action]) -> float:
+    """The most that a rank has in the memory of its host at once."""
+    # Megatron's modules move a part of every unit, from its forward to its backward.
+    signs = {Kind.F: 1, Kind.B: -1} if setup.offloads_modules else {Kind.OFFLOAD: 1, Kind.RELOAD: -1}
+    moves = [action for action in actions if action.kind in signs]
+    sizes = moved_bytes(setup) if moves else ()
+    changes = (sizes[stage][segment] * signs[kind] for kind, stage, _, segment in moves)
+    return max(accumulate(changes, initial=0.0))
+
+
+def static_memory(setup: TrainingSetup, rank: int) -> tuple[float, float, float]:
+    """Weights, gradients and optimizer state of a rank at all times; those of a partitioned state are shares."""
+    parameters = [setup.parameters[stage] for stage in setup.placement.stages_of(rank)]
+    whole = sum(map(sum, parameters))
+    experts = sum(each[1] for each in parameters)
+    shares = whole
+    if setup.distributed_optimizer:
+        shares = (whole - experts) / setup.data_group.size + experts / setup.expert_data_group.size
+    held = shares if setup.moves_state else whole
+    return BYTES * held, setup.gradient_bytes * held, 12 * shares
+
+
+def _whole_chunks(setup: TrainingSetup, actions: Sequence[Action]) -> Sizes:
+    """The weights and the gradients of whole chunks at each action, beside the shares of a partitioned state. A chunk
+    has gradients from its first backward until the next chunk ends, because its reduction is over by then.
+    [actions, 2]."""
+    if not setup.moves_state:
+        return np.zeros((len(actions), 2))
+    parameters = [sum(each) for each in setup.parameters]
+    last = {action.stage: action for action in actions}
+    gathered = set[int]()  # stages with whole weights
+    summed = set[int]()  # stages with whole gradients
+    ended = -1
+    numbers = []
+    for action in partition_state(actions):
+        kind = action.kind
+        stage = action.stage
+        if kind is Kind.GATHER:
+            gathered.add(stage)
+        elif kind is Kind.RELEASE:
+            gathered.remove(stage)
+        else:
+            if kind.facts.gives_input_gradient or kind.facts.gives_weight_gradient:
+                summed.add(stage)
+            numbers.append([sum(parameters[each] for each in whole) for whole in (gathered, summed)])
+            if action == last[stage]:
+                summed.discard(ended)
+                ended = stage
+    return np.array(numbers) * (BYTES, setup.gradient_bytes)
+
+
+def rank_memory(setup: TrainingSetup, actions: Sequence[Action], rank: int) -> Memory:
+    """The memory of a rank at its peak; `actions` are its compute actions and moves to the host, in order."""
+    stages = [setup.stages[stage] for stage in setup.placement.stages_of(rank)]
+    order = list(_when_freed(actions))
+    kinds_and_stages = {(action.kind, action.stage) for action in order}
+    changes = {(kind, stage): changes_of(setup, setup.stages[stage], kind) for kind, stage in kinds_and_stages}
+    of_actions = np.array([changes[kind, stage][segment] for kind, stage, _, segment in order])
+
+    # Held while action i runs: what actions up to i added at their start, those before i at their end, and its own.
+    added = of_actions[:, Phase.STARTS].copy()
+    added[1:] += of_actions[:-1, Phase.ENDS]
+    of_units = added.cumsum(axis=0) + of_actions[:, Phase.RUNS]
+    whole_weights, whole_gradients = _whole_chunks(setup, order).T
+    held = np.zeros((len(order), len(_COLUMN)))
+    held[:, _COLUMN["weights"]] = whole_weights
+    held[:, _COLUMN["gradients"]] = whole_gradients
+    held[:, _COLUMN["messages"]] = _messages_waiting(setup, order, rank)
+    for use in Use:
+        held[:, _COLUMN[use.name.lower()]] = of_units[:, use]
+
+    totals = held.sum(axis=1)
+    computing = (number for number, action in enumerate(order) if action.kind in COMPUTE_KINDS)
+    peak = max(computing, key=totals.__getitem__)
+    memory = dict(zip(_COLUMN, held[peak].tolist(), strict=True))
+    weights, gradients, optimizer = static_memory(setup, rank)
+    memory["weights"] += weights
+    memory["gradients"] += gradients
+    memory["optimizer"] += optimizer
+    segments = _segments_held(order, peak)
+    if not setup.model.learned_positions:  # rotary angles in 32 bit, which all layers and micro-batches share
+        size = setup.model.latent.rotary_head_dim if setup.model.latent else setup.model.head_dim
+        tokens = sum(setup.segments[segment] for segment in segments)
+        memory["activations"] += 4 * tokens / setup.context_parallel * size
+    # The gradient of one state of each layer goes back between the segments of a micro-batch.
+    if any(len(part.segments) > 1 for part in setup.parts or (setup,)):
+        of_stages = (sum(count * layer_state(setup, layer) for layer, count in stage.layers) for stage in stages)
+        memory["states"] += max(of_stages)
+
+    lengths = {setup.segments[segment] for segment in segments} if setup.parts else set(setup.segments)
+    doublings = log2(max(1, len(lengths)))
+    come_and_go = float(np.sum([memory[use] for use in _COME_AND_GO]))
+    memory["reserved"] = (_HELD_BACK + _FOR_EACH_DOUBLING * doublings) * come_and_go
+    if stages[-1].is_last:
+        memory["reserved"] += _OF_LOGITS * loss_bytes(setup, max(setup.segments))
+    return Memory(**memory)
+
+
+def _segments_held(order: Sequence[Action], peak: int) -> set[int]:
+    """The segments, of any micro-batch, that the rank holds activations of while action `peak` runs."""
+    ended = {action.unit for action in order[:peak] if action.kind.facts.gives_weight_gradient}
+    forwards = (action for action in order[: peak + 1] if action.kind is Kind.F)
+    return {action.segment for action in forwards if action.unit not in ended}
+
+
+def _messages_waiting(setup: TrainingSetup, actions: Sequence[Action], rank: int) -> Sizes:
+    """The bytes of messages that wait at each action: received for the next one, since receives are posted one action
+    ahead, and not yet taken by the other end. The last rank keeps outputs, and the first one gradients, until all units
+    of a group have passed a chunk and the next chunk is at work there, one hop after another."""
+    hops = setup.placement.num_ranks
+    chunk_of = setup.placement.chunk_of
+    sizes = [setup.residual(length) for length in setup.segments]
+    messages = channels_of(setup.placement, rank)
+    changes = np.zeros(len(actions) + 1)
+    numbers = [number for number, action in enumerate(actions) if action.kind in COMPUTE_KINDS]
+    for number, following in pairwise(numbers):
+        kind, stage, _, segment = actions[following]
+        receives = kind.facts.receives
+        if receives is not None and (receives, stage) in messages:
+            changes[number] += sizes[segment]
+            changes[number + 1] -= sizes[segment]
+    for send in (kind for kind in Kind if kind.facts.is_send):
+        hop = send.facts.hop
+        leaving = {stage for kind, stage in messages if kind is send and chunk_of(stage) != chunk_of(stage + hop)}
+        if not leaving:
+            continue
+        places: dict[Unit, int] = {}  # of the actions that make these messages, among compute actions
+        for place, number in enumerate(numbers):
+            if actions[number].kind.facts.sends is send:
+                places[actions[number].unit] = place
+        for (stage, microbatch, segment), place in places.items():
+            taken = places.get((stage + hop * hops, microbatch, segment), len(numbers)) - hops
+            if stage in leaving and taken > place:
+                changes[numbers[place] + 1] += sizes[segment]
+                changes[numbers[taken] + 1] -= sizes[segment]
+    return changes[:-1].cumsum()
+
+
+def _when_freed(actions: Iterable[Action]) -> Iterator[Action]:
+    """The actions, each OFFLOAD where it has freed its memory: at the next one, or at its own RELOAD."""
+    leaving = None
+    back = None
+    for action in actions:
+        is_offload = action.kind is Kind.OFFLOAD
+        if leaving is not None and (is_offload or action == back):
+            yield leaving
+            leaving = None
+        if is_offload:
+            leaving = action
+            back = action._replace(kind=Kind.RELOAD)
+        else:
+            yield action

@@ -1,0 +1,119 @@
+"""What a launch prints at its start: what runs, its prediction, and advice."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from math import ceil
+
+from msgspec import structs
+
+from ..arguments import PipelineConfig
+from ..arguments.supported import Use, first_unsupported
+from ..partition import segment_times
+from ..schedule import ScheduleChoice
+from .machine import in_words
+from .run_costs import RunCosts
+from .stage_costs import analytic_costs
+
+_FEW = 8  # segments at most, to print all their lengths
+
+
+def summary(config: PipelineConfig, costs: RunCosts, attention: str) -> str:
+    """The block of a configuration with one of our schedules; `attention` is the name of its kernel."""
+    run = config.run
+    schedule = config.schedule
+    assert schedule is not None
+    chunks = f", {run.num_chunks} model chunks each ({schedule.placement})" if run.num_chunks > 1 else ""
+    rows = [
+        ("schedule", schedule.name + (" with segments" if config.num_segments > 1 else "")),
+        ("pipeline", f"{run.pipeline_parallel_size} ranks{chunks}, {run.num_microbatches} micro-batches"),
+        ("segments", _segments(config)),
+        ("attention", attention),
+    ]
+    if config.offloads:
+        rows.append(("host memory", f"{100 * config.offloads:.0f} % of the activations that a rank would hold"))
+    if costs.has_loss_in_pieces:
+        rows.append(("logits", "in pieces, again in the backward; a program that reads them gets them whole"))
+    if config.flags.unit_tokens is None:
+        with suppress(ValueError):  # of unknown sizes, or layers without costs
+            rows += _predictions(costs, schedule, config.lengths)
+    if run.settings.get("fp8"):
+        rows.append(("not predicted", "the gains of --fp8-format: predictions are for 16 bits"))
+    return _block("sequence-level pipeline parallelism", rows)
+
+
+def copies_summary(config: PipelineConfig, costs: RunCosts, rate: float) -> str:
+    """The block of a launch that moves activations at `rate` bytes/s each way, as measured."""
+    rows = [("link", f"{rate / 1e9:.3g} GB/s each way, measured on the slowest rank while all copy both ways")]
+    if config.schedule is not None and config.flags.unit_tokens is None:
+        with suppress(ValueError):  # of unknown sizes, or layers without costs
+            need = costs.host_rate(config.schedule, config.lengths, config.offloads)
+            rows.append(("needed", f"{need / 1e9:.3g} GB/s, for every unit to leave while its forward runs"))
+    return _block("activations to the memory of the host, and back", rows)
+
+
+def _block(title: str, rows: list[tuple[str, str]]) -> str:
+    width = max(len(name) for name, _ in rows)
+    return "\n".join([f"-- {title}", *(f"   {name:<{width}}  {text}" for name, text in rows)])
+
+
+def _segments(config: PipelineConfig) -> str:
+    if config.flags.unit_tokens is not None:
+        return f"units of at most {config.flags.unit_tokens} tokens, with sequences of the data's own lengths"
+    if config.num_segments == 1:
+        return f"1, sequences of {config.run.sequence_length} tokens stay whole"
+    lengths = list(map(str, config.lengths))
+    if len(lengths) > _FEW:
+        lengths = [*lengths[: _FEW // 2], "...", *lengths[-_FEW // 2 :]]
+    how = config.partition.file or config.partition.strategy
+    by_documents = config.follows_documents and config.partition.follows_documents
+    documents = "; each micro-batch by its own documents" if by_documents else ""
+    return f"{config.num_segments}, {how}: {' '.join(lengths)} tokens{documents}"
+
+
+def _predictions(costs: RunCosts, schedule: ScheduleChoice, lengths: Sequence[int]) -> list[tuple[str, str]]:
+    ours = costs.forecast(schedule, lengths)
+    own = costs.forecast_of_megatron()
+    other = "with Megatron's 1F1B"
+    bound = "at most " if schedule.is_planned else ""
+    held = in_words(ours.activations)
+    would_hold = in_words(own.activations)
+    return [
+        ("predicted bubble", f"{bound}{100 * ours.bubble:.1f} %; {100 * own.bubble:.1f} % {other}"),
+        ("predicted step", f"{bound}{ours.seconds / own.seconds:.2f} of the time {other}"),
+        ("predicted activations", f"{held} on the fullest rank; {would_hold} {other}"),
+    ]
+
+
+def advice(config: PipelineConfig, costs: RunCosts) -> Iterator[str]:
+    """Sentences, without their full stop, about what users of `config` may not expect."""
+    schedule = config.schedule
+    if schedule is None:
+        return
+    if config.num_segments > 1 and config.run.has_sizes and costs.machine.name != "cpu":
+        yield from _of_waiting_gpus(config, costs)
+    if schedule.is_planned and not schedule.split:
+        obstacle = first_unsupported(config.run.settings, {Use.SPLIT_BACKWARDS})
+        yield f"--pipeline-schedule auto plans without splitting backwards: {obstacle}"
+
+
+def _of_waiting_gpus(config: PipelineConfig, costs: RunCosts) -> Iterator[str]:
+    """The host takes equally long to launch a layer of any segment; times are nearly in proportion to lengths."""
+    run = config.run
+    lengths = config.lengths
+    host = costs.machine.host.layer_forward
+    model = costs.model
+    assert model is not None
+    devices = run.tensor_parallel_size * (run.settings.get("context_parallel_size") or 1) / run.micro_batch_size
+    device = structs.replace(costs.machine.device, kernel_latency=0.0)
+    (layers,) = analytic_costs(model, (model.num_layers,), device, num_devices=devices)
+    seconds = [time / model.num_layers for time in segment_times(lengths, layers.forward)]
+    shortest = min(range(len(seconds)), key=seconds.__getitem__)
+    if seconds[shortest] < host:
+        most = int(sum(seconds) / host)
+        enough = ceil(lengths[shortest] * host / seconds[shortest])
+        way_out = f"--sequence-splits {most} keeps GPUs busy" if most > 1 else "whole sequences keep GPUs busier"
+        yield (
+            f"the segment of {lengths[shortest]} tokens takes a GPU about {1e3 * seconds[shortest]:.2g} ms a layer, "
+            f"and its host about {1e3 * host:.2g} ms to launch it, so that the GPU waits, as with all "
+            f"segments of less than about {enough} tokens; {way_out}"
+        )

@@ -1,0 +1,264 @@
+"""What a training step computes, and on which ranks. Its time and memory follow from this and a machine."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from itertools import accumulate, pairwise
+from typing import Any, ClassVar, NamedTuple
+
+from ..partition import even
+from ..schedule import Placement, ScheduleChoice, Shape
+from .blocks import BYTES, Block, blocks_of, layer_kinds, layer_parameters
+from .machine import Group
+from .model_shape import ModelShape, hash_once
+
+# What the backward computes again, besides nothing: whole layers, layers without attention, Megatron's modules.
+FULL = "full"
+ALL_BUT_ATTENTION = "all but attention"
+MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act")
+
+
+@lru_cache  # every set-up is checked, and a search makes many
+def has_costs(recompute: str) -> bool:
+    """Whether a TrainingSetup may recompute this."""
+    return recompute in ("none", FULL, ALL_BUT_ATTENTION) or set() < set(recompute.split()) <= set(MODULES)
+
+
+def choices_of(settings: Mapping[str, Any], layers_per_stage: tuple[int, ...], keeps_attention: bool) -> dict[str, Any]:
+    """The fields of a TrainingSetup that follow from the names of Megatron's arguments. Names of other `recompute`
+    modules than MODULES have no costs. Ranks that cut an expert, by default the tensor-parallel ones, count as if each
+    had some of the experts."""
+    granularity = settings.get("recompute_granularity")
+    experts = 1
+    share = 1.0
+    recompute = ALL_BUT_ATTENTION if keeps_attention else granularity or "none"
+    if granularity == "selective":
+        recompute = " ".join(sorted(settings.get("recompute_modules") or ["core_attn"]))
+    elif granularity == "full" and settings.get("recompute_method") == "block":
+        share = min(1.0, (settings.get("recompute_num_layers") or 1) / max(layers_per_stage))
+    if settings.get("num_experts"):
+        tensor = settings.get("expert_tensor_parallel_size") or settings.get("tensor_model_parallel_size") or 1
+        experts = tensor * (settings.get("expert_model_parallel_size") or 1)
+    return {
+        "layers_per_stage": layers_per_stage,
+        "expert_parallel": experts,
+        "sequence_parallel": bool(settings.get("sequence_parallel")),
+        "recompute": recompute,
+        "recomputed_share": share,
+        "distributed_optimizer": bool(settings.get("use_distributed_optimizer")),
+        "hides_tensor_exchange": bool(settings.get("tp_comm_overlap")),
+    }
+
+
+class Stage(NamedTuple):
+    """A pipeline stage; stages of equal costs are equal."""
+
+    layers: tuple[tuple[int, int], ...]  # each kind, as the number of its first layer in the model, with its count
+    is_first: bool  # has the embedding
+    is_last: bool  # has the projection to the vocabulary and the loss
+
+
+@lru_cache(maxsize=4096)
+def stages_of(model: ModelShape, layers_per_stage: tuple[int, ...]) -> tuple[Stage, ...]:
+    """The stages of a model. Prediction heads are on the last one, with layers like the last of the model."""
+    stages = [[*range(start, end)] for start, end in pairwise(accumulate(layers_per_stage, initial=0))]
+    stages[-1] += [model.num_layers - 1] * model.prediction_depth
+    last = len(stages) - 1
+    return tuple(Stage(layer_kinds(model, layers), n == 0, n == last) for n, layers in enumerate(stages))
+
+
+@dataclass(frozen=True)
+class TrainingSetup:
+    """What runs, and on which ranks. `segments` are lengths in tokens, first to last; `layers_per_stage` has one entry
+    per stage in the order of depth. Ranks are numbered as in Megatron: tensor parallel fastest, then context, data,
+    pipeline. Raises ValueError for sizes that do not fit. Functions with `singledispatch` can have another form for a
+    subclass, which stands for another program, as in tools/paper."""
+
+    model: ModelShape
+    sequence_length: int
+    num_microbatches: int
+    micro_batch_size: int = 1
+    tensor_parallel: int = 1
+    context_parallel: int = 1
+    expert_parallel: int = 1  # ranks of a pipeline rank that share the experts (--expert-tensor-parallel-size 1)
+    data_parallel: int = 1
+    placement: Placement = field(default_factory=lambda: Placement(1))
+    family: str = "1f1b"
+    segments: tuple[int, ...] = ()
+    layers_per_stage: tuple[int, ...] = ()
+    sequence_parallel: bool = False
+    recompute: str = "none"  # or FULL, ALL_BUT_ATTENTION, words of MODULES
+    distributed_optimizer: bool = False
+    tied_embeddings: bool = False
+    overlaps_data_parallel: bool = False  # --overlap-grad-reduce, --overlap-param-gather
+    partitions_state: bool = False  # replicas keep shares of weights and gradients; needs `distributed_optimizer`
+    keeps_logits: bool = False  # the loss is never taken in pieces
+    cp_comm_type: str | None = None  # how context-parallel ranks exchange whole sequences; None: the fastest way
+    hides_experts: bool = False  # --overlap-moe-expert-parallel-comm, in Megatron's own schedules
+    hides_tensor_exchange: bool = False  # --tp-comm-overlap, for segments of one length; needs `sequence_parallel`
+    recomputed_share: float = 1.0  # the part of the layers of a stage, with FULL (--recompute-method block)
+    # The share of a rank's activations that moves to its host (--offload-activations); with `offloads_modules` the
+    # share of what Megatron's modules can move of every unit (--fine-grained-activation-offloading).
+    offloads: float = 0.0
+    offloads_modules: bool = False
+    seen: tuple[float, ...] = ()  # pairs of a query and a key of each segment at most, where documents are kept apart
+    longest: int = 0  # tokens of the longest micro-batch of a step, where micro-batches differ in length
+    # A set-up for each kind of micro-batch, where they differ (--unit-tokens). `segments` are then those of all kinds,
+    # one kind after the other, and costs have as many columns.
+    parts: tuple["TrainingSetup", ...] = ()
+    gradient_bytes: ClassVar[int] = 4  # of a gradient that is summed
+
+    def __post_init__(self) -> None:
+        if not self.segments:
+            object.__setattr__(self, "segments", (self.sequence_length,))
+        if not self.layers_per_stage:
+            object.__setattr__(self, "layers_per_stage", even(self.model.num_layers, self.placement.num_stages))
+        if sum(self.segments) != self.sequence_length:
+            raise ValueError(f"segments of {sum(self.segments)} tokens do not make {self.sequence_length}")
+        layers = self.layers_per_stage
+        stages = self.placement.num_stages
+        if len(layers) != stages or sum(layers) != self.model.num_layers:
+            raise ValueError(
+                f"{stages} stages of {list(layers)} layers are not the {self.model.num_layers} layers of the model"
+            )
+        if not has_costs(self.recompute):
+            raise ValueError(
+                f"--recompute-modules {self.recompute} has no costs; drop it, or rehearse the launch (--dry-run)"
+            )
+
+    __hash__ = hash_once
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(self.placement, self.num_microbatches, len(self.segments))
+
+    @property
+    def pipeline_parallel(self) -> int:
+        return self.placement.num_ranks
+
+    @property
+    def pipeline_stride(self) -> int:
+        """The distance between the numbers of two neighbours in the pipeline."""
+        return self.tensor_parallel * self.context_parallel * self.data_parallel
+
+    @property
+    def num_devices(self) -> int:
+        return self.tensor_parallel * self.context_parallel * self.data_parallel * self.pipeline_parallel
+
+    @property
+    def global_batch_size(self) -> int:
+        return self.num_microbatches * self.micro_batch_size * self.data_parallel
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether its schedule computes weight gradients apart."""
+        return _splits_backward(self.family)
+
+    @property
+    def moves_state(self) -> bool:
+        return self.partitions_state and self.data_group.size > 1
+
+    @property
+    def recomputes_layers(self) -> bool:
+        return self.recompute in (FULL, ALL_BUT_ATTENTION)
+
+    def repeats(self, symbol: str) -> bool:
+        """Whether the backward computes a whole block of this symbol again, but not its whole layer."""
+        return {"-": "mlp", "E": "moe"}.get(symbol) in self.recompute.split()
+
+    @property
+    def token_shares(self) -> int:
+        """The number of ranks that share the tokens outside of products, by sequence parallelism."""
+        return self.tensor_parallel if self.sequence_parallel else 1
+
+    @property
+    def tensor_group(self) -> Group:
+        return Group(self.tensor_parallel, 1)
+
+    @property
+    def context_group(self) -> Group:
+        return Group(self.context_parallel, self.tensor_parallel)
+
+    @property
+    def data_group(self) -> Group:
+        """The ranks that hold the same parameters and sum their gradients."""
+        return Group(self.context_parallel * self.data_parallel, self.tensor_parallel)
+
+    @property
+    def expert_data_group(self) -> Group:
+        """The ranks that hold the same experts."""
+        ranks = self.num_devices // self.pipeline_parallel
+        return Group(max(1, ranks // self.expert_parallel), self.expert_parallel)
+
+    @cached_property
+    def spans(self) -> list[tuple[int, int]]:
+        """The start and the end of each segment."""
+        return list(pairwise(accumulate(self.segments, initial=0)))
+
+    @cached_property
+    def alone(self) -> "TrainingSetup":
+        """The set-up with a fixed value of all that does not matter to a single layer, as a key of caches."""
+        return replace(
+            self,
+            num_microbatches=1,
+            data_parallel=1,
+            placement=Placement(1),
+            layers_per_stage=(self.model.num_layers,),
+            family=self.family if self.splits_backward else "1f1b",
+            overlaps_data_parallel=False,
+            offloads=self.offloads if self.offloads_modules else 0.0,
+        )
+
+    def rows(self, tokens: int) -> float:
+        """The rows of the products of a rank, for `tokens` tokens of every sequence."""
+        return self.micro_batch_size * tokens / self.context_parallel
+
+    def whole_input(self, tokens: int) -> float:
+        """Bytes of the residual stream around products, where tensor-parallel ranks do not share it."""
+        return BYTES * self.rows(tokens) * self.model.hidden_size
+
+    def residual(self, tokens: int) -> float:
+        """Bytes of the residual stream on a rank elsewhere."""
+        return self.whole_input(tokens) / self.token_shares
+
+    def blocks(self, layer: int) -> tuple[Block, ...]:
+        """The blocks of layer number `layer` on one rank. Raises ValueError for an unknown one."""
+        return blocks_of(self.model, layer, self.tensor_parallel)
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        return stages_of(self.model, self.layers_per_stage)
+
+    def layer_parameters(self, layer: int = 0) -> tuple[float, float]:
+        """Parameters of a layer on one rank, without those of routed experts, and those of routed experts."""
+        dense, routed = layer_parameters(self.model, layer, self.tensor_parallel)
+        return dense, routed / self.expert_parallel
+
+    @property
+    def embedding_parameters(self) -> float:
+        return self.model.vocab_size * self.model.hidden_size / self.tensor_parallel
+
+    @cached_property
+    def parameters(self) -> list[tuple[float, float]]:
+        """Parameters of each stage on one rank, without those of routed experts, and those of routed experts. The first
+        stage holds the embedding, the last the projection to the vocabulary, and for prediction heads projections that
+        join their inputs and another embedding."""
+        sizes = {stage: self._stage_parameters(stage) for stage in set(self.stages)}
+        return [sizes[stage] for stage in self.stages]
+
+    def _stage_parameters(self, stage: Stage) -> tuple[float, float]:
+        model = self.model
+        of_layers = [(many, *self.layer_parameters(layer)) for layer, many in stage.layers]
+        count = sum(many * dense for many, dense, _ in of_layers)
+        embeddings = stage.is_first + stage.is_last - (self.tied_embeddings and stage.is_first and stage.is_last)
+        if stage.is_first:
+            count += model.learned_positions * model.hidden_size
+        if stage.is_last and model.prediction_depth:
+            count += model.prediction_depth * 2 * model.hidden_size**2 / self.tensor_parallel
+            embeddings += not (self.tied_embeddings or stage.is_first)
+        return count + embeddings * self.embedding_parameters, sum(many * routed for many, _, routed in of_layers)
+
+
+@lru_cache
+def _splits_backward(family: str) -> bool:
+    return ScheduleChoice(family).splits_backwards

@@ -1,0 +1,29 @@
+"""What segments gain over Megatron's own schedules, within the error of predictions."""
+
+from typing import NamedTuple
+
+
+class Gain(NamedTuple):
+    """The gain of segments over Megatron's own schedules: tokens/s of the fastest step of either, None where nothing
+    fits, and the relative error of such predictions."""
+
+    ours: float | None
+    megatron: float | None
+    error: float
+
+    @property
+    def value(self) -> float | None:
+        """How much more throughput, relative; None unless both fit."""
+        return None if self.ours is None or self.megatron is None else self.ours / self.megatron - 1
+
+    @property
+    def is_of_segments(self) -> bool:
+        """Whether only segments fit, or gain more than the error."""
+        return self.megatron is None if self.value is None else self.value >= self.error
+
+    def __str__(self) -> str:
+        if self.value is None:
+            only = "only segments fit" if self.ours else "only Megatron's own fit"
+            return only if self.ours or self.megatron else "nothing fits"
+        percent = f"{100 * self.value:+.1f} %"
+        return f"{percent} (within error)" if abs(self.value) < self.error else percent

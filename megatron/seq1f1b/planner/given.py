@@ -1,0 +1,105 @@
+"""A launch as its flags give it, as a configuration that can be predicted beside the planner's own."""
+
+import argparse
+from dataclasses import replace
+from math import prod
+
+from ..arguments.flags import AUTO
+from ..arguments.layer_layout import stages_of_layout
+from ..arguments.megatron_run import hybrid_stages, layers_per_stage
+from ..costs.simulator import check_size
+from ..costs.training_setup import TrainingSetup, choices_of
+from ..schedule import Shape
+from .search import fitted
+from .space import Candidate, Question, cut, expert_sizes
+
+# Flags of schedules and cuts that a plan does not predict.
+NOT_PREDICTED = ("pipeline_schedule_file", "sequence_split_file", "sequence_split_profile", "pipeline_placement")
+_PREDICTED = ("balanced", "even", "uniform_comp")  # ways to cut
+_MOST_ACTIONS = 1_000_000
+
+
+def as_given(launch: argparse.Namespace, question: Question) -> Candidate | None:
+    """The configuration of the launch itself; None if it names no parallel sizes. Raises ValueError for wrong ones."""
+    if chosen := next((name for name in NOT_PREDICTED if vars(launch)[name] is not None), None):
+        raise ValueError(f"--{chosen.replace('_', '-')} is chosen by the plan; drop it")
+    if "/" in (launch.hybrid_layer_pattern or ""):
+        raise ValueError("--hybrid-layer-pattern with / has prediction heads, which are not planned; drop them")
+    if launch.tensor_model_parallel_size is launch.pipeline_model_parallel_size is None:
+        return None
+    setup = _whole(launch, question)
+    share = launch.offload_activations
+    strategy = launch.sequence_split_strategy
+    segments = launch.sequence_splits or 1
+    if strategy not in _PREDICTED:
+        raise ValueError(f"--sequence-split-strategy {strategy} is not predicted; take {', '.join(_PREDICTED)}")
+    check_size(Shape(setup.placement, setup.num_microbatches, segments), _MOST_ACTIONS)
+    if segments == 1:
+        strategy = "even"
+    elif lengths := cut(setup, strategy, segments):
+        setup = replace(setup, segments=lengths, cp_comm_type=None)
+    else:
+        raise ValueError(f"--sequence-splits {segments} are too many for --seq-length {question.sequence_length}")
+    if launch.fine_grained_activation_offloading:
+        setup = replace(setup, offloads=launch.activation_offload_fraction, offloads_modules=True)
+    else:
+        least = fitted(setup, question.room) if share == AUTO else None
+        setup = least or replace(setup, offloads=1.0 if share == AUTO else share)
+    return Candidate(setup, strategy)
+
+
+def _whole(launch: argparse.Namespace, question: Question) -> TrainingSetup:
+    """The launch on whole sequences, with nothing on the host. Raises ValueError for sizes that do not divide."""
+    tensor = launch.tensor_model_parallel_size or 1
+    pipeline = launch.pipeline_model_parallel_size or 1
+    context = launch.context_parallel_size or 1
+    micro_batch = launch.micro_batch_size or 1
+    data, rest = divmod(question.num_devices, tensor * pipeline * context)
+    if rest or question.global_batch_size % (max(data, 1) * micro_batch):
+        raise ValueError(
+            f"--tensor-model-parallel-size {tensor}, --pipeline-model-parallel-size {pipeline} and "
+            f"--micro-batch-size {micro_batch} do not divide --gpus {question.num_devices} and --global-batch-size "
+            f"{question.global_batch_size}; drop them to have them chosen"
+        )
+    expert = launch.expert_model_parallel_size or 1
+    cut_experts = 1 if question.model.experts is None else launch.expert_tensor_parallel_size or tensor
+    ranks, not_cut = divmod(tensor * context * data, cut_experts)
+    if not_cut or (expert > 1 and expert not in expert_sizes(question.model, ranks)):
+        sizes = f"--expert-model-parallel-size {expert} and --expert-tensor-parallel-size {cut_experts}"
+        raise ValueError(f"{sizes} do not divide the experts and the ranks of a stage; drop them to have them chosen")
+    chunks, layers = _chunks_and_layers(launch, pipeline, question.model.num_layers)
+    kinds = {*launch.cp_comm_type}
+    sizes = launch.hierarchical_context_parallel_sizes
+    if context > 1 and kinds == {"a2a+p2p"} and (len(sizes) != 2 or prod(sizes) != context):
+        need = f"needs --hierarchical-context-parallel-sizes A B with the product {context}"
+        raise ValueError(f"--cp-comm-type a2a+p2p {need}")
+    exchange = " ".join(map(str, (*kinds, *(sizes if kinds == {"a2a+p2p"} else []))))
+    settings = vars(launch) | {"num_experts": question.model.experts}
+    return question.setup(
+        (tensor, context, pipeline, data),
+        chunks,
+        micro_batch,
+        family=launch.pipeline_schedule or "1f1b",
+        cp_comm_type=exchange if context > 1 and len(kinds) == 1 else None,
+        overlaps_data_parallel=launch.overlap_grad_reduce,
+        keeps_logits=launch.keep_logits or not (launch.pipeline_schedule or launch.sequence_splits),
+        hides_experts=launch.overlap_moe_expert_parallel_comm,
+        **choices_of(settings, layers, launch.recompute_keeps_attention),
+    )
+
+
+def _chunks_and_layers(launch: argparse.Namespace, ranks: int, num_layers: int) -> tuple[int, tuple[int, ...]]:
+    """Raises ValueError for stages that do not make the layers of the model."""
+    layout = launch.pipeline_model_parallel_layout
+    chunks = launch.num_virtual_stages_per_pipeline_rank or 1
+    stages = hybrid_stages(vars(launch)) if layout is None else stages_of_layout(layout)
+    if layout is not None or len(stages) > 1:
+        chunks = max(1, len(stages) // ranks)
+    elif launch.num_layers_per_virtual_pipeline_stage is not None:
+        chunks = max(1, num_layers // ranks // launch.num_layers_per_virtual_pipeline_stage)
+    sizes = {"pipeline_model_parallel_size": ranks, "virtual_pipeline_model_parallel_size": chunks}
+    layers = layers_per_stage(vars(launch) | sizes | {"num_layers": num_layers})
+    if len(layers) != ranks * chunks or sum(layers) != num_layers or min(layers) < 0:
+        put = f"these flags put {list(layers)} layers on {ranks * chunks} pipeline stages"
+        raise ValueError(f"{put}, which do not make {num_layers}; drop them to have the layers spread")
+    return chunks, layers

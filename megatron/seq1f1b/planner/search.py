@@ -1,0 +1,311 @@
+"""The best configurations: those that fit, by throughput."""
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from heapq import heapify, heappop, heappush
+from itertools import count, islice, takewhile
+from math import ceil, inf
+from typing import Any, NamedTuple
+
+from ..costs.layer_bytes import kept
+from ..costs.machine import GIB, Machine
+from ..costs.simulator import Prediction, predict
+from ..costs.stage_costs import action_costs, setup_costs
+from ..costs.stage_times import stage_rows, step_end
+from ..costs.step_memory import Memory, host_bytes, rank_memory, static_memory
+from ..costs.training_setup import TrainingSetup
+from ..schedule import FAMILIES, Action, Shape, build, units_to_move, with_moves
+from .space import Candidate, Question, Room, all_sizes, cut, cuts, families, numbers_of_segments, partitioned, spread
+
+# Tiles may make as much of a difference between cuts.
+_ROUNDING = 0.96
+# `auto` plans at the granularity of units, which takes too long beyond this many actions.
+MOST_ACTIONS_OF_AUTO = 30_000
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A configuration and its predicted step, with the memory of the fullest rank on its device and on its host."""
+
+    candidate: Candidate
+    prediction: Prediction
+
+    @property
+    def seconds(self) -> float:
+        return self.prediction.seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.prediction.tokens_per_second
+
+    @property
+    def memory_gib(self) -> float:
+        return max(memory.total for memory in self.prediction.memory) / GIB
+
+    @property
+    def host_gib(self) -> float:
+        return max(self.prediction.host_bytes) / GIB
+
+    def fits(self, room: Room) -> bool:
+        return self.memory_gib * GIB <= room.device and self.host_gib * GIB <= room.host
+
+
+class _Open(NamedTuple):
+    """A set-up that is not cut yet; without a family, its layers are not spread over stages, either."""
+
+    setup: TrainingSetup
+    segments: int
+    family: str | None = None
+
+
+def least_seconds(setup: TrainingSetup, machine: Machine) -> float:
+    """A lower bound: the compute of a rank, with what other ranks compute before its first and after its last action.
+    With weight gradients apart, those of a rank may fill the time after its last input gradient."""
+    rows = stage_rows(setup, machine)
+    work = [sum(f) + sum(i) + sum(w) for f, i, w in rows]
+    around = [f[0] if setup.splits_backward else f[0] + i[0] + w[0] for f, i, w in rows]
+    ranks = setup.pipeline_parallel
+    longest = 0.0
+    before = 0.0
+    for rank in range(ranks):
+        total = setup.num_microbatches * sum(work[stage] for stage in setup.placement.stages_of(rank))
+        # The end of the step looks alike on all ranks between the first and the last.
+        reduce = step_end(setup, machine, rank).reduce if rank in (0, 1, ranks - 1) else 0.0
+        longest = max(longest, before + total + reduce)
+        before += around[rank]
+    ends = [step_end(setup, machine, rank) for rank in {0, ranks - 1}]
+    return longest + max(end.update for end in ends) + max(end.gather for end in ends) + machine.host.step
+
+
+def least_seconds_of(sizes: TrainingSetup, machine: Machine, segments: int) -> float:
+    """A lower bound for all schedules, spreads of layers and cuts: ranks share the compute of an even cut and never
+    idle; inf where there is no such cut."""
+    evenly = _evenly_cut(sizes.alone, segments)
+    if evenly is None:
+        return inf
+    work = (_ROUNDING if segments > 1 else 1.0) * sum(map(sum, stage_rows(evenly, machine)[0]))
+    return sizes.num_microbatches * work / sizes.pipeline_parallel + machine.host.step
+
+
+def least_seconds_cut(setup: TrainingSetup, machine: Machine, segments: int) -> float:
+    """A lower bound for all cuts into this number of segments: kernels lose least to launches where all segments are
+    alike, and no first segment is shorter than the mean. `_ROUNDING` allows for the tiles of single lengths."""
+    evenly = _evenly_cut(setup, segments)
+    return 0.0 if evenly is None else (_ROUNDING if segments > 1 else 1.0) * least_seconds(evenly, machine)
+
+
+def _evenly_cut(setup: TrainingSetup, segments: int) -> TrainingSetup | None:
+    lengths = cut(setup, "even", segments)
+    way = setup.cp_comm_type if segments == 1 else None
+    return None if lengths is None else replace(setup, segments=lengths, cp_comm_type=way)
+
+
+def least_bytes(setup: TrainingSetup, segments: float = inf) -> float:
+    """A lower bound on the fullest rank, on its device and host together: its state, and on the first rank activations
+    of as many micro-batches as every schedule holds at once, whatever the number of segments if that is inf."""
+    first, most, held = _least_parts(setup)
+    return max(first + held * _at_once(setup, segments), most)
+
+
+@lru_cache(maxsize=1 << 16)
+def _least_parts(setup: TrainingSetup) -> tuple[float, float, float]:
+    """The state of the first rank, that of the fullest, and the activations of a micro-batch on the first."""
+    static = [sum(static_memory(setup, rank)) for rank in range(setup.pipeline_parallel)]
+    whole = replace(setup, segments=(setup.sequence_length,), offloads=0.0)
+    held = sum(float(kept(whole, stage).sum()) for stage in (whole.stages[n] for n in setup.placement.stages_of(0)))
+    return static[0], max(static), held
+
+
+def _at_once(setup: TrainingSetup, segments: float) -> float:
+    """The least number of micro-batches that the first rank holds at some moment."""
+    return min(setup.num_microbatches, 1 + (setup.pipeline_parallel - 1) / (segments * setup.placement.num_chunks))
+
+
+def least_seconds_away(setup: TrainingSetup, room: Room, segments: int) -> float:
+    """A lower bound by the copies of the first rank to its host and back; inf if both memories together are too small.
+    After the last forward of each micro-batch, what exceeds the memory is on the host. One byte can be there at as many
+    such moments as micro-batches are held at once."""
+    over = least_bytes(setup, segments) - room.device
+    if over <= 0:
+        return 0.0
+    if _least_parts(setup)[1] > room.device or over > room.host:
+        return inf
+    return max(2, setup.num_microbatches / ceil(_at_once(setup, segments))) * over / room.bandwidth
+
+
+def fullest_ranks(setup: TrainingSetup) -> Iterable[int]:
+    """The ranks that may be fullest: the first has the most units, the last the loss, a third may have most layers."""
+    ranks = range(setup.pipeline_parallel)
+    layers = setup.layers_per_stage
+    deepest = max(ranks, key=lambda rank: sum(layers[stage] for stage in setup.placement.stages_of(rank)))
+    return dict.fromkeys((0, ranks[-1], deepest))
+
+
+def memory_in_flight(setup: TrainingSetup) -> Iterator[Memory]:
+    """Of `fullest_ranks`."""
+    share = 0.0 if setup.offloads_modules else setup.offloads
+    sizes = replace(setup, offloads=0.0) if share else setup  # sizes of units do not depend on the share
+    for rank in fullest_ranks(setup):
+        yield rank_memory(sizes, _in_flight(setup, rank, share), rank)
+
+
+def host_in_flight(setup: TrainingSetup) -> float:
+    """The most that one of `fullest_ranks` has in the memory of its host, where whole units move."""
+    return max(host_bytes(setup, _in_flight(setup, rank, setup.offloads)) for rank in fullest_ranks(setup))
+
+
+def _in_flight(setup: TrainingSetup, rank: int, share: float) -> list[Action]:
+    """The actions of a rank until memory is fullest: a full pipeline holds few micro-batches, `breadth-first` all."""
+    few = 2 * ceil(setup.pipeline_parallel / len(setup.segments)) + 2
+    count = setup.num_microbatches if setup.family == "breadth-first" else min(setup.num_microbatches, few)
+    return _order(setup.family, Shape(setup.placement, count, len(setup.segments)), rank, share)
+
+
+@lru_cache(maxsize=1 << 16)
+def fits(setup: TrainingSetup, limit: float) -> bool:
+    """Whether the ranks that hold most stay below a limit in bytes."""
+    return all(memory.total <= limit for memory in memory_in_flight(setup))
+
+
+@lru_cache(maxsize=1 << 16)
+def fitted(setup: TrainingSetup, room: Room) -> TrainingSetup | None:
+    """The set-up with the least sixteenths of its activations on the host so that it fits; None if none do."""
+    if fits(setup, room.device):
+        return setup
+
+    def moving(sixteenths: int) -> TrainingSetup:
+        return replace(setup, offloads=sixteenths / 16, offloads_modules=room.by_modules)
+
+    if not room.host or not fits(moving(16), room.device):
+        return None
+    return moving(bisect_left(range(16), True, 1, key=lambda sixteenths: fits(moving(sixteenths), room.device)))
+
+
+@lru_cache(maxsize=2048)
+def _order(family: str, shape: Shape, rank: int, offloads: float) -> list[Action]:
+    order = FAMILIES[family](shape).order(rank)
+    return with_moves(order, units_to_move(order, offloads)) if offloads else order
+
+
+class Search:
+    """The configurations that answer a question, fastest first; `plans` has all that were predicted, and
+    `too_long_for_auto` the winners with too many actions for `auto`. Items wait in the order of a lower bound of their
+    step: sizes and numbers of segments, from these chunks and schedules, from these the best cut that fits, from this
+    its prediction, each with a closer bound. The first item with its exact time is the fastest that is left."""
+
+    def __init__(self, question: Question) -> None:
+        self.question = question
+        self.plans: dict[Candidate, Plan] = {}
+        self.too_long_for_auto: set[Candidate] = set()
+
+    def best(self, number: int = 5, below: float = inf) -> list[Plan]:
+        """The fastest configurations that fit and take less than `below` seconds, fastest first. `auto` is tried on
+        these winners, and left out where it is no faster."""
+        found = [*islice(self.fastest_first(below), number)]
+        if "auto" in self.question.families:
+            for winner in found[:]:
+                automatic = self._automatic(winner.candidate)
+                if automatic and automatic not in found and automatic.prediction.seconds < winner.prediction.seconds:
+                    found.append(automatic)
+            found = sorted(found, key=lambda each: each.prediction.seconds)[:number]
+        return found
+
+    def of_megatron(self) -> Plan | None:
+        """The best of Megatron's own schedules for the question; None if none fits."""
+        return next(iter(Search(self.question.of_megatron()).best(1)), None)
+
+    def fastest_first(self, below: float = inf) -> Iterator[Plan]:
+        """All configurations of the named families that fit in less than `below` seconds."""
+        question = self.question
+        first_ones = [_Open(each, k) for each in all_sizes(question) for k in numbers_of_segments(question, each)]
+        bounds = (least_seconds_of(each.setup, question.machine, each.segments) for each in first_ones)
+        waiting: list[tuple[float, int, Any]] = [*zip(bounds, count(), first_ones)]
+        heapify(waiting)
+        numbers = count(len(waiting))  # decide between equal bounds
+        while waiting and waiting[0][0] < below:
+            bound, _, first = heappop(waiting)
+            if isinstance(first, Plan):
+                yield first
+                continue
+            for least, each in self._closer(first):
+                heappush(waiting, (max(bound, least), next(numbers), each))
+
+    def _closer(self, item: Any) -> Iterator[tuple[float, Any]]:
+        """The items that an item is refined to, with lower bounds."""
+        question = self.question
+        machine = self.question.machine
+        room = self.question.room
+        match item:
+            case _Open(sizes, segments, None):
+                for setup in spread(question, sizes):
+                    for family in families(question, setup):
+                        away = self._seconds_away(setup, family, segments)
+                        if away < inf:
+                            least = least_seconds_cut(replace(setup, family=family), machine, segments)
+                            yield max(away, least), _Open(setup, segments, family)
+            case _Open(setup, segments, str(family)):
+                presses = self._seconds_away(setup, family, segments) > 0
+                yield from self._fitting(cuts(setup, family, segments), presses)
+            case (Candidate(), *_):
+                for each in item:
+                    if (moved := fitted(each.setup, room)) is not None:
+                        yield least_seconds(moved, machine), replace(each, setup=moved)
+                        break
+            case Candidate() if question.accepts(item) and (found := self._plan(item)).fits(room):
+                yield found.prediction.seconds, found
+
+    def _seconds_away(self, setup: TrainingSetup, family: str, segments: int) -> float:
+        """`least_seconds_away`, with a partitioned state where the search may choose that."""
+        lean = partitioned(self.question, replace(setup, family=family))
+        # Whole states need the same for all families, so caches serve.
+        return least_seconds_away(lean if lean.partitions_state else setup, self.question.room, segments)
+
+    def _fitting(self, by_cut: Iterator[Candidate], presses: bool) -> Iterator[tuple[float, Any]]:
+        """The best cut that fits and, where the best of all does not, all of them: something may move to the host. If
+        memory `presses`, none of them fits as it is. Cuts with tensor-parallel collectives beside products and without
+        are separate, since bounds do not rank them."""
+        question = self.question
+        room = self.question.room
+        even = next(by_cut, None)  # needs least memory
+        if even is None or not (room.host or fits(partitioned(question, even.setup), room.device)):
+            return
+        whole = [*by_cut, even]
+        shares = [replace(each, setup=partitioned(question, each.setup)) for each in whole]
+        allowed = [*filter(question.accepts, dict.fromkeys(whole + shares))]
+        for hides in (True, False):
+            alike = [each for each in allowed if each.setup.hides_tensor_exchange == hides]
+            too_large = [*takewhile(lambda each: presses or not fits(each.setup, room.device), alike)]
+            if too_large and room.host and even.setup.family == "1f1b":
+                yield least_seconds(too_large[0].setup, question.machine), tuple(too_large)
+            for each in alike[len(too_large) :][:1]:
+                yield least_seconds(each.setup, question.machine), each
+
+    def _automatic(self, winner: Candidate) -> Plan | None:
+        """The plan of a winner with `auto`; None if it does not fit, or takes too long to make."""
+        # Its weight gradients run later, so collectives cannot hide behind them.
+        setup = replace(winner.setup, family="auto", hides_tensor_exchange=False)
+        candidate = replace(winner, setup=setup)
+        if setup.pipeline_parallel == 1 or setup.recompute != "none" or not self.question.accepts(candidate):
+            return None
+        if 3 * setup.shape.num_units * setup.placement.num_stages > MOST_ACTIONS_OF_AUTO:
+            self.too_long_for_auto.add(candidate)
+            return None
+        found = self._plan(candidate)
+        return found if found.fits(self.question.room) else None
+
+    def _plan(self, candidate: Candidate) -> Plan:
+        if candidate not in self.plans:
+            self.plans[candidate] = predict_candidate(candidate, self.question)
+        return self.plans[candidate]
+
+
+def predict_candidate(candidate: Candidate, question: Question) -> Plan:
+    """Predict a candidate, whether or not it fits; `auto` plans by the costs that training has."""
+    setup = candidate.setup
+    schedule = None
+    if setup.family == "auto":
+        costs = action_costs(setup_costs(setup), setup.layers_per_stage, setup.segments)
+        schedule = build("auto", setup.shape, costs)
+    return Plan(candidate, predict(setup, question.machine, schedule))

@@ -1,0 +1,262 @@
+"""A question to the planner, and all that Megatron's rules and ours allow as an answer."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import product
+from math import ceil
+from typing import Any, NamedTuple
+
+from ..costs.blocks import authors_flops
+from ..costs.layer_times import fastest_cp_comm_type
+from ..costs.machine import GIB, OUTSIDE_GIB, Machine
+from ..costs.model_shape import ModelShape
+from ..costs.stage_costs import A100, bottleneck_time, setup_costs
+from ..costs.stage_times import balanced_layers
+from ..costs.training_setup import ALL_BUT_ATTENTION, FULL, TrainingSetup
+from ..partition import SegmentTime, Task, cut_sequence, even, segment_multiple
+from ..schedule import FAMILY_NAMES, Placement
+
+# GPipe takes as long as 1F1B, in more memory.
+_FAMILIES = tuple(name for name in FAMILY_NAMES if name != "gpipe")
+# Segments of fewer tokens on a rank leave a GPU waiting for its host.
+_SHORTEST = 512
+# As many tokens fill a GPU, whatever the model: more sequences in a micro-batch gain nothing.
+_FULL = 32768
+# The shares of the layers of a stage that Megatron may compute again.
+_SHARES = (0.25, 0.5, 0.75, 1.0)
+
+
+class Room(NamedTuple):
+    """Bytes of a device, of its host, and bytes/s between them. Activations of Megatron's modules move, or units."""
+
+    device: float
+    host: float
+    bandwidth: float
+    by_modules: bool
+
+
+@dataclass(frozen=True)
+class Question:
+    """A model, a number of devices of a machine, a length in tokens and a batch in sequences. The allocator may take
+    `memory_gib`; None: all that a device has, less what lies outside the allocator. Activations of a device may take
+    `host_gib` of the memory of its host. The tuples are the choices of the search. With `by_megatron` Megatron's own
+    schedules run, not those of this package. With `partitions_state` replicas keep shares of weights and gradients;
+    None: under `breadth-first`, where a configuration does not fit otherwise. `accepts` tells whether a configuration
+    is allowed, whatever its lengths; `accepts_of_megatron` is for Megatron's own schedules."""
+
+    model: ModelShape
+    machine: Machine
+    num_devices: int
+    sequence_length: int
+    global_batch_size: int
+    memory_gib: float | None = None
+    host_gib: float = 0.0
+    families: tuple[str, ...] = _FAMILIES
+    segments: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128)
+    chunks: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20)
+    micro_batches: tuple[int, ...] = (1, 2, 4, 8)
+    recomputes: tuple[str, ...] = ("none", "layernorm mlp", "layernorm mlp moe", ALL_BUT_ATTENTION, FULL)
+    by_megatron: bool = False
+    partitions_state: bool | None = False
+    accepts: "Callable[[Candidate], bool]" = lambda candidate: True
+    accepts_of_megatron: "Callable[[Candidate], bool]" = lambda candidate: True
+
+    def of_megatron(self) -> "Question":
+        """The same for Megatron's own schedules: 1F1B and its interleaved form on whole sequences. Logits are kept,
+        tensor parallelism exchanges beside products, experts beside the compute of another micro-batch, and activations
+        of modules move to the host."""
+        recomputes = ("none", "layernorm mlp", "layernorm moe_act", "layernorm mlp moe", FULL)
+        own: dict[str, Any] = {"families": ("1f1b",), "segments": (1,), "recomputes": recomputes, "by_megatron": True}
+        return replace(self, **own, partitions_state=False, accepts=self.accepts_of_megatron)
+
+    @property
+    def memory_limit(self) -> float:
+        """What the allocator may take, in GiB."""
+        return self.machine.device.memory_gib - OUTSIDE_GIB if self.memory_gib is None else self.memory_gib
+
+    @property
+    def room(self) -> Room:
+        bandwidth = self.machine.device.host_bandwidth
+        return Room(GIB * self.memory_limit, GIB * self.host_gib if bandwidth else 0.0, bandwidth, self.by_megatron)
+
+    def setup(
+        self, sizes: tuple[int, int, int, int], chunks: int = 1, micro_batch_size: int = 1, **choices: Any
+    ) -> TrainingSetup:
+        """A set-up of whole sequences, by sizes of tensor, context, pipeline and data parallelism."""
+        tensor, context, pipeline, data = sizes
+        return TrainingSetup(
+            self.model,
+            self.sequence_length,
+            self.global_batch_size // (data * micro_batch_size),
+            micro_batch_size,
+            tensor,
+            context,
+            data_parallel=data,
+            placement=Placement(pipeline, chunks),
+            partitions_state=bool(self.partitions_state),
+            **choices,
+        )
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A set-up, with the name of the strategy that cut its sequences, or the tokens of their units."""
+
+    setup: TrainingSetup
+    strategy: str = "even"
+    unit_tokens: int | None = None
+
+
+def setups(question: Question) -> Iterator[TrainingSetup]:
+    """All set-ups without a schedule, on whole sequences."""
+    for sizes in all_sizes(question):
+        yield from spread(question, sizes)
+
+
+def all_sizes(question: Question) -> Iterator[TrainingSetup]:
+    """Parallel sizes, micro-batches and recomputation, with one chunk a rank and layers spread evenly. Any of the ranks
+    of a pipeline stage may share the experts."""
+    for sizes in layouts(question):
+        tensor, context, _, data = sizes
+        for micro_batch in question.micro_batches:
+            is_full = micro_batch > 1 and micro_batch * question.sequence_length > _FULL * tensor * context
+            if is_full or question.global_batch_size % (data * micro_batch):
+                continue
+            choices = dict.fromkeys(("sequence_parallel", "hides_tensor_exchange"), tensor > 1)
+            choices |= {"distributed_optimizer": True, "overlaps_data_parallel": data * context > 1}
+            setup = question.setup(sizes, 1, micro_batch, keeps_logits=question.by_megatron, **choices)
+            setup = replace(setup, cp_comm_type=fastest_cp_comm_type(setup.alone, question.machine))
+            experts = expert_sizes(question.model, tensor * context * data)
+            # Megatron hides the exchange of experts in no hybrid model, beside one prediction head at most.
+            may_hide = question.by_megatron and question.model.pattern is None and question.model.prediction_depth <= 1
+            for expert, recompute in product(experts, recomputes(question)):
+                # It refuses to hide that of experts that are computed again.
+                hides = may_hide and expert > 1 and recompute != FULL and "moe" not in recompute.split()
+                each = replace(setup, expert_parallel=expert, recompute=recompute, hides_experts=hides)
+                for share in _SHARES if question.by_megatron and recompute == FULL else (1.0,):
+                    yield replace(each, recomputed_share=share)
+
+
+def recomputes(question: Question) -> list[str]:
+    """The recomputations that this model has: `moe` and `moe_act` need experts, and with biases a backward of Megatron
+    with `mlp` never ends."""
+    model = question.model
+    left_out = {"mlp"} if model.has_biases else set()
+    if model.experts is None:
+        left_out |= {"moe", "moe_act"}
+    found = (" ".join(word for word in each.split() if word not in left_out) for each in question.recomputes)
+    return list(dict.fromkeys(each or "none" for each in found))
+
+
+def spread(question: Question, sizes: TrainingSetup) -> Iterator[TrainingSetup]:
+    """The sizes with all numbers of model chunks; layers are spread for the least compute of the busiest rank."""
+    ranks = sizes.pipeline_parallel
+    for chunks in question.chunks if ranks > 1 else (1,):
+        # Megatron interleaves groups of at least as many micro-batches as there are ranks.
+        has_group = chunks == 1 or not question.by_megatron or sizes.num_microbatches >= ranks
+        if has_group and ranks * chunks <= question.model.num_layers:
+            hides = sizes.hides_experts and min(ranks, 2) <= chunks
+            layers = even(question.model.num_layers, ranks * chunks)
+            placement = Placement(ranks, chunks)
+            setup = replace(sizes, placement=placement, layers_per_stage=layers, hides_experts=hides)
+            layers = balanced_layers(setup, question.machine)
+            whole = ceil(sizes.recomputed_share * max(layers)) / max(layers)
+            yield replace(setup, layers_per_stage=layers, recomputed_share=whole)
+
+
+def expert_sizes(model: ModelShape, ranks: int) -> list[int]:
+    """The numbers of ranks of a pipeline stage that may share the experts: powers of two."""
+    total = 1 if model.experts is None else model.experts.total
+    return [size for size in powers_of_two(ranks) if ranks % size == 0 and total % size == 0]
+
+
+def layouts(question: Question) -> Iterator[tuple[int, int, int, int]]:
+    """Sizes of tensor parallelism, within a node, and of context, pipeline and data parallelism."""
+    model = question.model
+    devices = question.num_devices
+    kv_heads = model.num_kv_heads or model.num_heads
+    for tensor in powers_of_two(question.machine.devices_per_node):
+        if kv_heads % tensor or model.num_heads % tensor or question.sequence_length % tensor:
+            continue
+        for context in powers_of_two(devices // tensor):
+            # Megatron gives every rank two parts of a sequence.
+            is_cut = question.sequence_length % (2 * tensor * context) == 0
+            is_long = question.sequence_length // context >= 2 * _SHORTEST
+            recurrent = (kind for kind in (model.delta_net, model.mamba) if kind is not None)
+            are_equal = all(kind.shared_by(tensor, context) for kind in recurrent)  # the parts of the ranks
+            if not are_equal or (context > 1 and not (is_cut and is_long)):
+                continue
+            ranks, rest = divmod(devices, tensor * context)
+            for pipeline in range(1, min(ranks, model.num_layers) + 1):
+                data, left = divmod(ranks, pipeline)
+                if not (rest or left or question.global_batch_size % data):
+                    yield tensor, context, pipeline, data
+
+
+def families(question: Question, setup: TrainingSetup) -> list[str]:
+    """The families for a set-up; `auto` is tried on the winners of the others."""
+    if setup.pipeline_parallel == 1:  # without a bubble, all take the same time
+        return [family for family in question.families if family == "1f1b"]
+    left_out = {"auto"}
+    # With one chunk a rank it is GPipe, with one micro-batch 1F1B.
+    if min(setup.placement.num_chunks, setup.num_microbatches) == 1:
+        left_out.add("breadth-first")
+    # Splitting undoes recomputation: W keeps nearly as much.
+    if setup.recompute != "none":
+        left_out |= {family for family in question.families if replace(setup, family=family).splits_backward}
+    return [family for family in question.families if family not in left_out]
+
+
+def numbers_of_segments(question: Question, setup: TrainingSetup) -> list[int]:
+    most = max(2, setup.sequence_length // (_SHORTEST * setup.context_parallel))
+    return [segments for segments in question.segments if segments <= most]
+
+
+def partitioned(question: Question, setup: TrainingSetup) -> TrainingSetup:
+    """The set-up with a partitioned state if the search may choose that and it saves memory. `breadth-first` gathers a
+    chunk once each way, other orders whenever chunks change."""
+    may = question.partitions_state is None and setup.family == "breadth-first" and "breadth-first" in question.families
+    saves = setup.placement.num_chunks > 2 and setup.data_group.size > 1
+    return replace(setup, partitions_state=True) if may and saves else setup
+
+
+def cuts(setup: TrainingSetup, family: str, segments: int) -> Iterator[Candidate]:
+    """The set-up under a schedule: cut evenly, for the least memory, and balanced, which is faster."""
+    seen: set[tuple[int, ...]] = set()
+    for strategy in ("even", "balanced")[: 1 if segments == 1 else 2]:
+        lengths = cut(setup, strategy, segments)
+        if lengths is not None and lengths not in seen:
+            seen.add(lengths)
+            each = replace(setup, family=family, segments=lengths)
+            way = setup.cp_comm_type if segments == 1 else None
+            # Tensor-parallel overlap has buffers of one length, and gathers beside the products of weight gradients.
+            hides = setup.hides_tensor_exchange and len(set(lengths)) == 1 and not each.splits_backward
+            yield Candidate(replace(each, cp_comm_type=way, hides_tensor_exchange=hides), strategy)
+
+
+def cut(setup: TrainingSetup, strategy: str, segments: int) -> tuple[int, ...] | None:
+    """The lengths that training would have with these flags; None if a sequence is too short."""
+    time = _slowest_stage(setup_costs(setup)) if strategy == "balanced" else None
+    multiple = segment_multiple(setup.token_shares, setup.context_parallel)
+    return _cut(setup.model, setup.sequence_length, multiple, strategy, segments, time)
+
+
+# Equal costs give the same function, by which `_cut` caches lengths.
+_slowest_stage = lru_cache(maxsize=1024)(bottleneck_time)
+
+
+@lru_cache(maxsize=4096)
+def _cut(
+    model: ModelShape, length: int, multiple: int, strategy: str, segments: int, time: SegmentTime | None
+) -> tuple[int, ...] | None:
+    flops = authors_flops(model)
+    rows = A100.full_speed_rows
+    try:
+        return cut_sequence(strategy, Task(length, segments, multiple, time=time, flops=flops, full_speed_rows=rows))
+    except ValueError:
+        return None
+
+
+def powers_of_two(most: int) -> list[int]:
+    return [1 << exponent for exponent in range(max(most, 1).bit_length())]

@@ -1,1 +1,0 @@
-"""What a step takes, and which configuration is best: costs, the simulator of a lowered schedule, the planner."""

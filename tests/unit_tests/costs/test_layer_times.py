@@ -1,0 +1,167 @@
+"""What context-parallel ranks exchange and attention hides; what mixtures of experts take."""
+
+from dataclasses import replace
+
+import pytest
+from msgspec import structs
+
+from megatron.seq1f1b.commands.model_flags import PRESETS, preset
+from megatron.seq1f1b.costs.blocks import parameters_of_model
+from megatron.seq1f1b.costs.layer_bytes import layer_activation, layer_kept_for_weights, layer_moved
+from megatron.seq1f1b.costs.layer_times import (
+    comm_types,
+    context_exchange,
+    fastest_cp_comm_type,
+    layer_time,
+    repeated_time,
+)
+from megatron.seq1f1b.costs.machine import read_machine
+from megatron.seq1f1b.costs.model_shape import Experts
+from megatron.seq1f1b.costs.simulator import predict
+from megatron.seq1f1b.costs.stage_costs import analytic_costs
+from megatron.seq1f1b.costs.step_memory import rank_memory
+from megatron.seq1f1b.costs.training_setup import TrainingSetup
+from megatron.seq1f1b.schedule import Placement, build
+
+MACHINE = read_machine("h100-80gb")
+LENGTH, HEADS, KV_HEADS, DIM = 65536, 64, 8, 128
+SETUP = TrainingSetup(preset("llama3-70b"), LENGTH, 1, tensor_parallel=2, context_parallel=4, sequence_parallel=True)
+# Bytes of the tokens of a rank.
+KEYS_VALUES, QUERIES = (2 * LENGTH / 4 * heads / 2 * DIM for heads in (2 * KV_HEADS, HEADS))
+
+
+def exchange(way: str, attention: tuple[float, float], **changes) -> tuple[float, float]:
+    setup = replace(SETUP, cp_comm_type=way, **changes)
+    return context_exchange(setup, MACHINE, setup.blocks(0)[0], LENGTH, attention)
+
+
+def test_attention_hides_a_ring_but_for_the_last_gradients():
+    """Transformer Engine adds the result of each of 4 steps to what is there: two reads and a write."""
+    hop, both = (MACHINE.message_time(0, 2, size, 2) for size in (KEYS_VALUES, 2 * KEYS_VALUES))
+    added = [3 * 4 * size / (0.8 * 3350e9) + 8 * 4e-6 for size in (QUERIES, QUERIES + KEYS_VALUES)]
+    hidden, bare = exchange("p2p", (1.0, 1.0)), exchange("p2p", (0.0, 0.0))
+    assert hidden == pytest.approx((added[0], added[1] + hop))
+    assert bare[0] - hidden[0] == pytest.approx(3 * hop) and bare[1] - hidden[1] == pytest.approx(hop + 2 * both)
+    # Beside attention of one hop a step, gradients are half hidden.
+    assert exchange("p2p", (4 * hop, 4 * hop))[1] - hidden[1] == pytest.approx(2 * (both - hop))
+
+
+def test_a_ring_between_nodes_goes_at_the_pace_of_an_adapter():
+    inside, outside = (exchange("p2p", (0.0, 0.0), tensor_parallel=size)[0] for size in (2, 8))
+    hop = MACHINE.message_time(0, 8, KEYS_VALUES / 4, 8)
+    assert outside - 3 * 4 * QUERIES / 4 / (0.8 * 3350e9) - 8 * 4e-6 == pytest.approx(3 * hop) and hop > 0
+    assert outside < inside  # of a quarter of the bytes
+    # Heads among neighbours shorten the ring.
+    ring, both = (exchange(way, (0.0, 0.0), context_parallel=16) for way in ("p2p", "a2a+p2p 4 4"))
+    assert sum(both) < sum(ring)
+
+
+def test_gathering_and_exchanging_heads_are_not_hidden():
+    gathered = MACHINE.all_gather_time(SETUP.context_group, 4 * KEYS_VALUES)
+    assert exchange("all_gather", (1.0, 1.0)) == pytest.approx((gathered, 2 * gathered))
+    by_heads = MACHINE.all_to_all_time(SETUP.context_group, 2 * QUERIES + KEYS_VALUES)
+    assert exchange("a2a", (1.0, 1.0)) == pytest.approx((by_heads, by_heads))
+
+
+def test_ways_are_those_of_transformer_engine():
+    assert comm_types(SETUP, MACHINE) == ("all_gather", "a2a", "p2p")
+    # Four heads of keys a rank; four ranks of a context-parallel group share a node.
+    assert comm_types(replace(SETUP, context_parallel=8), MACHINE) == ("all_gather", "p2p", "a2a+p2p 4 2")
+    # With more ranks than heads of keys each has one, which no other can share.
+    few = replace(SETUP.model, num_kv_heads=2)
+    assert comm_types(replace(SETUP, model=few, tensor_parallel=4), MACHINE) == ("all_gather", "p2p")
+    window = replace(SETUP.model, window=1024, window_layers=(0,))
+    assert comm_types(replace(SETUP, model=window), MACHINE) == ("all_gather", "a2a")
+
+
+@pytest.mark.parametrize("tensor, length, kind", [(2, 4096, "all_gather"), (8, 1 << 20, "p2p")])
+def test_whole_sequences_go_the_fastest_way(tensor, length, kind):
+    setup = replace(SETUP, sequence_length=length, segments=(), tensor_parallel=tensor)
+    assert fastest_cp_comm_type(setup, MACHINE) == kind
+    free, named = (layer_time(replace(setup, cp_comm_type=way), MACHINE, 0, length) for way in (None, kind))
+    assert free == named
+
+
+def test_experts_that_hide_their_exchange_take_less():
+    setup = TrainingSetup(preset("deepseek-v3"), 4096, 8, expert_parallel=64, data_parallel=64)
+    shown, hidden = (layer_time(replace(setup, hides_experts=hides), MACHINE, 0, 4096, 5) for hides in (False, True))
+    assert hidden.forward.all_to_all < shown.forward.all_to_all
+    assert hidden.forward._replace(all_to_all=0) == shown.forward._replace(all_to_all=0)
+
+
+def test_tensor_parallelism_hides_behind_products_at_most():
+    setup = replace(SETUP, tensor_parallel=8, sequence_parallel=True, recompute="mlp")
+    slow = replace(MACHINE, node=structs.replace(MACHINE.node, bandwidth=MACHINE.node.bandwidth / 100))
+    for machine, all_hidden in ((MACHINE, True), (slow, False)):
+        shown, hidden = (
+            layer_time(replace(setup, hides_tensor_exchange=hides), machine, 0, 4096) for hides in (False, True)
+        )
+        assert 0 <= hidden.forward.exchange < shown.forward.exchange
+        assert 0 <= hidden.input.exchange < shown.input.exchange
+        assert (hidden.forward.exchange == hidden.input.exchange == 0) == all_hidden
+        assert hidden.forward._replace(exchange=0) == shown.forward._replace(exchange=0)
+
+
+SIZES = {"expert_parallel": 8, "data_parallel": 8, "placement": Placement(4), "distributed_optimizer": True}
+MIXTRAL = TrainingSetup(preset("mixtral-8x7b"), 8192, 4, **SIZES)
+
+
+BILLIONS = {
+    **{"2.7b": 2.69, "7b": 6.71, "13b": 12.92, "30b": 29.4, "gpt3-175b": 175, "gpt-1t": 1008, "llama3-8b": 8.03},
+    **{"llama3-70b": 70.6, "llama3-405b": 405.9, "mixtral-8x7b": 46.7, "mixtral-8x22b": 141, "qwen3-30b-a3b": 30.5},
+    **{"qwen3-235b-a22b": 235, "deepseek-v3": 671, "qwen3-next-80b": 80, "gpt-oss-120b": 117},
+}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_have_the_published_sizes_and_costs(name):
+    setup = TrainingSetup(preset(name), 8192, 1, segments=(4096, 4096))
+    parameters = parameters_of_model(setup.model)
+    assert parameters / 1e9 == pytest.approx(BILLIONS[name], rel=0.01)
+    assert predict(setup, MACHINE).memory[0].total > parameters
+
+
+def test_one_expert_for_all_tokens_is_a_feed_forward_block():
+    """A single expert that every token goes through computes what a dense layer does, and leaves as much to W."""
+    dense = replace(MIXTRAL.model, experts=None, expert_layers=())
+    alone = replace(MIXTRAL.model, experts=Experts(1, 1, MIXTRAL.model.ffn_hidden_size))
+    setups = [replace(MIXTRAL, model=model, expert_parallel=1) for model in (dense, alone)]
+    times = [layer_time(setup, MACHINE, 0, 8192) for setup in setups]
+    assert times[1].forward.matmul == pytest.approx(times[0].forward.matmul, rel=0.01)
+    assert times[1].weight == pytest.approx(times[0].weight, rel=0.01)
+    kept = [layer_kept_for_weights(setup, 0, 0, 8192) for setup in setups]
+    assert kept[1] == kept[0] < layer_activation(setups[1], 0, 0, 8192)
+    planned = [analytic_costs(model, (32,), MACHINE.device)[0].weight(0, 8192) for model in (dense, alone)]
+    assert planned[1] == pytest.approx(planned[0], rel=0.01)
+
+
+def test_expert_parallelism_divides_the_experts_and_their_state():
+    few, many = (replace(MIXTRAL, expert_parallel=size) for size in (1, 8))
+    assert many.layer_parameters()[1] == few.layer_parameters()[1] / 8
+    memory = [rank_memory(setup, build("1f1b", setup.shape).ranks[0], 0) for setup in (few, many)]
+    assert memory[1].weights < memory[0].weights / 3
+    # The optimizer state is sharded over all replicas of a weight: as much on every rank either way.
+    assert memory[1].optimizer == pytest.approx(memory[0].optimizer)
+
+
+def test_layers_without_experts_are_counted_as_such():
+    model = replace(MIXTRAL.model, expert_layers=tuple(range(1, 32)))
+    setup = replace(MIXTRAL, model=model)
+    assert [stage.layers for stage in setup.stages] == [((0, 1), (1, 7)), ((1, 8),), ((1, 8),), ((1, 8),)]
+    assert setup.parameters[0][1] == 7 / 8 * setup.parameters[1][1]
+
+
+def test_experts_computed_again_cost_a_forward_of_theirs():
+    """DeepSeek-V3, whose first three layers are dense; its experts are 8 of 256 and one that all tokens share."""
+    none = TrainingSetup(preset("deepseek-v3"), 8192, 1, expert_parallel=8, data_parallel=8)
+    setup, residual = replace(none, recompute="moe"), 2 * 8192 * none.model.hidden_size
+    assert [repeated_time(each, MACHINE, 0, 8192, layer) for each, layer in ((none, 9), (setup, 0))] == [0, 0]
+    assert layer_activation(setup, 0, 0, 8192) == layer_activation(none, 0, 0, 8192)
+    alone = replace(none.model, num_layers=1, pattern="E")
+    of_experts, again = (replace(each, model=alone, layers_per_stage=()) for each in (none, setup))
+    assert layer_activation(again, 0, 0, 8192) == 2 * residual < 0.15 * layer_activation(of_experts, 0, 0, 8192)
+    moving = replace(again, offloads=1.0, offloads_modules=True)
+    assert layer_moved(moving, 0, 0, 8192) == (residual, 0)
+    forward = layer_time(of_experts, MACHINE, 0, 8192).forward.total
+    assert repeated_time(again, MACHINE, 0, 8192, 0) == pytest.approx(forward, rel=0.05)
+    assert repeated_time(setup, MACHINE, 0, 8192, 9) == repeated_time(again, MACHINE, 0, 8192, 0)

@@ -1,0 +1,175 @@
+"""The planner finds what trying everything would find, and keeps the memory of a device."""
+
+from dataclasses import replace
+from itertools import pairwise, product
+
+import pytest
+
+from megatron.seq1f1b.costs.model_shape import DeltaNet, Experts, Mamba
+from megatron.seq1f1b.planner import search
+from megatron.seq1f1b.planner.breakdown import breakdown
+from megatron.seq1f1b.planner.search import Search, fitted, predict_candidate
+from megatron.seq1f1b.planner.space import all_sizes, cuts, families, numbers_of_segments, setups, spread
+from megatron.seq1f1b.planner.way_out import way_out
+from megatron.seq1f1b.report.plan_figures import Point, frontier
+from unit_tests.planner.question import MODEL, candidates, linked, small
+
+
+@pytest.fixture(scope="module")
+def everything():
+    return [predict_candidate(each, small()) for each in candidates(small())]
+
+
+@pytest.mark.parametrize("limit", [16, 4, 2.5, 1.7])  # from all that fits to hardly anything
+def test_the_best_of_everything_that_fits(everything, limit):
+    best_cuts = {}
+    for each in sorted(everything, key=lambda each: each.candidate.strategy):  # balanced first
+        setup, count = each.candidate.setup, len(each.candidate.setup.segments)
+        if each.memory_gib <= limit:
+            best_cuts.setdefault(replace(setup, segments=(count,), sequence_length=count), each)
+    fitting = best_cuts.values()
+    expected = sorted(each.prediction.seconds for each in fitting)[:5]
+    found = Search(small(memory_gib=limit)).best()
+    assert [each.prediction.seconds for each in found] == pytest.approx(expected, rel=1e-12)
+    assert all(each.memory_gib <= limit for each in found)
+    assert 0 < len(fitting) < len(everything)
+
+
+def test_what_does_not_fit_moves_to_the_host_if_that_is_fastest():
+    question = linked(1e12, memory_gib=1.45, host_gib=2, recomputes=("none",))
+    found = ((each, fitted(each.setup, question.room)) for each in candidates(question) if each.setup.family == "1f1b")
+    moved = [replace(each, setup=setup) for each, setup in found if setup is not None and setup.offloads]
+    moving = [predict_candidate(each, question) for each in moved]
+    (best,) = Search(question).best(1)
+    assert best.candidate.setup.offloads and 0 < best.host_gib <= 2 and best.memory_gib <= 1.45
+    balanced = [each for each in moving if len(each.candidate.setup.segments) == 1 or each.candidate.strategy != "even"]
+    assert best.prediction.seconds <= min(each.prediction.seconds for each in balanced if each.host_gib <= 2)
+    assert best in moving
+    for each in moving:
+        setup, seconds = each.candidate.setup, each.prediction.seconds * (1 + 1e-9)
+        assert search.least_seconds_away(setup, question.room, len(setup.segments)) <= seconds
+    # A full host, a slow link or enough memory: nothing moves.
+    assert Search(small(host_gib=100)).best() == Search(small()).best()
+    for other in (replace(question, host_gib=0.01), linked(1e6, memory_gib=1.45, host_gib=2, recomputes=("none",))):
+        assert Search(other).best(1) == Search(replace(other, host_gib=0)).best(1)
+
+
+def test_bounds_are_bounds(everything):
+    for each in everything:
+        setup = each.candidate.setup
+        assert search.least_seconds(setup, small().machine) <= each.prediction.seconds * (1 + 1e-9)
+        assert search.least_bytes(setup, len(setup.segments)) <= each.memory_gib * 2**30 * (1 + 1e-9)
+    for sizes, setup in ((each, setup) for each in all_sizes(small()) for setup in spread(small(), each)):
+        for family, segments in product(families(small(), setup), numbers_of_segments(small(), setup)):
+            least = search.least_seconds_of(sizes, small().machine, segments)
+            closer = search.least_seconds_cut(replace(setup, family=family), small().machine, segments)
+            for each in cuts(setup, family, segments):
+                assert max(least, closer) <= search.least_seconds(each.setup, small().machine) * (1 + 1e-9)
+
+
+def test_the_state_is_partitioned_where_that_is_faster():
+    """A deep model, where weights and gradients fill a device, and where they do not."""
+    changes = {"model": replace(MODEL, num_layers=24, vocab_size=1024), "num_devices": 8, "global_batch_size": 16}
+    changes |= {"sequence_length": 2048, "families": ("1f1b", "breadth-first"), "chunks": (1, 6), "segments": (1, 4)}
+    little, enough = (small(**changes, memory_gib=limit) for limit in (1.5, 2))
+    (best,), (whole,) = (Search(replace(little, partitions_state=each)).best(1) for each in (None, False))
+    assert best.candidate.setup.partitions_state and best.memory_gib <= 1.5
+    assert best.prediction.seconds < whole.prediction.seconds
+    assert Search(replace(enough, partitions_state=None)).best() == Search(enough).best()
+
+
+def test_winners_with_too_many_actions_for_auto_are_named(monkeypatch):
+    monkeypatch.setattr("megatron.seq1f1b.planner.search.MOST_ACTIONS_OF_AUTO", 0)
+    of_four = Search(small(families=("zb-h1", "auto"), accepts=lambda each: each.setup.pipeline_parallel == 4))
+    found = of_four.best(3)
+    assert {each.candidate.setup.family for each in found} == {"zb-h1"}
+    assert {each.candidate.setup.pipeline_parallel for each in found} == {4}
+    assert of_four.too_long_for_auto == {
+        replace(each.candidate, setup=replace(each.candidate.setup, family="auto")) for each in found
+    }
+
+
+def test_a_breakdown_adds_up(everything):
+    for each in everything[::7]:
+        parts = breakdown(each.prediction)
+        assert sum(parts.values()) == pytest.approx(each.prediction.seconds)
+        assert min(parts.values()) >= -1e-9
+
+
+def test_what_cannot_be_divided_is_a_sentence_with_a_way_out():
+    question = small(num_devices=7, global_batch_size=4)
+    assert Search(question).best() == []
+    sentence = str(way_out(question))
+    assert "7 devices" in sentence and "; --global-batch-size 7 can be divided" in sentence
+    assert Search(small(num_devices=7, global_batch_size=7)).best()
+    assert "no configuration fits 0 GiB" in str(way_out(small(memory_gib=0)))
+
+
+@pytest.mark.parametrize(
+    "changes", [{"memory_gib": 0.9}, {"num_devices": 1, "memory_gib": 2.0, "host_gib": 0.1}], ids=["device", "host"]
+)
+def test_what_does_not_fit_names_the_nearest_that_does(changes):
+    question = linked(1e12, **changes)
+    assert Search(question).best() == []
+    sentence = str(way_out(question))
+    assert "no configuration fits" in sentence
+    named = {"--gpus": "num_devices", "--seq-length": "sequence_length"}
+    words = sentence.replace(",", " ").split()
+    found = [{named[flag]: int(value)} for flag, value in pairwise(words) if flag in named]
+    assert found
+    assert all(Search(replace(question, **change)).best() for change in found)
+
+
+def test_a_frontier_is_what_nothing_beats():
+    points = [Point(2, 5, "a"), Point(1, 3, "b"), Point(3, 4, "c"), Point(2, 4, "d"), Point(4, 6, "e")]
+    assert [each.name for each in frontier(points)] == ["b", "a", "e"]
+
+
+def test_recurrent_heads_are_shared_equally():
+    """As Megatron asserts when it builds such layers; it hides the exchange of experts in no hybrid model."""
+    recurrent = DeltaNet(key_heads=2, value_heads=4, key_head_dim=64, value_head_dim=64)
+    model = replace(small().model, pattern="GE" * 3, delta_net=recurrent, experts=Experts(8, 2, 512))
+    question = small(model=model, num_devices=8).of_megatron()
+    found = list(setups(question))
+    assert {each.tensor_parallel * each.context_parallel for each in found} == {1, 2}
+    assert not any(each.hides_experts for each in found)
+    assert not Mamba(heads=8, head_dim=64, groups=3, state_dim=16).shared_by(2, 1)
+
+
+def sizes(setup) -> tuple[int, int, int, int]:
+    return setup.tensor_parallel, setup.context_parallel, setup.pipeline_parallel, setup.data_parallel
+
+
+@pytest.mark.parametrize(
+    "changes, holds",
+    [
+        ({"num_devices": 1}, lambda setup: sizes(setup) == (1, 1, 1, 1)),
+        ({"sequence_length": 4099}, lambda setup: sizes(setup)[:2] == (1, 1) and sum(setup.segments) == 4099),
+        ({"sequence_length": 2}, lambda setup: len(setup.segments) <= 2),
+        ({"global_batch_size": 1}, lambda setup: setup.data_parallel == setup.num_microbatches == 1),
+        ({"num_devices": 6, "global_batch_size": 3}, lambda setup: setup.data_parallel in (1, 3)),
+        ({"model": replace(MODEL, num_layers=1)}, lambda setup: setup.pipeline_parallel == 1),
+        ({"model": replace(MODEL, num_heads=7)}, lambda setup: setup.tensor_parallel == 1),
+    ],
+    ids=["one device", "a length that nothing divides", "few tokens", "one sequence", "few divisors", "layer", "heads"],
+)
+def test_an_unusual_question_has_a_sensible_answer(changes, holds):
+    found = Search(small(**changes)).best(20)
+    assert found and all(holds(each.candidate.setup) and each.prediction.bubble >= 0 for each in found)
+
+
+def test_one_pipeline_rank_runs_segments_where_these_save_memory():
+    """Recomputation of a wide layer is that of a segment, and few heads have keys and values to keep."""
+    model = replace(MODEL, num_kv_heads=1, ffn_hidden_size=8192)
+    alone = small(model=model, num_devices=1, sequence_length=131072, recomputes=("full",), memory_gib=70)
+    whole, cut = (Search(replace(alone, segments=segments)).best(1)[0] for segments in ((1,), (8,)))
+    assert len(cut.candidate.setup.segments) == 8 and cut.memory_gib < whole.memory_gib
+
+
+def test_auto_is_shown_where_it_is_faster_and_only_there():
+    question = small(families=("1f1b", "auto"), memory_gib=3, chunks=(1,))
+    found = Search(replace(question, accepts=lambda each: each.setup.pipeline_parallel > 1)).best(12)
+    named = {each.candidate.setup: each.seconds for each in found}
+    automatic = [each for each in found if each.candidate.setup.family == "auto"]
+    same = [named.get(replace(each.candidate.setup, family="1f1b"), 1.0) for each in automatic]
+    assert automatic and all(each.seconds < seconds for each, seconds in zip(automatic, same, strict=True))

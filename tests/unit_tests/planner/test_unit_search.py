@@ -1,0 +1,144 @@
+"""Plans for sequences of unequal lengths: steps as training makes them, costs of each unit, memory of the longest."""
+
+from dataclasses import replace
+from itertools import chain
+
+import pytest
+
+from megatron.seq1f1b.costs.blocks import pairs
+from megatron.seq1f1b.costs.simulator import execute_lowered, predict
+from megatron.seq1f1b.costs.stage_times import stage_rows
+from megatron.seq1f1b.partition import Pack
+from megatron.seq1f1b.planner.space import Candidate
+from megatron.seq1f1b.planner.unit_search import UnitSearch, draw, seen_by_units
+from megatron.seq1f1b.schedule import Costs, Shape, build, lower, peak_memory
+from unit_tests.planner.question import MODEL, small
+
+HISTOGRAM = {100: 50, 1500: 10, 5000: 3, 8192: 1}
+
+
+def search(histogram, **changes):
+    return UnitSearch(small(**changes), histogram)
+
+
+def candidate(found, unit_tokens, sizes=(1, 1, 4, 1), **changes):
+    setup = found.average(unit_tokens).setup(sizes, distributed_optimizer=True, **changes)
+    return Candidate(setup, unit_tokens=unit_tokens)
+
+
+def test_a_drawn_step_has_each_length_as_often_as_the_histogram():
+    steps = draw({64: 3, 128: 1}, 512)
+    assert [len(step) for step in steps] == [512, 512]
+    assert sorted(chain(*steps)) == [64] * 768 + [128] * 256
+    assert draw({64: 3, 128: 1}, 512) == steps
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 4, 1), (1, 1, 2, 2), (2, 2, 1, 1)])
+@pytest.mark.parametrize("family", ["1f1b", "zb-h1"])
+def test_equal_sequences_take_what_segments_of_them_take(sizes, family):
+    """As many units of each sequence, with the attention of the whole sequence."""
+    found = search({8192: 1}, global_batch_size=8)
+    plan = found.predict(candidate(found, 2048, sizes, family=family))
+    setup = replace(plan.candidate.setup, segments=(2048,) * 4, longest=8192)
+    expected = predict(setup, small().machine)
+    assert plan.seconds == pytest.approx(expected.seconds, rel=1e-12)
+    assert plan.bubble == pytest.approx(expected.bubble, rel=1e-9)
+    for unit, segment in zip(plan.prediction.memory, expected.memory, strict=True):
+        assert vars(unit) == pytest.approx(vars(segment), rel=1e-12)
+
+
+def test_unequal_micro_batches_run_as_the_family_orders_them():
+    """One sequence of four units and three packs of one, two stages, by hand: costs by micro-batch and segment."""
+    found = search(HISTOGRAM, global_batch_size=4)
+    asked = candidate(found, 2048, (1, 1, 2, 1))
+    found.fullest = (8192, 2048, 1024, 2048)
+    packed = found._packed(asked)
+    setup, shape = packed.setup_of(asked.setup), Shape.of(asked.setup.placement, [1, 1, 4, 1])
+    assert [len(packed.kinds[kind][0]) for kind in packed.fullest] == [1, 1, 4, 1]
+    schedule, named = packed.schedule(setup, packed.fullest), build("1f1b", shape)
+    columns = Costs.uniform(Shape(shape.placement, 4, len(setup.segments)))
+    steps = (execute_lowered(lower(schedule), columns), execute_lowered(lower(named), Costs.uniform(shape)))
+    for ours, theirs in zip(*(step.ranks for step in steps), strict=True):
+        assert [span[1:] for span in ours] == [span[1:] for span in theirs]
+    assert peak_memory(schedule, columns) == peak_memory(named, Costs.uniform(shape))
+
+
+def test_units_see_all_pairs_of_their_sequences():
+    lengths = [70, 50, 9, 200]
+    seen = seen_by_units(Pack((3, 1, 2), (100, 100, 59)), lengths)
+    assert seen == [pairs(0, 100, None), pairs(100, 200, None), pairs(0, 50, None) + pairs(0, 9, None)]
+    assert sum(seen_by_units(Pack((0, 1), (64, 56)), lengths)) == pairs(0, 70, None) + pairs(0, 50, None)
+
+
+def test_memory_is_that_of_a_step_with_the_longest_sequence():
+    rare, often, never = (
+        search({100: 10**6, 5000: 10**6} | extra, global_batch_size=8) for extra in ({8192: 1}, {8192: 10**6}, {})
+    )
+    assert max(map(max, rare.steps)) < 8192
+    plans = [each.predict(candidate(each, 1024)).prediction for each in (rare, often, never)]
+    # The allocator holds more back where more lengths are in flight.
+    memory = [max(rank.total - rank.reserved for rank in plan.memory) for plan in plans]
+    assert memory[0] == pytest.approx(memory[1], rel=0.02) and memory[2] < 0.95 * memory[0]
+
+
+@pytest.mark.parametrize("chunks", [2, 4])
+def test_a_favourable_step_does_not_make_a_plan_fit(chunks):
+    """Several chunks take units in groups; here the drawn step has the longest sequence where it needs least."""
+    histogram = {256: 6000, 512: 2000, 1024: 1000, 2048: 500, 4096: 200, 8192: 100, 16384: 40}
+    histogram |= {32: 40000, 64: 30000, 128: 20000}
+    sizes = {"model": replace(MODEL, num_layers=32), "num_devices": 8, "sequence_length": 16384}
+    found = search(histogram, global_batch_size=256, memory_gib=6.5, **sizes)
+    setups = [found.average(1024).setup((1, 1, 8, 1), number, distributed_optimizer=True) for number in (1, chunks)]
+    one, several = (Candidate(setup, unit_tokens=1024) for setup in setups)
+    assert found.predict(several).memory_gib < found.predict(one).memory_gib < 6.5
+    assert found.holds_longest(one) and not found.holds_longest(several)
+
+
+def test_the_best_units_fit_and_no_other_that_fits_is_faster():
+    found = search(HISTOGRAM, global_batch_size=64, memory_gib=4)
+    best, *others = found.best(3)
+    assert all(each.memory_gib <= 4 and each.seconds >= best.seconds for each in others)
+    for unit_tokens in found.unit_tokens():
+        for sizes in ((1, 1, 4, 1), (1, 1, 2, 2), (2, 1, 2, 1)):
+            plan = found.predict(candidate(found, unit_tokens, sizes))
+            assert plan.memory_gib > 4 or plan.seconds >= best.seconds * 0.999
+
+
+def test_no_step_is_shorter_than_its_compute():
+    """So what a search leaves out by its compute is no faster than what it has."""
+    found = search(HISTOGRAM, global_batch_size=64)
+    for sizes in ((1, 1, 4, 1), (1, 1, 2, 2)):
+        chosen = candidate(found, 2048, sizes)
+        packed = found._packed(chosen)
+        setup = packed.setup_of(chosen.setup)
+        rows = stage_rows(setup, found.question.machine)
+        least = [max(packed.compute(setup, rows, order) for order in step) for step in packed.steps]
+        plan = found.predict(chosen)
+        assert all(0.5 < a / step.seconds <= 1 for a, step in zip(least, plan.steps, strict=True))
+        assert found._likely_seconds(chosen, below=least[0] / 2) == float("inf") > found._likely_seconds(chosen, 1e9)
+
+
+def test_where_nothing_fits_the_longest_sequence_is_named():
+    found = search(HISTOGRAM, global_batch_size=64, memory_gib=0.5)
+    assert found.best(1) == [] and found.of_megatron() is None
+    sentence = str(found.way_out())
+    assert "holds one of 8192 tokens in 0 GiB a device, in units of 1024 tokens or more; take more --gpus" in sentence
+    assert "--global-batch-size" not in sentence
+
+
+def test_units_of_which_a_step_has_too_many_are_not_tried():
+    """To find the memory of steps of so many units would take minutes; a smaller batch has them."""
+    found = search({10**8 - 1: 1, 10**7: 9}, sequence_length=10**8, global_batch_size=512, memory_gib=1)
+    sentence = str(found.way_out())
+    assert "in units of 2097152 tokens or more" in sentence and sentence.endswith(", or a smaller --global-batch-size")
+    assert found.best(1) == []
+
+
+def test_packs_of_megatron_hold_the_tokens_of_a_step():
+    """Sequences of 100 tokens fill packs of 8,192 but for 92; a batch may be larger than a step, and is then faster."""
+    found = search({100: 1}, global_batch_size=162)
+    plan = found.of_megatron()
+    setup = plan.prediction.setup
+    assert setup.seen == (pytest.approx(81 * pairs(0, 100, None)),)
+    assert plan.tokens_per_second == pytest.approx(8100 * setup.global_batch_size / plan.seconds, rel=0.01)
+    assert plan.padding == pytest.approx(92 / 8192)
