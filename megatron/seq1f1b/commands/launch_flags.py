@@ -76,57 +76,65 @@ def _add_decided(parser: argparse.ArgumentParser) -> None:
 
 
 def decided_flags(candidate: Candidate, by_megatron: bool = False) -> list[str]:
-    """The flags that the planner decides, each item with its values; none of this package with `by_megatron`."""
+    """The flags that the planner decides, one an item, with its values; none of this package with `by_megatron`."""
     setup = candidate.setup
-    context = candidate.setup.context_parallel
-    segments = len(candidate.setup.segments)
-    exchange, *sizes = (setup.cp_comm_type or comm_type_of_segments(setup)).split()
-    in_units = candidate.unit_tokens is not None
-    in_segments = candidate.unit_tokens is None and segments > 1
-    sequence_parallel = "--sequence-parallel"
-    if setup.hides_tensor_exchange:
-        sequence_parallel += " --tp-comm-overlap"
-    flags = {
-        f"--seq-length {setup.sequence_length}": True,
-        f"--tensor-model-parallel-size {setup.tensor_parallel}": True,
-        f"--pipeline-model-parallel-size {setup.pipeline_parallel}": True,
-        f"--micro-batch-size {setup.micro_batch_size}": True,
-        f"--global-batch-size {setup.global_batch_size}": True,
-        "--use-distributed-optimizer": True,
-        "--overlap-grad-reduce --overlap-param-gather": setup.overlaps_data_parallel,
-        "--partition-state": setup.partitions_state,
-        sequence_parallel: setup.sequence_parallel,
-        f"--context-parallel-size {context} --cp-comm-type {exchange}": context > 1,
-        f"--hierarchical-context-parallel-sizes {' '.join(sizes)}": context > 1 and sizes,
-        f"--expert-model-parallel-size {setup.expert_parallel} --expert-tensor-parallel-size 1": setup.model.experts,
-        "--overlap-moe-expert-parallel-comm": setup.hides_experts,
-        **dict.fromkeys((*_memory(setup), *_layout(setup, by_megatron)), True),
-        f"--pipeline-schedule {setup.family}": not by_megatron,
-        f"--unit-tokens {candidate.unit_tokens}": in_units,
-        "--calculate-per-token-loss": in_units,
-        f"--sequence-splits {segments}": in_segments,
-        f"--sequence-split-strategy {candidate.strategy}": in_segments,
-    }
-    return [flag for flag, is_set in flags.items() if is_set]
+    flags = [
+        f"--seq-length {setup.sequence_length}",
+        f"--tensor-model-parallel-size {setup.tensor_parallel}",
+        f"--pipeline-model-parallel-size {setup.pipeline_parallel}",
+        f"--micro-batch-size {setup.micro_batch_size}",
+        f"--global-batch-size {setup.global_batch_size}",
+        "--use-distributed-optimizer",
+    ]
+    if setup.overlaps_data_parallel:
+        flags += ["--overlap-grad-reduce", "--overlap-param-gather"]
+    if setup.partitions_state:
+        flags.append("--partition-state")
+    if setup.sequence_parallel:
+        flags.append("--sequence-parallel")
+        if setup.hides_tensor_exchange:
+            flags.append("--tp-comm-overlap")
+    if setup.context_parallel > 1:
+        exchange, *sizes = (setup.cp_comm_type or comm_type_of_segments(setup)).split()
+        flags += [f"--context-parallel-size {setup.context_parallel}", f"--cp-comm-type {exchange}"]
+        if sizes:
+            flags.append(f"--hierarchical-context-parallel-sizes {' '.join(sizes)}")
+    if setup.model.experts:
+        flags += [f"--expert-model-parallel-size {setup.expert_parallel}", "--expert-tensor-parallel-size 1"]
+    if setup.hides_experts:
+        flags.append("--overlap-moe-expert-parallel-comm")
+    flags += [*_memory(setup), *_layout(setup, by_megatron)]
+    if not by_megatron:
+        flags.append(f"--pipeline-schedule {setup.family}")
+    segments = len(setup.segments)
+    if candidate.unit_tokens is not None:
+        flags += [f"--unit-tokens {candidate.unit_tokens}", "--calculate-per-token-loss"]
+    elif segments > 1:
+        flags += [f"--sequence-splits {segments}", f"--sequence-split-strategy {candidate.strategy}"]
+    return flags
 
 
 def _memory(setup: TrainingSetup) -> Iterator[str]:
-    if setup.recomputed_share < 1:
-        layers = round(setup.recomputed_share * max(setup.layers_per_stage))
-        yield f"--recompute-granularity full --recompute-method block --recompute-num-layers {layers}"
-    elif setup.recomputes_layers:
-        yield "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-        if setup.recompute == ALL_BUT_ATTENTION:
-            yield "--recompute-keeps-attention"
+    if setup.recomputes_layers or setup.recomputed_share < 1:
+        yield "--recompute-granularity full"
+        if setup.recomputed_share < 1:
+            yield "--recompute-method block"
+            yield f"--recompute-num-layers {round(setup.recomputed_share * max(setup.layers_per_stage))}"
+        else:
+            yield "--recompute-method uniform"
+            yield "--recompute-num-layers 1"
+            if setup.recompute == ALL_BUT_ATTENTION:
+                yield "--recompute-keeps-attention"
     elif setup.recompute != "none":
-        yield f"--recompute-granularity selective --recompute-modules {setup.recompute}"
+        yield "--recompute-granularity selective"
+        yield f"--recompute-modules {setup.recompute}"
     if setup.offloads_modules and setup.offloads:
-        moves_experts = setup.model.experts is not None and not setup.repeats("E")
         modules = f"{_OF_ATTENTION} mlp_norm"
-        if moves_experts:
+        if setup.model.experts is not None and not setup.repeats("E"):
             modules += " expert_fc1 moe_act"
-        share = f"--activation-offload-fraction {setup.offloads:g}"
-        yield f"--fine-grained-activation-offloading --offload-modules {modules} {share}"
+        yield "--fine-grained-activation-offloading"
+        yield f"--offload-modules {modules}"
+        yield f"--activation-offload-fraction {setup.offloads:g}"
     elif setup.offloads:
         yield f"--offload-activations {setup.offloads:g}"
         if setup.overlaps_data_parallel:

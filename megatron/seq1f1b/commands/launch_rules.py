@@ -4,11 +4,12 @@ import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import compress
+from types import MappingProxyType
 from typing import Any
 
 from ..arguments.supported import Use, first_unsupported, setting_of
-from ..costs.training_setup import TrainingSetup
 from ..planner.space import Candidate
+from .launch_flags import decided_flags
 from .model_flags import read_model
 
 # Settings of plans in units: their own flag, and one that their user is told to add.
@@ -18,15 +19,38 @@ _OF_MEGATRON = frozenset({Use.EVERY_RUN, Use.MEGATRONS_OWN})
 _OPTIONAL = (Use.SEGMENTS, Use.SPLIT_BACKWARDS, Use.OFFLOAD, Use.PARTITIONED_STATE)
 
 
+# What every plan decides, at the sizes at which most goes together.
+_LEAST = MappingProxyType(
+    {
+        "context_parallel_size": 1,
+        "expert_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "use_distributed_optimizer": True,
+    }
+)
+# What a plan decides and no row of the table depends on: fewer settings to tell apart.
+_OF_NO_ROW = frozenset(
+    {
+        "seq_length",
+        "global_batch_size",
+        "recompute_method",
+        "recompute_num_layers",
+        "sequence_splits",
+        "sequence_split_strategy",
+        "activation_offload_fraction",
+    }
+)
+
+
 class LaunchRules:
-    """The flags of a launch, each with its values, as limits of its plans, which always use the features `always`.
-    Raises ValueError, with the sentence of training, for flags that do not go with these."""
+    """The flags of a launch, one an item, each with its values, as limits of its plans, which always use the features
+    `always`. Raises ValueError, with the sentence of training, for flags that do not go with these."""
 
     def __init__(self, flags: Sequence[str], always: Collection[Use] = ()) -> None:
         self._settings = _settings_of(flags) | (_OF_UNITS if Use.UNITS in always else {})
         self._always = frozenset({Use.EVERY_RUN, Use.ANY_SCHEDULE, *always})
-        self._refusal = cache(self._refusal)
-        if sentence := self._refusal(self._always, 1, 1, 1):
+        self._starts = cache(self._starts)
+        if sentence := self._refusal(self._always):
             raise ValueError(sentence)
 
     def accept(self, candidate: Candidate) -> bool:
@@ -34,51 +58,56 @@ class LaunchRules:
         setup = candidate.setup
         splits = setup.splits_backward and setup.family != "auto"  # which splits none where that is refused
         taken = len(setup.segments) > 1, splits, setup.offloads > 0, setup.partitions_state
-        return self._starts(setup, self._always.union(compress(_OPTIONAL, taken)))
+        return self._starts(self._always.union(compress(_OPTIONAL, taken)), _decided(candidate))
 
     def accept_of_megatron(self, candidate: Candidate) -> bool:
         """The same under Megatron's own schedules."""
-        return self._starts(candidate.setup, _OF_MEGATRON)
+        return self._starts(_OF_MEGATRON, _decided(candidate, by_megatron=True))
 
     def left_out(self) -> Iterator[str]:
         """A sentence for each feature that no plan may use."""
         for use in _OPTIONAL:
-            if sentence := self._refusal(self._always | {use}, 1, 1, 1):
+            if sentence := self._refusal(self._always | {use}):
                 yield f"Plans {use.value.replace('`', '')} are left out: {sentence}."
-        if sentence := self._refusal(self._always, 1, 1, 2):
+        if sentence := self._refusal(self._always, {"pipeline_model_parallel_size": 2}):
             yield f"Plans with several pipeline ranks are left out: {sentence}."
 
-    def _starts(self, setup: TrainingSetup, uses: frozenset[Use]) -> bool:
-        return self._refusal(uses, setup.context_parallel, setup.expert_parallel, setup.pipeline_parallel) is None
+    def _starts(self, uses: frozenset[Use], decided: frozenset[tuple[str, Any]]) -> bool:
+        return self._refusal(uses, dict(decided)) is None
 
-    def _refusal(self, uses: frozenset[Use], context: int, expert: int, pipeline: int) -> str | None:
-        decided: dict[str, Any] = {
-            "context_parallel_size": context,
-            "expert_model_parallel_size": expert,
-            "pipeline_model_parallel_size": pipeline,
-            "cp_comm_type": "all_gather",
-            "partition_state": Use.MEGATRONS_OWN not in uses,
-            "use_distributed_optimizer": True,
-        }
-        return first_unsupported(self._settings | decided, uses)
+    def _refusal(self, uses: frozenset[Use], decided: Mapping[str, Any] = MappingProxyType({})) -> str | None:
+        return first_unsupported({**self._settings, **_LEAST, **decided}, uses)
+
+
+def _decided(candidate: Candidate, by_megatron: bool = False) -> frozenset[tuple[str, Any]]:
+    """The settings that a plan decides."""
+    values = _values_of(decided_flags(candidate, by_megatron)).items()
+    return frozenset((name, value) for name, value in values if name not in _OF_NO_ROW)
 
 
 def _setting(values: list[int | str]) -> Any:
     """What Megatron's parser makes of the values of a flag, in most cases."""
     if not values:
         return True
-    return values[0] if len(values) == 1 else values
+    return values[0] if len(values) == 1 else tuple(values)
 
 
-def _settings_of(flags: Sequence[str]) -> Mapping[str, Any]:
-    """Settings by the names of Megatron's arguments; the sizes of a model in their types."""
-    # Unless a flag says something else.
-    settings: dict[str, Any] = {"fp8_recipe": "delayed", "untie_embeddings_and_output_weights": False}
+def _values_of(flags: Sequence[str]) -> dict[str, Any]:
+    """The settings of flags, one an item, by the names of Megatron's arguments."""
+    settings: dict[str, Any] = {}
     for flag in flags:
         word, *values = shlex.split(flag)
         name, is_joined, value = word.partition("=")
         if is_joined:
             values.insert(0, value)
         settings[setting_of(name)] = _setting([int(each) if each.isdigit() else each for each in values])
+    return settings
+
+
+def _settings_of(flags: Sequence[str]) -> Mapping[str, Any]:
+    """Settings by the names of Megatron's arguments; the sizes of a model in their types."""
+    # Unless a flag says something else.
+    settings: dict[str, Any] = {"fp8_recipe": "delayed", "untie_embeddings_and_output_weights": False}
+    settings |= _values_of(flags)
     sizes = vars(read_model(shlex.split(" ".join(flags))))
     return settings | sizes | {"dry_run": True}  # the packages are those of the cluster

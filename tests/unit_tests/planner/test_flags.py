@@ -185,7 +185,7 @@ def test_training_cuts_sequences_where_the_plan_does():
     ],
 )
 def test_plans_are_what_training_starts_with(words, settings):
-    rules, seen = LaunchRules(with_values(words.split())), Counter()
+    rules, seen = LaunchRules(with_values(f"{words} --disable-bias-linear".split())), Counter()
     families = ("1f1b", "zb-h1", "breadth-first")
     for candidate in list(candidates(small(families=families, partitions_state=None)))[::11]:
         setup = replace(candidate.setup, partitions_state=candidate.setup.family == "breadth-first")
@@ -207,3 +207,24 @@ def test_what_no_plan_goes_with_is_a_sentence():
         LaunchRules(["--mtp-num-layers 1"], {Use.SEGMENTS, Use.UNITS})
     (sentence,) = LaunchRules(["--log-params-norm"]).left_out()
     assert sentence.startswith("Plans with --partition-state are left out: --log-params-norm reads weights when")
+
+
+def test_each_flag_of_a_plan_is_an_item():
+    asked = small(families=("1f1b", "zb-h1", "breadth-first"), recomputes=("none", "layernorm", "full"))
+    for question in (asked, asked.of_megatron()):
+        for candidate in [*candidates(question)][::5]:
+            moved = replace(
+                candidate, setup=replace(candidate.setup, offloads=0.5, offloads_modules=question.by_megatron)
+            )
+            flags = decided_flags(moved, question.by_megatron)
+            assert flags == with_values(shlex.split(" ".join(flags)))
+
+
+def test_rules_know_all_that_a_plan_decides():
+    hiding = next(each for each in candidates(small()) if each.setup.hides_tensor_exchange)
+    split = replace(hiding, setup=replace(hiding.setup, family="zb-h1"))
+    rules = LaunchRules([])
+    assert rules.accept(hiding) and not rules.accept(split), "--tp-comm-overlap, and weight gradients apart"
+    traced = LaunchRules(["--pipeline-trace trace.json"])
+    in_pairs = replace(hiding, setup=replace(hiding.setup, hides_experts=True))
+    assert traced.accept_of_megatron(hiding) and not traced.accept_of_megatron(in_pairs)
