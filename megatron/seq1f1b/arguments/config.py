@@ -7,10 +7,11 @@ from typing import Any
 
 from ..partition import DEFAULT_STRATEGY, Pack, packs_of_step, work_by_flops
 from ..schedule import CostsOfLengths, ScheduleChoice, read_csv
+from .conditions import packs_documents
 from .flags import AUTO
 from .megatron_run import MegatronRun, is_on_cpu
 from .sequence_partition import Predictions, SequencePartition
-from .supported import Use, first_unsupported, packs_documents, unsupported
+from .supported import Use, first_unsupported, unsupported
 
 
 @dataclass(frozen=True)

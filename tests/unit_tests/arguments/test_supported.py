@@ -5,11 +5,12 @@ import re
 from importlib.metadata import PackageNotFoundError
 
 import pytest
+import torch
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.training.arguments import add_megatron_arguments
 
 from megatron.seq1f1b import add_arguments, validate
-from megatron.seq1f1b.arguments import run_of_arguments, supported
+from megatron.seq1f1b.arguments import conditions, run_of_arguments
 from megatron.seq1f1b.arguments.supported import UNSUPPORTED, Use, first_unsupported, setting_of
 from unit_tests.arguments.parsed import parsed
 
@@ -73,6 +74,12 @@ ROWS = [(use, row) for use, rows in UNSUPPORTED.items() for row in rows]
 OURS = add_arguments(argparse.ArgumentParser())._option_string_actions
 
 
+def has_gpu(monkeypatch, capability):
+    """Let this machine seem to have a GPU of a compute capability."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (capability, 0))
+
+
 def settings_of(row):
     """What turns the feature of a row on."""
     settings = {"use_distributed_optimizer": True}
@@ -89,9 +96,9 @@ def settings_of(row):
 def test_an_unsupported_feature_is_one_sentence(monkeypatch, tmp_path, use, row):
     if "this" in row.feature:
         versions = {"flash-linear-attention": (0, 4, 2), "triton": (3, 6, 0)}
-        monkeypatch.setattr(supported, "find_spec", lambda module: None)
-        monkeypatch.setattr(supported, "installed", lambda *names: versions.get(names[0]))
-        monkeypatch.setitem(supported._FACTS, "this Hopper GPU", supported.is_on_gpu_here)
+        monkeypatch.setattr(conditions, "find_spec", lambda module: None)
+        monkeypatch.setattr(conditions, "installed", lambda *names: versions.get(names[0]))
+        has_gpu(monkeypatch, capability=9)
     settings = settings_of(row)
     if "pipeline_schedule_file" in settings:
         settings["pipeline_schedule_file"] = tmp_path / "mine.csv"
@@ -164,8 +171,7 @@ def test_versions_of_packages_decide(monkeypatch, feature, versions, is_hopper, 
     def refused(**settings):
         return first_unsupported(run_of_arguments(parsed(**settings)).settings, {Use.SEGMENTS}) is not None
 
-    monkeypatch.setattr(supported, "version", version)
-    is_here = supported.is_on_gpu_here if is_hopper else supported.is_on_hopper_here
-    monkeypatch.setitem(supported._FACTS, "this Hopper GPU", is_here)
+    monkeypatch.setattr(conditions, "version", version)
+    has_gpu(monkeypatch, capability=9 if is_hopper else 8)
     assert refused(**ON_GPU, **feature) == is_refused
     assert not refused(**ON_GPU, **DELTA_NETS, dry_run=True, device="cpu", replaced_on_cpu={})
