@@ -158,7 +158,8 @@ def in_packed_format(args):
 
 def packed_seq_params(batch):
     """Where the documents of a flattened batch start, as Megatron's attention takes it."""
-    starts, longest = batch["cu_seqlens"][0], int(batch["max_seqlen"].max())
+    starts = batch["cu_seqlens"][0]
+    longest = int(batch["max_seqlen"].max())
     padded = batch["cu_seqlens_padded"]
     padded = None if padded is None else padded[0]
     return PackedSeqParams(
@@ -198,7 +199,9 @@ def check_loss(loss):
 
 def forward_step(data_iterator, model):
     """Run ``model`` on its next batch: its output, and the function from output to loss."""
-    args, timers, straggler = get_args(), get_timers(), StragglerDetector()
+    args = get_args()
+    timers = get_timers()
+    straggler = StragglerDetector()
     micro_batch_size = args.micro_batch_size if model.training else args.eval_micro_batch_size
     timers("batch-generator", log_level=2).start()
     with straggler(bdata=True):
@@ -254,7 +257,11 @@ def train_valid_test_datasets_provider(num_samples, vp_stage=None):
     def is_built_here():
         return reads_batches(vp_stage) and mpu.get_tensor_model_parallel_rank() == 0
 
-    kind = SFTDataset if args.sft else MockGPTDataset if args.mock_data else GPTDataset
+    kind = GPTDataset
+    if args.sft:
+        kind = SFTDataset
+    elif args.mock_data:
+        kind = MockGPTDataset
     print_rank_0("> building train, validation, and test datasets for GPT ...")
     datasets = BlendedMegatronDatasetBuilder(kind, num_samples, is_built_here, config).build()
     print_rank_0("> finished creating GPT datasets ...")

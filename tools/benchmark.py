@@ -91,10 +91,12 @@ def run_step(variant: Variant) -> None:
         chunk.zero_grad_buffer()
     dist.barrier()
     torch.cuda.synchronize()
-    began, began_cpu = time.perf_counter(), time.process_time()
+    began = time.perf_counter()
+    began_cpu = time.process_time()
     variant.step()
     torch.cuda.synchronize()
-    seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - began_cpu
+    seconds = time.perf_counter() - began
+    cpu_seconds = time.process_time() - began_cpu
     measured = [None] * dist.get_world_size()
     dist.all_gather_object(measured, (seconds, cpu_seconds, variant.executor and variant.executor.recorder.spans()))
     seconds, cpu_seconds, spans = zip(*measured, strict=True)
@@ -125,7 +127,8 @@ def main() -> None:
     args = parse()
     logging.disable(logging.INFO)
     start()
-    tables, everything = [], []
+    tables = []
+    everything = []
     for num_chunks in args.num_chunks:
         for num_microbatches in args.num_microbatches:
             timed = compare(args, num_chunks, num_microbatches)

@@ -47,16 +47,25 @@ def parse() -> argparse.Namespace:
 def segments_of(sequence_length: int, num_segments: int) -> list[Segment]:
     lengths = even(sequence_length, num_segments)
     ends = [sum(lengths[: index + 1]) for index in range(num_segments)]
-    return [Segment(0, i, end - n, end, sequence_length) for i, (n, end) in enumerate(zip(lengths, ends, strict=True))]
+    return [
+        Segment(
+            microbatch=0,
+            index=i,
+            start=end - n,
+            end=end,
+            sequence_length=sequence_length,
+        )
+        for i, (n, end) in enumerate(zip(lengths, ends, strict=True))
+    ]
 
 
 def attention(layer: torch.nn.Module, args: argparse.Namespace) -> Part:
     """The attention between the projections."""
-    core, heads = layer.self_attention.core_attention, args.num_attention_heads
+    core = layer.self_attention.core_attention
+    heads = args.num_attention_heads
 
     def part(segment: Segment) -> Callable[[], torch.Tensor]:
-        shape = segment.length, 1, heads, args.hidden_size // heads
-        inputs = [random(*shape) for _ in range(3)]
+        inputs = [random(segment.length, 1, heads, args.hidden_size // heads) for _ in range(3)]
         return lambda: core(*inputs)
 
     return part
@@ -66,7 +75,8 @@ def whole_layer(layer: torch.nn.Module, rotary: torch.nn.Module, args: argparse.
     """Norms, projections, attention, feed-forward."""
 
     def part(segment: Segment) -> Callable[[], torch.Tensor]:
-        hidden, positions = random(segment.length, 1, args.hidden_size), rotary(segment.length)
+        hidden = random(segment.length, 1, args.hidden_size)
+        positions = rotary(segment.length)
         return lambda: layer(hidden, attention_mask=None, rotary_pos_emb=positions)[0]
 
     return part
@@ -90,7 +100,8 @@ def random(*shape: int) -> torch.Tensor:
 
 def run(part: Part, context: SegmentContext, segments: list[Segment]) -> float:
     """Seconds of the forward of all segments and of the backward in reverse."""
-    forwards, outputs = [], []
+    forwards = []
+    outputs = []
     for segment in segments:
         with context.running(segment, keeps_for_backward=True):
             forwards.append(part(segment))
@@ -120,9 +131,11 @@ def main() -> None:
     start()
     use_ranks(1)
     torch.set_num_threads(1)
-    lengths, args.seq_length = args.seq_length, max(args.seq_length)
+    lengths = args.seq_length
+    args.seq_length = max(args.seq_length)
     is_latent = args.part == "latents"
-    model, context = (latent_model(args) if is_latent else build_model(args, 1)), SegmentContext()
+    model = latent_model(args) if is_latent else build_model(args, 1)
+    context = SegmentContext()
     attach(model, context)
     gpt = getattr(model[0], "module", model[0])
     layer = gpt.decoder.layers[0]
@@ -132,9 +145,11 @@ def main() -> None:
         "latents": lambda: latent_attention(layer, args),
     }[args.part]()
 
-    means, variances = [], []
+    means = []
+    variances = []
     names = ("keys s", "latents s") if is_latent else ("whole s", "cut s")
-    print(f"{'tokens':>8}{'segments':>10}{names[0]:>10}{names[1]:>10}{'ratio':>8}{'+-':>8}", "by FLOPs" * is_latent)
+    by_flops = "by FLOPs" if is_latent else ""
+    print(f"{'tokens':>8}{'segments':>10}{names[0]:>10}{names[1]:>10}{'ratio':>8}{'+-':>8}", by_flops)
     for length in lengths:
         for num_segments in args.sequence_splits:
             cut = segments_of(length, num_segments)

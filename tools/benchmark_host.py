@@ -63,8 +63,10 @@ from megatron.seq1f1b.runtime.step import Step  # noqa: E402
 from megatron.seq1f1b.runtime.tracer import Recorder  # noqa: E402
 from megatron.seq1f1b.schedule import FAMILY_NAMES, Kind, Placement, Shape, build, lower_rank  # noqa: E402
 
-RANKS, RANK = 4, 1
-ADDITIONS, USUAL_SECONDS = 500_000, 0.03
+RANKS = 4
+RANK = 1
+ADDITIONS = 500_000
+USUAL_SECONDS = 0.03
 
 
 class Nothing(torch.nn.Module):
@@ -126,10 +128,20 @@ def step_of(model: Nothing, num_microbatches: int, num_segments: int) -> Step:
         micro_batch_size=1,
         pg_collection=groups,
     )
-    step.placement, step.rank = Placement(RANKS), RANK
+    step.placement = Placement(RANKS)
+    step.rank = RANK
     step.num_sequences = [1] * num_microbatches
     step.segments = [
-        [Segment(number, index, index, index + 1, num_segments) for index in range(num_segments)]
+        [
+            Segment(
+                microbatch=number,
+                index=index,
+                start=index,
+                end=index + 1,
+                sequence_length=num_segments,
+            )
+            for index in range(num_segments)
+        ]
         for number in range(num_microbatches)
     ]
     return step
@@ -143,7 +155,13 @@ def scheduled(step: Step, actions: Program) -> None:
             actions,
             communicator=Messages(),
             context=context,
-            forwards=SegmentForwards(step, context, Losses(step), calls, follows_segments=True),
+            forwards=SegmentForwards(
+                step=step,
+                context=context,
+                losses=Losses(step),
+                calls=calls,
+                follows_segments=True,
+            ),
             syncs=[GradientSync(step.chunks[0])],
             recorder=Recorder(torch.device("cpu")),
         ).run()
@@ -151,13 +169,22 @@ def scheduled(step: Step, actions: Program) -> None:
 
 def bare(step: Step, actions: Program) -> None:
     """The forwards and backwards of the same actions, and nothing else."""
-    model, kept = step.chunks[0], {}
+    model = step.chunks[0]
+    kept = {}
     for action in actions.actions:
         if action.kind is Kind.F:
             arrived = torch.zeros(1, requires_grad=True)
-            arguments = forward_step_func, None, model, step.num_microbatches, arrived, [], model.config
             output, _ = forward_step(
-                *arguments, cp_group_size=1, current_microbatch=action.microbatch, is_last_stage=False
+                forward_step_func,
+                None,
+                model,
+                step.num_microbatches,
+                arrived,
+                [],
+                model.config,
+                cp_group_size=1,
+                current_microbatch=action.microbatch,
+                is_last_stage=False,
             )
             kept[action.unit] = arrived, output
         elif action.kind.facts.gives_input_gradient:
@@ -188,7 +215,16 @@ def attention_layer(kernel: Kernel) -> SegmentAttention:
 
 def attend(layer: SegmentAttention, num_segments: int) -> None:
     inputs = torch.zeros(1, 1, 2, 8, requires_grad=True)
-    segments = [Segment(0, index, index, index + 1, num_segments) for index in range(num_segments)]
+    segments = [
+        Segment(
+            microbatch=0,
+            index=index,
+            start=index,
+            end=index + 1,
+            sequence_length=num_segments,
+        )
+        for index in range(num_segments)
+    ]
     outputs = []
     layer.segment_context.segment = None
     for segment in segments:
@@ -283,7 +319,11 @@ def moved_by_attention(lengths: Sequence[int], documents: tuple | None = None) -
 
 def moved_by_latent_attention(lengths: Sequence[int], keeps_latents: bool) -> Moved:
     """The same of 16 heads of 192, 64 of them rotary, and values of 128, by a kernel that takes one size of heads."""
-    beside, heads, size, rotary_size, rank = KernelsBeside(), 16, 128, 64, 512
+    beside = KernelsBeside()
+    heads = 16
+    size = 128
+    rotary_size = 64
+    rank = 512
     layer = attention_layer(Padded(CountedKernel(beside), 8))
     weight = empty(heads * 2 * size, rank, requires_grad=False)
 
@@ -321,10 +361,18 @@ def moved(
     documents: tuple | None = None,
 ) -> Moved:
     """What `beside` counts while all segments go forward, then backward."""
-    units, ends = [], list(accumulate(lengths))
+    units = []
+    ends = list(accumulate(lengths))
     layer.segment_context.segment = None
     for i, (length, end) in enumerate(zip(lengths, ends, strict=True)):
-        segment = Segment(0, i, end - length, end, ends[-1], documents)
+        segment = Segment(
+            microbatch=0,
+            index=i,
+            start=end - length,
+            end=end,
+            sequence_length=ends[-1],
+            documents=documents,
+        )
         with layer.segment_context.running(segment, True):
             units.append((segment, attend_to(segment)))
     for segment, output in reversed(units):
@@ -340,9 +388,18 @@ def moved_by_weight_of_loss(tokens: int, pieces: int, words: int = 32768, hidden
     weight.main_grad = torch.empty_like(weight, dtype=torch.float32)
     weight.grad_added_to_main_grad = False
     weight.register_post_accumulate_grad_hook(add_as_ddp_does)
-    hidden, labels = empty(tokens, 1, hidden_size), torch.empty((1, tokens), dtype=torch.int64, device="meta")
+    hidden = empty(tokens, 1, hidden_size)
+    labels = torch.empty((1, tokens), dtype=torch.int64, device="meta")
     shape = torch.Size((tokens, 1, words))
-    logits = Logits(torch.nn.functional.linear, None, hidden, weight, num_runs=1, length=tokens // pieces, shape=shape)
+    logits = Logits(
+        of=torch.nn.functional.linear,
+        layer=None,
+        hidden=hidden,
+        weight=weight,
+        num_runs=1,
+        length=tokens // pieces,
+        shape=shape,
+    )
     losses = logits.loss(labels, lambda labels, logits: logits.float().logsumexp(-1).t())
     with KernelsBeside(weight.numel()) as beside:
         losses.sum().backward()
@@ -405,11 +462,14 @@ def main() -> None:
     step = step_of(Nothing(), args.microbatches, args.sequence_splits)
     for family in FAMILY_NAMES:
         actions = Program(lower_rank(build(family, shape), RANK))
-        ours, bare_calls = partial(scheduled, step, actions), partial(bare, step, actions)
+        ours = partial(scheduled, step, actions)
+        bare_calls = partial(bare, step, actions)
         show(family, share(ours, bare_calls, shape.num_units, args.repeats))
-    kernel, layer = NoKernel(), attention_layer(NoKernel())
+    kernel = NoKernel()
+    layer = attention_layer(NoKernel())
     units = 8 * args.sequence_splits
-    ours, bare_calls = partial(attend, layer, units), partial(attend_bare, kernel, units)
+    ours = partial(attend, layer, units)
+    bare_calls = partial(attend_bare, kernel, units)
     show("an attention layer", share(ours, bare_calls, units, args.repeats))
 
     print(f"\n{'32,768 tokens, 16 bits':36}{'kernels':>10}{'MB':>8}{'MB of attention':>18}")

@@ -56,10 +56,13 @@ IMPORTED = (
     "megatron.training",
 )
 OUT_OF_MEMORY = re.compile(r"can't allocate memory|Cannot allocate memory|MemoryError|bad_alloc|out of memory", re.I)
-LOSS, PEAK = re.compile(r"lm loss: (\S+) \|"), re.compile(r"^peak (\d+)$", re.MULTILINE)
+LOSS = re.compile(r"lm loss: (\S+) \|")
+PEAK = re.compile(r"^peak (\d+)$", re.MULTILINE)
 SECONDS = re.compile(r"elapsed time per iteration \(ms\): ([\d.]+)")
 PIECE = 1 << 22  # logits: 16 MiB and not 256, since all is small here; their loss is in pieces from 8 pieces on
-M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8  # malloc.h
+# Of malloc.h.
+M_MMAP_THRESHOLD = -3
+M_ARENA_MAX = -8
 STACK = 1 << 20  # bytes of a thread, of which a rank has dozens
 
 
@@ -114,7 +117,8 @@ def main(argv: list[str] | None = None) -> None:
     for name in IMPORTED:
         importlib.import_module(name)
     check_losses([tried(args, method, args.shortest) for method in args.methods], args)
-    found, start = {}, args.shortest
+    found = {}
+    start = args.shortest
     for method in args.methods:
         found[method] = longest(lambda length, method=method: tried(args, method, length), start, args.resolution)
         start = found[method].length
@@ -139,7 +143,9 @@ def longest(try_length: Callable[[int], Step | None], start: int, resolution: fl
 
     `start` is a length near it, and some shorter length fits.
     """
-    found, too_long, length = None, None, start
+    found = None
+    too_long = None
+    length = start
     while found is None or too_long is None:
         step = try_length(length)
         found, too_long = (step, too_long) if step else (found, length)
@@ -159,8 +165,9 @@ def tried(args: argparse.Namespace, method: str, length: int) -> Step | None:
     folder = tempfile.mkdtemp()  # a TemporaryDirectory would be deleted by the ranks when they exit
     log = Path(folder, "log")
     context = multiprocessing.get_context("fork")
-    words = flags_of(args, method, length), port, log, int(args.memory * 2**30)
-    ranks = [context.Process(target=run_rank, args=(rank, *words)) for rank in range(2)]
+    flags = flags_of(args, method, length)
+    memory = int(args.memory * 2**30)
+    ranks = [context.Process(target=run_rank, args=(rank, flags, port, log, memory)) for rank in range(2)]
     for rank in ranks:
         rank.start()
     until = time.monotonic() + args.timeout
@@ -174,7 +181,12 @@ def tried(args: argparse.Namespace, method: str, length: int) -> Step | None:
     text = log.read_text(errors="replace")
     shutil.rmtree(folder)
     if not any(rank.exitcode for rank in ranks) and LOSS.search(text):
-        step = Step(length, float(LOSS.search(text)[1]), float(SECONDS.search(text)[1]) / 1e3, max(peaks(text)))
+        step = Step(
+            length=length,
+            loss=float(LOSS.search(text)[1]),
+            seconds=float(SECONDS.search(text)[1]) / 1e3,
+            peak=max(peaks(text)),
+        )
         print(f"{method}, {length} tokens: {step.seconds:.1f} s, {step.peak >> 20} MiB", file=sys.stderr, flush=True)
         return step
     if OUT_OF_MEMORY.search(text):
@@ -204,7 +216,8 @@ def run_rank(rank: int, flags: Sequence[str], port: int, log: Path, memory: int)
     executors.PIECE = PIECE
     initialize._warmup_jit_function = lambda *_, **__: None  # it computes the feed-forward block of a whole sequence
     training.setup_model_and_optimizer = with_fused_attention(training.setup_model_and_optimizer)
-    library, attributes = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+    library = ctypes.CDLL(None)
+    attributes = ctypes.create_string_buffer(64)
     library.mallopt(M_ARENA_MAX, 1)
     library.mallopt(M_MMAP_THRESHOLD, 1 << 18)  # what is freed leaves the process at once
     library.pthread_attr_init(attributes)

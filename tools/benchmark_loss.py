@@ -65,7 +65,9 @@ def main() -> None:
     hidden = torch.randn(args.seq_length, 1, args.hidden_size).chunk(args.sequence_splits)
     labels = torch.randint(args.vocab_size, (1, args.seq_length)).chunk(args.sequence_splits, dim=1)
     inputs = [part.clone().requires_grad_() for part in hidden]
-    models, peaks, seconds = {}, {}, {name: [] for name in VARIANTS}
+    models = {}
+    peaks = {}
+    seconds = {name: [] for name in VARIANTS}
     for name in VARIANTS:
         models[name] = build(args, name.endswith("fused"))
         compute_loss_in_pieces([models[name]], 2**40, args.piece if "pieces" in name else None)

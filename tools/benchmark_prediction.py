@@ -57,7 +57,8 @@ def parse() -> argparse.Namespace:
 
 def cut(args: argparse.Namespace, strategy: str, num_segments: int, num_stages: int) -> tuple[int, ...]:
     """By the formulas, as training cuts."""
-    device, shape = A100 if torch.cuda.is_available() else CPU_CORE, model_shape(args)
+    device = A100 if torch.cuda.is_available() else CPU_CORE
+    shape = model_shape(args)
     layers = (args.num_layers // num_stages,) * num_stages
     time = bottleneck_time(analytic_costs(shape, layers, device))
     rows = device.full_speed_rows
@@ -69,7 +70,8 @@ def cut(args: argparse.Namespace, strategy: str, num_segments: int, num_stages: 
 def message_seconds(args: argparse.Namespace, repeats: int = 20) -> float:
     """Half of the median time there and back of the output of a segment, between the first two ranks."""
     tensor = torch.zeros(args.seq_length // 4, 1, args.hidden_size, device=torch.cuda.current_device())
-    rank, seconds = dist.get_rank(), []
+    rank = dist.get_rank()
+    seconds = []
     for _ in range(repeats):
         dist.barrier()
         began = time.perf_counter()
@@ -87,7 +89,9 @@ def message_seconds(args: argparse.Namespace, repeats: int = 20) -> float:
 def compare(args: argparse.Namespace, num_chunks: int) -> list[tuple[str, float, float]]:
     """Name, measured and predicted seconds; the first round warms up."""
     use_ranks(num_chunks)
-    model, batch, num_stages = build_model(args, num_chunks), Batch(args), num_chunks * dist.get_world_size()
+    model = build_model(args, num_chunks)
+    batch = Batch(args)
+    num_stages = num_chunks * dist.get_world_size()
     timed: list[tuple[str, Variant]] = []
     for schedule, strategy, segments, microbatches in (*_PROFILES, *CONFIGURATIONS[num_chunks]):
         lengths = cut(args, strategy, segments, num_stages)
@@ -99,8 +103,10 @@ def compare(args: argparse.Namespace, num_chunks: int) -> list[tuple[str, float,
     for _, variant in timed:
         for values in (variant.seconds, variant.cpu_seconds, variant.spans):
             del values[:1]
-    profiled, others = timed[: len(_PROFILES)], timed[len(_PROFILES) :]
-    profile, message = profile_of([variant for _, variant in profiled]), message_seconds(args)
+    profiled = timed[: len(_PROFILES)]
+    others = timed[len(_PROFILES) :]
+    profile = profile_of([variant for _, variant in profiled])
+    message = message_seconds(args)
     return [
         (name, statistics.median(variant.seconds), predicted_seconds(variant, profile, message))
         for name, variant in others

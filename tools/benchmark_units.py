@@ -89,7 +89,8 @@ def forward_step(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[torc
 
 def variants(args: argparse.Namespace, longest: int) -> dict[str, tuple[PipelineExecutor, list]]:
     """Executors and batches, by name."""
-    found, most = sequences(args, longest), args.unit_tokens
+    found = sequences(args, longest)
+    most = args.unit_tokens
     [packs] = packs_of_step([len(each["tokens"]) for each in found], longest)
     packed = [filled([found[number] for number in pack.sequences], longest) for pack in packs]
     k = longest // most
@@ -139,7 +140,8 @@ def compare(args: argparse.Namespace, longest: int) -> list[str]:
     model[0].config.calculate_per_token_loss = True
     if args.recompute:
         block = model[0].module.decoder.config
-        block.recompute_granularity, block.recompute_method = "full", "uniform"
+        block.recompute_granularity = "full"
+        block.recompute_method = "uniform"
         block.recompute_num_layers = args.num_layers // dist.get_world_size()
     compared = variants(args, longest)
     seconds: dict[str, list[float]] = {name: [] for name in compared}
@@ -157,7 +159,8 @@ def compare(args: argparse.Namespace, longest: int) -> list[str]:
         readings = [None] * dist.get_world_size()
         dist.all_gather_object(readings, executor.recorder.reading())
         pairs = zip(seconds["packed"], seconds[name], strict=True)
-        median, ratio = statistics.median(seconds[name]), statistics.median(packed / own for packed, own in pairs)
+        median = statistics.median(seconds[name])
+        ratio = statistics.median(packed / own for packed, own in pairs)
         idle = 1 - sum(each.busy for each in readings) / len(readings) / max(each.duration for each in readings)
         peaks = " ".join(f"{each.peak_memory / 2**20:.0f}" for each in readings)
         rows.append(f"{name:12} {median:8.3f} {tokens / median:9.0f} {ratio:6.2f} {100 * idle:7.1f} {peaks:>16}")
@@ -175,7 +178,12 @@ def write(args: argparse.Namespace, executor: PipelineExecutor, name: str, longe
     shape = Shape.of(Placement(len(spans)), [last[number] + 1 for number in range(len(last))])
     if dist.get_rank() == 0:
         args.timelines.mkdir(parents=True, exist_ok=True)
-        timeline = Timeline(shape, tuple(map(tuple, spans)), "s", {"schedule": f"{args.schedule}, {name}"})
+        timeline = Timeline(
+            shape=shape,
+            ranks=tuple(map(tuple, spans)),
+            time_unit="s",
+            meta={"schedule": f"{args.schedule}, {name}"},
+        )
         write_timeline(timeline, args.timelines / f"{name.replace(', ', '-')}-{longest}.json")
 
 

@@ -52,20 +52,21 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> int:
     args = parse_args()
-    rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+    rank = int(os.environ["RANK"])
+    local_rank = int(os.environ["LOCAL_RANK"])
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(minutes=2))
     troubles, notes = looked_at(args.folder, device, rank)
     facts = Facts(
-        socket.gethostname(),
-        torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({platform.machine()})",
-        versions(),
-        message_speed(device, args.megabytes << 20, troubles),
-        all_reduce_speed(device, args.megabytes << 20, troubles),
-        tuple(troubles),
-        tuple(notes),
+        host=socket.gethostname(),
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({platform.machine()})",
+        versions=versions(),
+        next_rank=message_speed(device, args.megabytes << 20, troubles),
+        all_ranks=all_reduce_speed(device, args.megabytes << 20, troubles),
+        troubles=tuple(troubles),
+        notes=tuple(notes),
     )
     gathered: list[Facts] = [facts] * dist.get_world_size()
     dist.all_gather_object(gathered, facts)
@@ -94,7 +95,8 @@ def versions() -> str:
 
 def looked_at(folder: Path, device: torch.device, rank: int) -> tuple[list[str], list[str]]:
     """Troubles and notes of the machine under a rank."""
-    troubles, notes = [], []
+    troubles = []
+    notes = []
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=f".check-{rank}-") as file:
             file.write(bytes(1 << 20))
@@ -140,7 +142,8 @@ def hidden_gpus(installed: str | None, cuda: str | None, torch_version: str) -> 
 
 def message_speed(device: torch.device, size: int, troubles: list[str]) -> float:
     """From every rank to the next at once, as in a pipeline."""
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world = dist.get_world_size()
     if world == 1:
         return 0.0
     sent = torch.full((size // 4,), float(rank), device=device)

@@ -304,7 +304,9 @@ def summary(result: Mapping[str, Any]) -> Iterator[str]:
         yield from markdown(["what", "version"], rows)
         yield ""
     for found in figures_of(result, "ceilings"):
-        product, copy, link = found["product_tflops"], found["copy_gb_per_s"], found["link_gb_per_s"]
+        product = found["product_tflops"]
+        copy = found["copy_gb_per_s"]
+        link = found["link_gb_per_s"]
         yield f"A product of large matrices reaches {product:.0f} TFLOPS in bf16, a copy on the card {copy:,.0f} GB/s"
         yield f"(read and written), the link to the host {link:.0f} GB/s each way while both are in use."
         yield ""

@@ -17,7 +17,8 @@ from megatron.seq1f1b.partition import even
 from megatron.seq1f1b.schedule import Placement
 
 LENGTHS = {32768: 16, 131072: 16, 1048576: 64}  # tokens -> segments
-FULL, ALL_BUT_ATTENTION = "full", "all but attention"
+FULL = "full"
+ALL_BUT_ATTENTION = "all but attention"
 # Name -> chunks, whether sequences are cut, recomputation, whether all logits are kept.
 METHODS = {
     "1F1B": (1, False, "none", True),
@@ -30,7 +31,8 @@ HEAD = ("tokens", "method", "GiB", "state", "activations", "keys and values", "l
 
 
 def rows() -> Iterator[list[str]]:
-    model, machine = preset("llama3-70b"), read_machine("h100-80gb")
+    model = preset("llama3-70b")
+    machine = read_machine("h100-80gb")
     for length, segments in LENGTHS.items():
         for name, (chunks, is_cut, recompute, keeps_logits) in METHODS.items():
             setup = TrainingSetup(

@@ -193,7 +193,8 @@ def markdown(rows: Sequence[Row]) -> str:
     for name, members in tables.items():
         if all(row.error is None for row in members):
             continue
-        errors, (mean, worst) = Errors.of(members), GOALS[name]
+        errors = Errors.of(members)
+        mean, worst = GOALS[name]
         goals = [f"mean {_percent(mean, members[0])}"] if mean else []
         goals += [f"worst {_percent(worst, members[0])}"] if worst else []
         met = (mean is None or errors.mean <= mean) and (worst is None or errors.worst <= worst)

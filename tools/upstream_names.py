@@ -41,7 +41,9 @@ class Upstream:
     def _file(self, parts: tuple[str, ...]) -> Path | None:
         path = self._folder.joinpath(*parts)
         found = [each for each in (path.with_suffix(".py"), path / "__init__.py") if each.is_file()]
-        return found[0] if found else path if path.is_dir() else None
+        if found:
+            return found[0]
+        return path if path.is_dir() else None
 
     def _within(self, path: Path, module: tuple[str, ...], rest: tuple[str, ...]) -> str:
         if not rest:
@@ -113,13 +115,15 @@ def described(node: ast.AST) -> str:
     given = node.args
     plain = [*given.posonlyargs, *given.args]
     required = len(plain) - len(given.defaults)
-    words = [each.arg + "=" * (i >= required) for i, each in enumerate(plain)]
-    words += [f"*{given.vararg.arg}"] if given.vararg else ["*"] if given.kwonlyargs else []
-    words += [
-        each.arg + "=" * (default is not None)
-        for each, default in zip(given.kwonlyargs, given.kw_defaults, strict=True)
-    ]
-    words += [f"**{given.kwarg.arg}"] if given.kwarg else []
+    words = [each.arg if i < required else f"{each.arg}=" for i, each in enumerate(plain)]
+    if given.vararg:
+        words.append(f"*{given.vararg.arg}")
+    elif given.kwonlyargs:
+        words.append("*")
+    for each, default in zip(given.kwonlyargs, given.kw_defaults, strict=True):
+        words.append(each.arg if default is None else f"{each.arg}=")
+    if given.kwarg:
+        words.append(f"**{given.kwarg.arg}")
     return f"({', '.join(words)})"
 
 
@@ -158,10 +162,12 @@ def put_together(node: ast.JoinedStr, words: list[str]) -> Iterator[str]:
     """The names that f"megatron.core.{name}" may stand for, with each word of its file in each placeholder."""
     modules = [word for word in words if UPSTREAM.fullmatch(word)]
     last = [word for word in words if word.isidentifier()]
-    parts = [
-        [part.value] if isinstance(part, ast.Constant) else last if at else modules
-        for at, part in enumerate(node.values)
-    ]
+    parts = []
+    for at, part in enumerate(node.values):
+        if isinstance(part, ast.Constant):
+            parts.append([part.value])
+        else:
+            parts.append(last if at else modules)
     constants = [part.value for part in node.values if isinstance(part, ast.Constant)]
     # Sentences are no names, and names have few placeholders: the words of a long file would fill more for hours.
     is_name = all(re.fullmatch(r"[\w.]*", text) for text in constants) and len(parts) - len(constants) <= 2
@@ -178,7 +184,9 @@ def signatures(folder: Path) -> dict[str, str]:
 
 def changes(folder: Path) -> list[str]:
     """A line for every recorded name that is gone from this version or has another signature, with its users."""
-    recorded, upstream, users = json.loads(RECORD.read_text()), Upstream(folder), relied_on()
+    recorded = json.loads(RECORD.read_text())
+    upstream = Upstream(folder)
+    users = relied_on()
     lines = []
     for name, before in recorded.items():
         now = upstream.signature(name)

@@ -37,12 +37,14 @@ class Page:
         (folder / "Local State").write_text(json.dumps({"internal_only_uis_enabled": True}))
         with open(folder / "browser.log", "w") as log:
             command = ["bash", "-c", shell, program, *flags, "about:blank"]
-            outputs = {"stdout": log, "stderr": log}
-            self.process = subprocess.Popen(command, pass_fds=passed, start_new_session=True, **outputs)
+            self.process = subprocess.Popen(command, pass_fds=passed, start_new_session=True, stdout=log, stderr=log)
         for end in (theirs_in, theirs_out, *passed):
             os.close(end)
-        self._from, self._to = os.fdopen(ours_in, "rb"), os.fdopen(ours_out, "wb")
-        self._count, self._session, self.problems = 0, None, []
+        self._from = os.fdopen(ours_in, "rb")
+        self._to = os.fdopen(ours_out, "wb")
+        self._count = 0
+        self._session = None
+        self.problems = []
         target = next(each for each in self._ask("Target.getTargets")["targetInfos"] if each["type"] == "page")
         self._session = self._ask("Target.attachToTarget", targetId=target["targetId"], flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log"):

@@ -3,7 +3,8 @@
 import struct
 
 MAGIC = struct.pack("<I", 0xBA55ED50)
-PTX, SASS = 1, 2
+PTX = 1
+SASS = 2
 
 
 def fat_binary(*codes: tuple[int, int, bytes]) -> bytes:

@@ -66,8 +66,18 @@ def torch_operators(monkeypatch, forward_without_dropout=HAS_FORWARD_WITHOUT_DRO
         call = named(torch.ops.aten._flash_attention_backward, args, kwargs)
         assert call.unused.shape == () and call.rng_state.shape == (2,)
         state = call.rng_state if call.dropout_p else NO_DROPOUT  # nothing but dropout reads it
-        tensors = call.grad_out, call.query, call.key, call.value, call.out, call.logsumexp
-        return fake_flash.backward(*tensors, call.scale, call.dropout_p, state, packing(call))
+        return fake_flash.backward(
+            call.grad_out,
+            call.query,
+            call.key,
+            call.value,
+            call.out,
+            call.logsumexp,
+            call.scale,
+            call.dropout_p,
+            state,
+            packing(call),
+        )
 
     monkeypatch.setattr(flash, "_flash", forward)
     monkeypatch.setattr(flash, "_flash_without_dropout", without_dropout if forward_without_dropout else None)
@@ -122,7 +132,8 @@ def transformer_engine(monkeypatch):
 
     def forward(*, is_training, q, k, v, attn_scale, dropout, **call):
         assert is_training
-        packing, state = check((q, k, v), call), fake_flash.random_state(dropout)
+        packing = check((q, k, v), call)
+        state = fake_flash.random_state(dropout)
         tensors = map(turned, (q, k, v))
         output, logsumexp = fake_flash.forward(*tensors, attn_scale, dropout, state, packing, one_size=False)
         return turned(output), [logsumexp.unsqueeze(-1), state]
@@ -130,10 +141,19 @@ def transformer_engine(monkeypatch):
     def backward(*, q, k, v, o, d_o, aux_ctx_tensors, attn_scale, dropout, do_format, dqkv_layout, **call):
         assert call.pop("deterministic") is False
         assert do_format == call["o_format"] and dqkv_layout == call["qkv_layout"]
-        packing, (logsumexp, state) = check((q, k, v), call), aux_ctx_tensors
+        packing = check((q, k, v), call)
+        logsumexp, state = aux_ctx_tensors
         assert o.shape == d_o.shape and o.is_contiguous() and d_o.is_contiguous()
-        call_of = *map(turned, (d_o, q, k, v, o)), logsumexp.squeeze(-1)
-        return *map(turned, fake_flash.backward(*call_of, attn_scale, dropout, state, packing, one_size=False)), None
+        gradients = fake_flash.backward(
+            *map(turned, (d_o, q, k, v, o)),
+            logsumexp.squeeze(-1),
+            attn_scale,
+            dropout,
+            state,
+            packing,
+            one_size=False,
+        )
+        return *map(turned, gradients), None
 
     functions = {"fused_attn_fwd": forward, "fused_attn_bwd": backward}
     backends = {"F16_arbitrary_seqlen": "16 bits"}

@@ -80,8 +80,7 @@ class Launcher:
         self._jobs = 0
         command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("zygote.py"))]
         env = os.environ | ENVIRONMENT | {"PYTHONPATH": python_path(ROOT, ROOT / "tests", *packages)}
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        self._zygote = subprocess.Popen(command, env=env, text=True, **pipes)
+        self._zygote = subprocess.Popen(command, env=env, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     def __call__(
         self, ranks: int, flags: Sequence = (), script=PRETRAIN, timeout=120, env: dict | None = None, watched=True

@@ -33,8 +33,14 @@ def environment(**settings: str) -> dict[str, str]:
 
 def run(command: list, *, cwd: Path = ROOT, timeout: float = 60, **settings: str) -> subprocess.CompletedProcess[str]:
     """A launcher with nothing but these settings in its environment."""
-    given = {"cwd": cwd, "env": environment(**{"PYTHON": sys.executable} | settings), "timeout": patient(timeout)}
-    return subprocess.run([*map(str, command)], capture_output=True, text=True, **given)
+    return subprocess.run(
+        [*map(str, command)],
+        cwd=cwd,
+        env=environment(**{"PYTHON": sys.executable} | settings),
+        timeout=patient(timeout),
+        capture_output=True,
+        text=True,
+    )
 
 
 @dataclass(frozen=True)
@@ -58,4 +64,9 @@ def started(command: list, folder: Path, *, cwd: Path = ROOT, **settings: str) -
     world_size, *words = shlex.split(line)
     place = next(index for index, word in enumerate(words) if word.endswith(".py"))
     ranks = int(words[place - 1]) if place else 1
-    return Start(ROOT / words[place], ranks, words[place + 1 :], int(world_size))
+    return Start(
+        script=ROOT / words[place],
+        ranks=ranks,
+        flags=words[place + 1 :],
+        world_size=int(world_size),
+    )

@@ -11,7 +11,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.seq1f1b.runtime import PipelineExecutor, Segmentation
 from megatron.seq1f1b.schedule import ScheduleChoice
 
-SEQUENCE, BATCH, HIDDEN = 8, 2, 4
+SEQUENCE = 8
+BATCH = 2
+HIDDEN = 4
 
 
 class Stage(torch.nn.Module):
@@ -20,9 +22,12 @@ class Stage(torch.nn.Module):
     def __init__(self, config: ModelParallelConfig | None = None, seed=0, vp_stage: int | None = None, width=1) -> None:
         super().__init__()
         torch.manual_seed(seed)
-        self.config, self.model_type, self.vp_stage = config or configuration(ranks=1), None, vp_stage
+        self.config = config or configuration(ranks=1)
+        self.model_type = None
+        self.vp_stage = vp_stage
         self.layers = torch.nn.Sequential(*(torch.nn.Linear(HIDDEN, HIDDEN) for _ in range(width)))
-        self.input, self.calls = None, []
+        self.input = None
+        self.calls = []
 
     def set_input_tensor(self, tensors: list) -> None:
         self.input = tensors[0]
@@ -67,7 +72,8 @@ def mean_square(output: torch.Tensor):
 
 
 def sum_of_squares(output: torch.Tensor):
-    loss, count = output.square().sum(), torch.tensor(output.numel())
+    loss = output.square().sum()
+    count = torch.tensor(output.numel())
     return loss, count, {"loss": loss.detach()}
 
 

@@ -49,7 +49,10 @@ class Attended:
     """A sequence through an attention layer, segment by segment: `forward`, then `backward`."""
 
     def __init__(self, layer, tensors, grad, segments, recompute=False) -> None:
-        self.layer, self.grad, self.segments, self.recompute = layer, grad, segments, recompute
+        self.layer = layer
+        self.grad = grad
+        self.segments = segments
+        self.recompute = recompute
         self.parts = [[x[s.start : s.end].detach().clone().requires_grad_() for x in tensors] for s in segments]
         self.outputs = []
 
@@ -72,7 +75,13 @@ class Attended:
 
 def run(layer, tensors, grad, segments, recompute=False):
     """Output and gradients of query, key and value [s, b, heads, size]: forward in order, backward in reverse."""
-    attended = Attended(layer, tensors, grad, segments, recompute)
+    attended = Attended(
+        layer=layer,
+        tensors=tensors,
+        grad=grad,
+        segments=segments,
+        recompute=recompute,
+    )
     attended.forward()
     attended.backward()
     grads = (torch.cat([part[i].grad for part in attended.parts]) for i in range(3))

@@ -22,7 +22,8 @@ import torch
 from megatron.seq1f1b.process.patches import Patch, patched
 from support import te_operators
 
-PACKAGE, EXTENSION = "transformer_engine", "transformer_engine_torch"
+PACKAGE = "transformer_engine"
+EXTENSION = "transformer_engine_torch"
 # Enumerations of the extension whose members Transformer Engine compares with its own.
 _COMPARED = {
     "DType": [*te_operators.DTYPES, "kFloat8E4M3", "kFloat8E5M2", "kFloat4E2M1"],
@@ -41,7 +42,9 @@ def load() -> None:
     spec = importlib.util.find_spec(PACKAGE)
     assert spec is not None and spec.submodule_search_locations is not None
     package: Any = ModuleType(PACKAGE)
-    package.__path__, package.__spec__, package.__file__ = list(spec.submodule_search_locations), spec, spec.origin
+    package.__path__ = list(spec.submodule_search_locations)
+    package.__spec__ = spec
+    package.__file__ = spec.origin
     package.__version__ = importlib.metadata.version(PACKAGE)
     sys.modules[PACKAGE] = package
     # With this name set, Transformer Engine does not look for its core library.
@@ -63,7 +66,9 @@ def _extension() -> ModuleType:
     module: Any = ModuleType(EXTENSION)
     module.__spec__ = ModuleSpec(EXTENSION, None)
     vars(module).update(inspect.getmembers(te_operators, inspect.isfunction))
-    module.rmsnorm_fwd, module.rmsnorm_bwd = None, None  # looked up beside those of layer norms, and not called
+    # Looked up beside those of layer norms, and not called.
+    module.rmsnorm_fwd = None
+    module.rmsnorm_bwd = None
     for name, members in _COMPARED.items():
         setattr(module, name, enum.IntEnum(name, members, start=0))
 
@@ -82,7 +87,8 @@ class _Hopper:
     """Properties of a GPU, by which the layers choose kernels and sizes of buffers that a CPU has no use for."""
 
     name = "CPU"
-    major, minor = 9, 0
+    major = 9
+    minor = 0
     multi_processor_count = 1
     total_memory = 80 << 30
 

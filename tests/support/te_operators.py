@@ -26,7 +26,8 @@ def generic_gemm(*given: Any, **overlap: Any) -> tuple[Tensor, Tensor | None, No
     """
     a, transposes_a, b, transposes_b, out, quantizer, out_dtype, bias, _, gelu, _, is_gradient, _, _, adds, *_ = given
     assert quantizer is None and not gelu, "only products without quantization and activation are computed on a CPU"
-    rows_a, rows_b = a.reshape(-1, a.shape[-1]), b.reshape(-1, b.shape[-1])
+    rows_a = a.reshape(-1, a.shape[-1])
+    rows_b = b.reshape(-1, b.shape[-1])
     product = (rows_b.t() if transposes_b else rows_b) @ (rows_a.t() if transposes_a else rows_a)
     bias_gradient = rows_b.sum(0) if bias is not None and is_gradient else None
     if bias is not None and not is_gradient:
@@ -48,8 +49,23 @@ def te_general_grouped_gemm(*given: Any) -> list[Tensor]:
     outputs = out[0].split(sizes) if is_single else out
     for left, right, output, of_expert in zip(a, b, outputs, bias, strict=True):
         own = of_expert if of_expert.numel() else None
-        call = left, transposes_a, right, transposes_b, output, None, out_dtype, own, None, False, None
-        _, gradient, *_ = generic_gemm(*call, is_gradient, None, 0, adds)
+        _, gradient, *_ = generic_gemm(
+            left,
+            transposes_a,
+            right,
+            transposes_b,
+            output,
+            None,
+            out_dtype,
+            own,
+            None,
+            False,
+            None,
+            is_gradient,
+            None,
+            0,
+            adds,
+        )
         if gradient is not None:
             of_expert.copy_(gradient)
     return bias
@@ -65,7 +81,8 @@ def layernorm_fwd(x: Tensor, weight: Tensor, bias: Tensor, eps: float, *given: A
     _, _, out_dtype, _, zero_centered = given
     assert not zero_centered
     x = _precise(x.reshape(-1, x.shape[-1]))
-    mean, scale = x.mean(-1), torch.rsqrt(x.var(-1, correction=0) + eps)
+    mean = x.mean(-1)
+    scale = torch.rsqrt(x.var(-1, correction=0) + eps)
     normed = (x - mean[:, None]) * scale[:, None] * _precise(weight) + _precise(bias)
     return normed.to(_dtype(out_dtype) or weight.dtype), mean, scale
 

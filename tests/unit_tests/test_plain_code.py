@@ -1,4 +1,4 @@
-"""What needs two readings and can be recognised stays out of the rooms that have been cleared of it."""
+"""What needs two readings and can be recognised stays out of the package, its tools and what its tests share."""
 
 import ast
 from collections.abc import Iterator
@@ -7,13 +7,9 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[2] / "megatron" / "seq1f1b"
-ROOMS = ("schedule", "partition", "process", "report", "commands", "costs", "planner")
-FILES = sorted(path for room in ROOMS for path in (PACKAGE / room).rglob("*.py"))
-
-
-def names_in(node: ast.AST) -> set[str]:
-    return {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("megatron", "tools", "tests/support")
+FILES = sorted([*ROOT.glob("*.py"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))])
 
 
 def nested_conditionals(tree: ast.AST) -> Iterator[ast.AST]:
@@ -45,12 +41,14 @@ def multiplied_by_conditions(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def two_assignments_in_one(tree: ast.AST) -> Iterator[ast.AST]:
-    """`a, b = x, y`, unless each value could be assigned only at the same time, as in `a, b = b, a`."""
+    """`a, b = x, y`, unless an old value is used beside its new one, as in `a, b = b, a`."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
-            for target in node.targets:
-                if isinstance(target, ast.Tuple) and not names_in(target) & names_in(node.value):
-                    yield node
+        if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Tuple):
+            continue
+        used = {ast.unparse(part) for part in ast.walk(node.value) if isinstance(part, ast.expr)}
+        for target in node.targets:
+            if isinstance(target, ast.Tuple) and not used & set(map(ast.unparse, target.elts)):
+                yield node
 
 
 def splats_of_the_line_above(tree: ast.AST) -> Iterator[ast.AST]:
@@ -93,10 +91,8 @@ EXAMPLES = {
 
 @pytest.mark.parametrize("rule", RULES)
 def test_no_file_has(rule):
-    found = [
-        f"{path.relative_to(PACKAGE)}:{node.lineno}" for path in FILES for node in rule(ast.parse(path.read_text()))
-    ]
-    assert len(FILES) > 50 and not found, rule.__doc__
+    found = [f"{path.relative_to(ROOT)}:{node.lineno}" for path in FILES for node in rule(ast.parse(path.read_text()))]
+    assert len(FILES) > 200 and not found, rule.__doc__
 
 
 @pytest.mark.parametrize("rule", RULES)

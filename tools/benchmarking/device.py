@@ -40,7 +40,8 @@ def use_own_gpu() -> None:
     """
     if not torch.cuda.is_available():
         return
-    local_rank, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    count = torch.cuda.device_count()
     if local_rank >= count:
         raise SystemExit(
             f"error: local rank {local_rank} has no GPU, {count} are visible: use --nproc-per-node {count} or less."

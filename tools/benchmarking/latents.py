@@ -42,7 +42,8 @@ def latent_model(args: argparse.Namespace) -> list[torch.nn.Module]:
 @contextmanager
 def latents_kept(are_kept: bool) -> Iterator[None]:
     """Inside, segments keep latents, or keys and values, whatever the rule for choosing between them."""
-    usual, latents.LARGEST_SHARE = latents.LARGEST_SHARE, inf if are_kept else 0.0
+    usual = latents.LARGEST_SHARE
+    latents.LARGEST_SHARE = inf if are_kept else 0.0
     try:
         yield
     finally:

@@ -48,7 +48,8 @@ def build_model(args: argparse.Namespace, num_chunks: int, style: str = "looped"
     dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
     num_ranks = parallel_state.get_pipeline_model_parallel_world_size()
     rank = parallel_state.get_pipeline_model_parallel_rank()
-    placement, groups = Placement(num_ranks, num_chunks, style), ProcessGroupCollection.use_mpu_process_groups()
+    placement = Placement(num_ranks, num_chunks, style)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
     config = TransformerConfig(
         num_layers=args.num_layers,
         hidden_size=args.hidden_size,
@@ -70,9 +71,12 @@ def build_model(args: argparse.Namespace, num_chunks: int, style: str = "looped"
     config.finalize_model_grads_func = finalize_model_grads
     chunks = []
     for chunk, stage in enumerate(placement.stages_of(rank)):
-        kind, spec, pattern = GPTModel, get_gpt_layer_local_spec(), {}
+        kind = GPTModel
+        spec = get_gpt_layer_local_spec()
+        pattern = {}
         if args.hybrid_layer_pattern:
-            kind, spec = HybridModel, local_hybrid_spec(config)
+            kind = HybridModel
+            spec = local_hybrid_spec(config)
             pattern = {"hybrid_layer_pattern": args.hybrid_layer_pattern}
         with patched(building(placement, stage)):
             model = kind(
@@ -105,7 +109,8 @@ def counted_beside(present: Iterable[torch.Tensor]) -> Iterator[Ledger]:
 
 def delta_net(args: argparse.Namespace) -> DeltaNet:
     """Sizes after Qwen3-Next: keys as wide as the model, values twice as wide."""
-    heads, size = args.num_attention_heads, args.hidden_size // args.num_attention_heads
+    heads = args.num_attention_heads
+    size = args.hidden_size // args.num_attention_heads
     return DeltaNet(key_heads=heads, value_heads=2 * heads, key_head_dim=size, value_head_dim=size)
 
 
@@ -129,7 +134,8 @@ class Batch:
     def __init__(self, args: argparse.Namespace) -> None:
         generator = torch.Generator().manual_seed(1)
         tokens = torch.randint(args.vocab_size, (1, args.seq_length + 1), generator=generator).cuda()
-        self.tokens, self.labels = tokens[:, :-1], tokens[:, 1:]
+        self.tokens = tokens[:, :-1]
+        self.labels = tokens[:, 1:]
         self.positions = torch.arange(args.seq_length, device=tokens.device)[None]
 
     def as_dict(self) -> dict[str, torch.Tensor]:

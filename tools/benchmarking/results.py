@@ -51,7 +51,8 @@ def action_seconds(variant: Variant) -> Seconds:
     for span in (span for step in variant.spans for rank in step for span in rank):
         kind, stage, _, segment = span.action
         found.setdefault((kind, stage, segment), []).append(span.end - span.start)
-    stages, segments = range(variant.shape.num_stages), range(variant.shape.num_segments)
+    stages = range(variant.shape.num_stages)
+    segments = range(variant.shape.num_segments)
     return {
         kind: [[statistics.median(found[kind, stage, segment]) for segment in segments] for stage in stages]
         for kind in sorted({kind for kind, _, _ in found})

@@ -15,7 +15,8 @@ class _Stage(torch.nn.Module):
 
     def __init__(self, chunk: torch.nn.Module, batch: Batch) -> None:
         super().__init__()
-        self.chunk, self.batch = chunk, batch
+        self.chunk = chunk
+        self.batch = batch
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
         if self.chunk.module.pre_process:

@@ -54,7 +54,8 @@ def variants(args: argparse.Namespace, model: list[torch.nn.Module], num_microba
 
     Beside V-shaped chunks, which are ours alone, the others run on a model with one chunk on a rank.
     """
-    batch, splits = Batch(args), _splits(args, len(model), num_microbatches)
+    batch = Batch(args)
+    splits = _splits(args, len(model), num_microbatches)
     found = []
     whole = build_model(args, 1) if args.placement == "v" and len(model) > 1 else model
     for schedule in args.schedule:
@@ -64,9 +65,23 @@ def variants(args: argparse.Namespace, model: list[torch.nn.Module], num_microba
         elif schedule == "megatron":
             name = "Megatron's own interleaved" if len(whole) > 1 else "Megatron's own 1F1B"
             step = _megatron_step(get_forward_backward_func(), args, whole, batch, num_microbatches)
-            found.append(Variant(name, schedule, whole, step))
+            found.append(
+                Variant(
+                    name=name,
+                    schedule=schedule,
+                    model=whole,
+                    step=step,
+                )
+            )
         elif schedule == "torch":
-            found.append(Variant("torch Schedule1F1B", schedule, whole, schedule_1f1b(whole, batch, num_microbatches)))
+            found.append(
+                Variant(
+                    name="torch Schedule1F1B",
+                    schedule=schedule,
+                    model=whole,
+                    step=schedule_1f1b(whole, batch, num_microbatches),
+                )
+            )
         else:
             for strategy, lengths in splits:
                 found.append(ours(args, schedule, strategy, lengths, model, batch, num_microbatches))
@@ -105,7 +120,15 @@ def ours(
         costs=lambda lengths: action_costs(_stage_costs(args, len(model)), layers, lengths),
     )
     step = _megatron_step(executor, args, model, batch, num_microbatches)
-    return Variant(name, schedule, model, step, executor, shape, lengths)
+    return Variant(
+        name=name,
+        schedule=schedule,
+        model=model,
+        step=step,
+        executor=executor,
+        shape=shape,
+        lengths=lengths,
+    )
 
 
 def _megatron_step(
@@ -153,7 +176,8 @@ def _splits(args: argparse.Namespace, num_chunks: int, num_microbatches: int) ->
 
 def _stage_costs(args: argparse.Namespace, num_chunks: int, is_measured: bool = True) -> Sequence[StageCost]:
     """By the trace, if there is one and `is_measured`, else analytic."""
-    shape, layers = model_shape(args), _layers_per_stage(args, num_chunks)
+    shape = model_shape(args)
+    layers = _layers_per_stage(args, num_chunks)
     if is_measured and args.sequence_split_profile is not None:
         return read_traced_costs(args.sequence_split_profile, len(layers))[0]
     return analytic_costs(shape, layers, A100 if torch.cuda.is_available() else CPU_CORE)
@@ -167,7 +191,12 @@ def _layers_per_stage(args: argparse.Namespace, num_chunks: int) -> tuple[int, .
 def model_shape(args: argparse.Namespace) -> ModelShape:
     head_dim = args.hidden_size // args.num_attention_heads
     shape = ModelShape(
-        args.num_layers, args.hidden_size, 4 * args.hidden_size, args.num_attention_heads, head_dim, args.vocab_size
+        num_layers=args.num_layers,
+        hidden_size=args.hidden_size,
+        ffn_hidden_size=4 * args.hidden_size,
+        num_heads=args.num_attention_heads,
+        head_dim=head_dim,
+        vocab_size=args.vocab_size,
     )
     if not args.hybrid_layer_pattern:
         return shape

@@ -43,11 +43,11 @@ def measured() -> list[Measured]:
         logits = loss_bytes(setup, max(setup.segments)) / 2**20
         found.append(
             Measured(
-                row["log"],
-                dynamic,
-                len(set(setup.segments)),
-                logits if is_last else 0.0,
-                float(row["max_reserved_GiB_iteration_5"]) * _MIB_OF_GIB - after - dynamic,
+                log=row["log"],
+                dynamic=dynamic,
+                num_lengths=len(set(setup.segments)),
+                logits=logits if is_last else 0.0,
+                held_back=float(row["max_reserved_GiB_iteration_5"]) * _MIB_OF_GIB - after - dynamic,
             )
         )
     return found
@@ -85,7 +85,8 @@ def markdown() -> str:
     for log in dict.fromkeys(row.log for row in rows):
         constants = fit([row for row in rows if row.log != log])
         errors = [abs(error(row, constants)) for row in rows if row.log == log]
-        mean, worst = sum(errors) / len(errors), max(errors)
+        mean = sum(errors) / len(errors)
+        worst = max(errors)
         shares = ", ".join(f"{value:.3f}" for value in constants)
         lines.append(
             f"| {log.removesuffix('.log')} | {len(errors)} | {100 * mean:.1f} % | {100 * worst:.1f} % | {shares} |"

@@ -38,7 +38,8 @@ class _Messages:
     """
 
     def __init__(self, shape: Shape, costs: Costs) -> None:
-        self.units, self.segments = shape.num_units, shape.num_segments
+        self.units = shape.num_units
+        self.segments = shape.num_segments
         self.count = 2 * shape.num_stages * self.units
         self.received: dict[Kind, list[int | None]] = {}
         self.sent: dict[Kind, list[int | None]] = {}
@@ -57,7 +58,8 @@ class _Messages:
         return None if needed is None or kind is Kind.W else self._number(needed.kind, needed.stage)
 
     def _sent(self, kind: Kind, stage: int, step: int, shape: Shape) -> int | None:
-        there, rank_of = stage + step, shape.placement.rank_of
+        there = stage + step
+        rank_of = shape.placement.rank_of
         if kind is Kind.W or not 0 <= there < shape.num_stages or rank_of(there) == rank_of(stage):
             return None
         return self._number(kind, stage)
@@ -65,7 +67,8 @@ class _Messages:
 
 class _Machine:
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
-        self.schedule, self.costs = schedule, costs
+        self.schedule = schedule
+        self.costs = costs
         self.messages = _Messages(schedule.shape, costs)
         self.spans: list[list[Span]] = [[] for _ in schedule.ranks]
         # When the batch of the sender, and that of the receiver, was reached.
@@ -86,7 +89,9 @@ class _Machine:
 
     def _advance(self, rank: int) -> Iterator[tuple[int, int]]:
         """Runs a rank; yields the side of a message without which it cannot go on."""
-        posted, waiting, runnable = self.posted, self.waiting, self.runnable
+        posted = self.posted
+        waiting = self.waiting
+        runnable = self.runnable
         now = 0.0
         for weights, batch, actions in self._batches(rank):
             reached = now
@@ -97,7 +102,8 @@ class _Machine:
                     runnable.append(waiting.pop((side, message)))
             done = now
             for side, message, time in batch:
-                here, there = posted[side], posted[1 - side]
+                here = posted[side]
+                there = posted[1 - side]
                 while there[message] < 0:
                     yield 1 - side, message
                 done = max(done, max(here[message], there[message]) + time)
@@ -116,7 +122,9 @@ class _Machine:
 
         A batch holds side (0 sends, 1 receives), message and how long it takes.
         """
-        received, sent, times = self.messages.received, self.messages.sent, self.messages.times
+        received = self.messages.received
+        sent = self.messages.sent
+        times = self.messages.times
         segments = self.messages.segments
         batch: list[tuple[int, int, float]] = []
         actions = self.schedule.ranks[rank]
@@ -150,7 +158,8 @@ def _groups(actions: tuple[Action, ...], paired: bool) -> Iterator[tuple[list[Ac
         first = index
         while index < len(actions) and actions[index].kind is Kind.W:
             index += 1
-        weights, group = list(actions[first:index]), list(actions[index : index + 1])
+        weights = list(actions[first:index])
+        group = list(actions[index : index + 1])
         index += 1
         if paired and group and group[0].kind is Kind.F and index < len(actions) and actions[index].kind is Kind.B:
             group.append(actions[index])

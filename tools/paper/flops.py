@@ -18,7 +18,9 @@ def megatron_flops(model: ModelShape, sequence_length: int, batch: int, recomput
 
     With `recomputes` the forward counts twice, as in that paper (factor 96), else once (factor 72).
     """
-    layers, hidden, length = model.num_layers, model.hidden_size, sequence_length
+    layers = model.num_layers
+    hidden = model.hidden_size
+    length = sequence_length
     factor, head = (96, 16) if recomputes else (72, 12)
     per_token = factor * layers * hidden**2
     return batch * length * per_token * (1 + length / (6 * hidden) + model.vocab_size / (head * layers * hidden))

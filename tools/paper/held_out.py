@@ -62,24 +62,29 @@ def _hopper() -> Iterable[Row]:
 
 FITS = (
     Fit(
-        "a100-seq1f1b",
-        ("device.matmul_efficiency", "host.action", "network.bandwidth"),
-        _seq1f1b,
-        lambda row: row.group.rsplit(",", 1)[0] if row.group else "third-party runs",
+        machine="a100-seq1f1b",
+        constants=("device.matmul_efficiency", "host.action", "network.bandwidth"),
+        rows=_seq1f1b,
+        group=lambda row: row.group.rsplit(",", 1)[0] if row.group else "third-party runs",
     ),
     Fit(
-        "a100-vtrain",
-        ("device.kernel_latency", "host.layer_forward", "host.layer_backward", "host.action", "host.step"),
-        vtrain.single_node,
-        lambda row: "hidden size " + row.label.split(",")[0].split(" x ")[1],
+        machine="a100-vtrain",
+        constants=("device.kernel_latency", "host.layer_forward", "host.layer_backward", "host.action", "host.step"),
+        rows=vtrain.single_node,
+        group=lambda row: "hidden size " + row.label.split(",")[0].split(" x ")[1],
     ),
-    Fit("a100-80gb", ("device.matmul_efficiency", "device.memory_efficiency"), _megatron, lambda row: row.table),
     Fit(
-        "h100-80gb",
-        ("device.matmul_efficiency", "device.flash_backward"),
-        _hopper,
-        lambda row: f"{row.table}, {row.label}",
-        hopper.on,
+        machine="a100-80gb",
+        constants=("device.matmul_efficiency", "device.memory_efficiency"),
+        rows=_megatron,
+        group=lambda row: row.table,
+    ),
+    Fit(
+        machine="h100-80gb",
+        constants=("device.matmul_efficiency", "device.flash_backward"),
+        rows=_hopper,
+        group=lambda row: f"{row.table}, {row.label}",
+        on=hopper.on,
     ),
 )
 
@@ -89,7 +94,8 @@ def held_out(fits: Sequence[Fit] = FITS, progress: Callable[[str], None] = lambd
     found = []
     for fit in fits:
         progress(f"{fit.machine}\n")
-        rows, machine = list(fit.rows()), read_machine(fit.machine)
+        rows = list(fit.rows())
+        machine = read_machine(fit.machine)
         errors = np.array([error(row, fit.on(row, machine)) for row in rows])
         changed = [_scaled(machine, name, exp(_STEP)) for name in fit.constants]
         slopes = np.array([[error(row, fit.on(row, other)) for other in changed] for row in rows])
@@ -100,7 +106,16 @@ def held_out(fits: Sequence[Fit] = FITS, progress: Callable[[str], None] = lambd
             steps, *_ = np.linalg.lstsq(slopes[~inside], -errors[~inside], rcond=0.05)
             left = np.abs(errors[inside] + slopes[inside] @ steps)
             constants = {name: _get(machine, name) * exp(step) for name, step in zip(fit.constants, steps, strict=True)}
-            found.append(HeldOut(fit.machine, group, constants, len(left), float(left.mean()), float(left.max())))
+            found.append(
+                HeldOut(
+                    machine=fit.machine,
+                    group=group,
+                    constants=constants,
+                    count=len(left),
+                    mean=float(left.mean()),
+                    worst=float(left.max()),
+                )
+            )
     return found
 
 

@@ -23,21 +23,57 @@ from megatron.seq1f1b.schedule import Placement
 
 from .row import REFERENCE, Row, read
 
-WITHOUT_OFFLOAD, WITH_OFFLOAD = "Kwai without offload", "Kwai with offload"
-SUMMARY, LONG = "NVIDIA performance summary", "NVIDIA long sequences"
+WITHOUT_OFFLOAD = "Kwai without offload"
+WITH_OFFLOAD = "Kwai with offload"
+SUMMARY = "NVIDIA performance summary"
+LONG = "NVIDIA long sequences"
 # Less of the activations than this moves to the host in runs that count as without offload.
 _HARDLY = 0.05
 _KWAI = {
-    "Llama-65B": ModelShape(80, 8192, 22016, 64, 128, 32000, is_gated=True),
-    "Llama2-70B": ModelShape(80, 8192, 28672, 64, 128, 32000, 8, is_gated=True),
-    "Llama-175B": ModelShape(96, 12288, 32768, 96, 128, 32000, is_gated=True),
+    "Llama-65B": ModelShape(
+        num_layers=80,
+        hidden_size=8192,
+        ffn_hidden_size=22016,
+        num_heads=64,
+        head_dim=128,
+        vocab_size=32000,
+        is_gated=True,
+    ),
+    "Llama2-70B": ModelShape(
+        num_layers=80,
+        hidden_size=8192,
+        ffn_hidden_size=28672,
+        num_heads=64,
+        head_dim=128,
+        vocab_size=32000,
+        num_kv_heads=8,
+        is_gated=True,
+    ),
+    "Llama-175B": ModelShape(
+        num_layers=96,
+        hidden_size=12288,
+        ffn_hidden_size=32768,
+        num_heads=96,
+        head_dim=128,
+        vocab_size=32000,
+        is_gated=True,
+    ),
 }
-_LLAMA2_7B = ModelShape(32, 4096, 11008, 32, 128, 32000, is_gated=True)
+_LLAMA2_7B = ModelShape(
+    num_layers=32,
+    hidden_size=4096,
+    ffn_hidden_size=11008,
+    num_heads=32,
+    head_dim=128,
+    vocab_size=32000,
+    is_gated=True,
+)
 
 
 def h800(machine: Machine) -> Machine:
     """An H100 with the links that the table names: NVLink of 400 GB/s for 900, eight adapters of 100 Gbit/s a node."""
-    slower, adapter = 400 / 900, 100e9 / 8
+    slower = 400 / 900
+    adapter = 100e9 / 8
     return replace(
         machine,
         name="h800-80gb",
@@ -65,7 +101,13 @@ def on(row: Row, machine: Machine) -> Machine:
 
 
 def _predicted(table: str, label: str, tokens_per_second: float, setup: TrainingSetup) -> Row:
-    row = Row(table, label, "tokens/s", tokens_per_second, setup=setup)
+    row = Row(
+        table=table,
+        label=label,
+        unit="tokens/s",
+        published=tokens_per_second,
+        setup=setup,
+    )
     machine = on(row, read_machine("h100-80gb"))
     return replace(row, machine=machine, predicted=predict(setup, machine).tokens_per_second)
 
@@ -92,7 +134,9 @@ def _setup(model: ModelShape, length: int, batch: int, devices: int, *sizes: int
 
 def kwai(folder: Path = REFERENCE) -> Iterator[Row]:
     for row in read("kwai_offload_h800", folder):
-        model, devices, stages = _KWAI[row["model"]], int(row["gpus"]), int(row["p"])
+        model = _KWAI[row["model"]]
+        devices = int(row["gpus"])
+        stages = int(row["p"])
         chunks = model.num_layers // stages // int(row["layers_per_virtual_stage"])
         setup = _setup(
             model,
@@ -110,7 +154,9 @@ def kwai(folder: Path = REFERENCE) -> Iterator[Row]:
 
 def summary(folder: Path = REFERENCE) -> Iterator[Row]:
     for row in read("h100_megatron_bridge", folder):
-        name, devices, stages = row["model"].replace("3.1", "3"), int(row["gpus"]), int(row["pp"])
+        name = row["model"].replace("3.1", "3")
+        devices = int(row["gpus"])
+        stages = int(row["pp"])
         setup = _setup(
             preset(name),
             int(row["seq_length"]),
@@ -128,10 +174,20 @@ def summary(folder: Path = REFERENCE) -> Iterator[Row]:
 
 def long(folder: Path = REFERENCE) -> Iterator[Row]:
     for row in read("nemo_long_sequences_h100", folder):
-        length, devices, stages = 1024 * int(row["seq_length_k"]), int(row["gpus"]), int(row["pp"])
-        sizes = int(row["tp"]), int(row["cp"]), stages
-        choices = {"placement": Placement(stages), "overlaps_data_parallel": True}
-        setup = _setup(_LLAMA2_7B, length, 8 * int(row["dp"]), devices, *sizes, **choices)
+        length = 1024 * int(row["seq_length_k"])
+        devices = int(row["gpus"])
+        stages = int(row["pp"])
+        setup = _setup(
+            _LLAMA2_7B,
+            length,
+            8 * int(row["dp"]),
+            devices,
+            int(row["tp"]),
+            int(row["cp"]),
+            stages,
+            placement=Placement(stages),
+            overlaps_data_parallel=True,
+        )
         flops = model_flops(_LLAMA2_7B, length, 1) / length
         published = 1e12 * devices * float(row["tflops_per_gpu"]) / flops
         yield _predicted(LONG, f"{row['model']}, {length // 1024}K, {devices} GPUs, fp8", published, setup)

@@ -62,10 +62,10 @@ def seq1f1b() -> Iterator[Row]:
             for microbatches in {"2.7B": (16, 32), "30B": (16,)}.get(config["model"], (8, 16)):
                 for method in seq1f1b_tables.METHODS:
                     yield Row(
-                        "Seq1F1B, all models",
-                        f"{config['model']}, {length} tokens, {microbatches} micro-batches, {method}",
-                        "tokens/s",
-                        None,
+                        table="Seq1F1B, all models",
+                        label=f"{config['model']}, {length} tokens, {microbatches} micro-batches, {method}",
+                        unit="tokens/s",
+                        published=None,
                         setup=seq1f1b_tables.setup_of(
                             gpt(layers, hidden, heads, 32768), length, microbatches, tensor, pipeline, method
                         ),
@@ -81,7 +81,14 @@ def terapipe() -> Iterator[Row]:
         for name, slices in (("w/o TeraPipe", (length,)), ("w/ TeraPipe", (length // 4,) * 4)):
             label = f"setting {setting['setting']}, {setting['model']}, {name}"
             setup = terapipe_tables.setup_of(setting, slices)
-            yield Row("TeraPipe, ten settings", label, "s", None, setup=setup, machine=machine)
+            yield Row(
+                table="TeraPipe, ten settings",
+                label=label,
+                unit="s",
+                published=None,
+                setup=setup,
+                machine=machine,
+            )
 
 
 def recomputation() -> Iterator[Row]:

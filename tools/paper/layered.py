@@ -22,7 +22,9 @@ from megatron.seq1f1b.costs.training_setup import TrainingSetup
 from megatron.seq1f1b.planner.search import Plan
 from megatron.seq1f1b.planner.space import Candidate, Question
 
-MODEL, TOKENS, LENGTH = "gpt-1t", 450e9, 2048  # arXiv 2104.04473, section 5: 450 billion tokens for 1T
+MODEL = "gpt-1t"
+TOKENS = 450e9  # arXiv 2104.04473, section 5: 450 billion tokens for 1T
+LENGTH = 2048
 COUNTS = (16384, 65536)
 PARTITIONED = "modular pipeline, state partitioned"
 METHODS: dict[str, Callable[[TrainingSetup], bool]] = {
@@ -51,16 +53,17 @@ def networks() -> dict[str, Machine]:
 
 
 def cases(progress: Callable[[str], None] = lambda text: None) -> Iterator[Case]:
-    model, law = preset(MODEL), LAWS["noise-scale"]
+    model = preset(MODEL)
+    law = LAWS["noise-scale"]
     largest = law.largest(parameters_of_model(model), TOKENS)
     for network, machine in networks().items():
         for method, is_its in METHODS.items():
             question = Question(
-                model,
-                machine,
-                COUNTS[-1],
-                LENGTH,
-                1,
+                model=model,
+                machine=machine,
+                num_devices=COUNTS[-1],
+                sequence_length=LENGTH,
+                global_batch_size=1,
                 families=("breadth-first",) if method == PARTITIONED else ("1f1b", "breadth-first"),
                 segments=(1,),
                 chunks=(1, 2, 4, 8, 16),
@@ -76,7 +79,12 @@ def cases(progress: Callable[[str], None] = lambda text: None) -> Iterator[Case]
                 asked = replace(question, num_devices=devices, accepts=accept)
                 training = soonest(asked, TOKENS, law, largest, shares=(1.0,))
                 progress(f"{network}, {method}, {devices}: {training and training[0]}\n")
-                yield Case(network, method, devices, training)
+                yield Case(
+                    network=network,
+                    method=method,
+                    devices=devices,
+                    soonest=training,
+                )
 
 
 def slowest_network(setup: TrainingSetup, machine: Machine) -> float:
@@ -113,7 +121,8 @@ def markdown(found: list[Case]) -> list[str]:
         if each.soonest is None:
             lines.append(f"{head} does not fit | | | | | | | |")
             continue
-        (days, plan), setup = each.soonest, each.soonest[1].candidate.setup
+        days, plan = each.soonest
+        setup = plan.candidate.setup
         base = plain[each.network, each.devices]
         ratio = "-" if base is None else f"{days / base[0]:.2f}"
         sizes = (setup.pipeline_parallel, setup.data_parallel, setup.placement.num_chunks, setup.num_microbatches)
@@ -131,7 +140,8 @@ def markdown(found: list[Case]) -> list[str]:
 
 def findings(found: list[Case]) -> list[str]:
     """What the table comes to, beside what the paper claims."""
-    lines, soonest_of = [], {}
+    lines = []
+    soonest_of = {}
     for network in networks():
         for method in METHODS:
             of_method = (each.soonest for each in found if (each.network, each.method) == (network, method))

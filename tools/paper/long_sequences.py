@@ -15,18 +15,45 @@ from megatron.seq1f1b.schedule import Placement, build
 
 from .row import REFERENCE, Row, read
 
-_LLAMA_7B = ModelShape(32, 4096, 11008, 32, 128, 32000, is_gated=True)
+_LLAMA_7B = ModelShape(
+    num_layers=32,
+    hidden_size=4096,
+    ffn_hidden_size=11008,
+    num_heads=32,
+    head_dim=128,
+    vocab_size=32000,
+    is_gated=True,
+)
 # It counts a vocabulary of 128,000.
 _SLIMPIPE = {
-    "LLaMA-13B": ModelShape(40, 5120, 13824, 40, 128, 128000, is_gated=True),
-    "LLaMA-70B-GQA": ModelShape(80, 8192, 28672, 64, 128, 128000, 8, is_gated=True),
+    "LLaMA-13B": ModelShape(
+        num_layers=40,
+        hidden_size=5120,
+        ffn_hidden_size=13824,
+        num_heads=40,
+        head_dim=128,
+        vocab_size=128000,
+        is_gated=True,
+    ),
+    "LLaMA-70B-GQA": ModelShape(
+        num_layers=80,
+        hidden_size=8192,
+        ffn_hidden_size=28672,
+        num_heads=64,
+        head_dim=128,
+        vocab_size=128000,
+        num_kv_heads=8,
+        is_gated=True,
+    ),
 }
 
 
 def memory_model(folder: Path = REFERENCE) -> Iterator[Row]:
     """The first rank, all but the output, against the authors' model, which is an estimate, too."""
     for row in read("slimpipe_memory_model", folder):
-        length, slices, data = int(row["s"]), int(row["n"]), int(row["d"])
+        length = int(row["s"])
+        slices = int(row["n"])
+        data = int(row["d"])
         setup = TrainingSetup(
             _SLIMPIPE[row["Model"]],
             length,
@@ -44,7 +71,14 @@ def memory_model(folder: Path = REFERENCE) -> Iterator[Row]:
         published = float(row["Peak Memory (GiB)"]) - float(row["Output Memory (GiB)"])
         parallel = f"TP {row['t']}, CP {row['c']}, PP {row['p']}, {slices} slices, {row['v']} chunks"
         label = f"{row['Model']}, {length // 1024}K, {parallel}"
-        yield Row("SlimPipe memory model", label, "GiB", published, (memory.total - memory.reserved) / GIB, setup=setup)
+        yield Row(
+            table="SlimPipe memory model",
+            label=label,
+            unit="GiB",
+            published=published,
+            predicted=(memory.total - memory.reserved) / GIB,
+            setup=setup,
+        )
 
 
 def longest_sequence(folder: Path = REFERENCE) -> Iterator[Row]:
@@ -70,4 +104,11 @@ def longest_sequence(folder: Path = REFERENCE) -> Iterator[Row]:
             longest += 1
         label = f"{row['model']}, {row['system']}"
         published = float(row["longest_sequence"].removesuffix("K"))
-        yield Row("SlimPipe, longest sequences", label, "K tokens", published, longest, setup=setup_of(longest))
+        yield Row(
+            table="SlimPipe, longest sequences",
+            label=label,
+            unit="K tokens",
+            published=published,
+            predicted=longest,
+            setup=setup_of(longest),
+        )

@@ -39,11 +39,11 @@ def sc21(folder: Path = REFERENCE) -> Iterator[Row]:
     for row in read("megatron_sc21_table1", folder):
         setup = sc21_setup(row)
         yield Row(
-            "Megatron SC21 table 1",
-            f"{row['params_B']}B, {row['gpus']} GPUs",
-            "s",
-            float(row["iteration_s_derived_eq3"]),
-            predict(setup, machine).seconds,
+            table="Megatron SC21 table 1",
+            label=f"{row['params_B']}B, {row['gpus']} GPUs",
+            unit="s",
+            published=float(row["iteration_s_derived_eq3"]),
+            predicted=predict(setup, machine).seconds,
             setup=setup,
             machine=machine,
         )
@@ -64,7 +64,15 @@ def _recomputation(folder: Path, source: str, table: str) -> Iterator[Row]:
         setup = _later_setup(row)
         seconds = predict(setup, machine).seconds
         label = f"{row['model']}, {row['recompute']}"
-        yield Row(table, label, "s", float(row["iteration_s"]), seconds, setup=setup, machine=machine)
+        yield Row(
+            table=table,
+            label=label,
+            unit="s",
+            published=float(row["iteration_s"]),
+            predicted=seconds,
+            setup=setup,
+            machine=machine,
+        )
 
 
 def activations(folder: Path = REFERENCE) -> Iterator[Row]:
@@ -74,7 +82,14 @@ def activations(folder: Path = REFERENCE) -> Iterator[Row]:
         memory = rank_memory(setup, build(setup.family, setup.shape).ranks[0], 0)
         label = f"{row['model']}, {row['recompute']}"
         predicted = (memory.activations + memory.keys_values) / GIB
-        yield Row("Megatron activations, figure 1", label, "GiB", float(row["activations_GiB"]), predicted, setup=setup)
+        yield Row(
+            table="Megatron activations, figure 1",
+            label=label,
+            unit="GiB",
+            published=float(row["activations_GiB"]),
+            predicted=predicted,
+            setup=setup,
+        )
 
 
 def _later_setup(row: dict[str, str]) -> PaperSetup:

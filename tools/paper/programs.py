@@ -89,7 +89,10 @@ def _(setup: PaperSetup, machine: Machine, start: int, end: int, layer: int = 0)
 
 def _attention(setup: PaperSetup, machine: Machine, start: int, end: int) -> tuple[float, float]:
     """Attention of the forward and of the input gradients."""
-    model, device, batch, length = setup.model, machine.device, setup.micro_batch_size, end - start
+    model = setup.model
+    device = machine.device
+    batch = setup.micro_batch_size
+    length = end - start
     heads = model.num_heads / setup.tensor_parallel / setup.context_parallel
     if setup.flash_attention:
         pairs = length * (start + end + 1) / 2
@@ -178,7 +181,8 @@ def _(setup: PaperSetup, layer: int, start: int, end: int) -> float:
     kept = _of_package(layer_bytes.layer_activation)(setup, layer, start, end)
     if setup.recompute == "full":
         return kept
-    rows, blocks = setup.micro_batch_size * (end - start) / setup.context_parallel, setup.model.blocks(layer)
+    rows = setup.micro_batch_size * (end - start) / setup.context_parallel
+    blocks = setup.model.blocks(layer)
     if setup.dropout:  # the mask of the one behind each block
         kept += len(blocks) * rows * setup.model.hidden_size / setup.token_shares
     if "*" in blocks and not setup.fuses_kernels:
@@ -227,7 +231,8 @@ def _(setup: PaperSetup, stage: Stage, start: int, end: int) -> float:
 
 @layer_bytes.block_working.register
 def _(setup: PaperSetup, layer: int, block: Block, start: int, end: int) -> float:
-    model, rows = setup.model, setup.rows(end - start)
+    model = setup.model
+    rows = setup.rows(end - start)
     if block.attention is None and not setup.fuses_kernels:
         into = BYTES * (2 if model.is_gated else 1) * model.ffn_hidden_size
         return _UNFUSED_ACTIVATION * rows * into / setup.tensor_parallel

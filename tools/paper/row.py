@@ -16,7 +16,14 @@ REFERENCE = Path(__file__).with_name("reference")
 
 def gpt(layers: int, hidden: int, heads: int, vocabulary: int = 32768) -> ModelShape:
     """The sizes of the papers: a feed-forward block of four times the hidden size, heads that share it."""
-    return ModelShape(layers, hidden, 4 * hidden, heads, hidden // heads, vocabulary)
+    return ModelShape(
+        num_layers=layers,
+        hidden_size=hidden,
+        ffn_hidden_size=4 * hidden,
+        num_heads=heads,
+        head_dim=hidden // heads,
+        vocab_size=vocabulary,
+    )
 
 
 def fits(prediction: Prediction) -> bool:
@@ -68,7 +75,12 @@ class Errors:
     def of(cls, rows: Iterable[Row]) -> "Errors":
         pairs = [(row.miss, row.error) for row in rows if row.error is not None and row.miss is not None]
         misses, errors = zip(*pairs, strict=True)
-        return cls(len(errors), mean(misses), mean(errors), max(misses))
+        return cls(
+            count=len(errors),
+            mean=mean(misses),
+            bias=mean(errors),
+            worst=max(misses),
+        )
 
 
 def slug(label: str) -> str:

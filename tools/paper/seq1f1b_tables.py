@@ -78,11 +78,11 @@ def throughput(folder: Path = REFERENCE) -> Iterator[Row]:
         prediction = predict(setup, machine)
         group = f"{row['model']}, {row['seqlen']} tokens, {row['micro_batches']} micro-batches"
         yield Row(
-            "Seq1F1B 7B throughput",
-            f"{group}, {row['method']}",
-            "tokens/s",
-            None if published == "OOM" else float(published),
-            prediction.tokens_per_second if fits(prediction) else None,
+            table="Seq1F1B 7B throughput",
+            label=f"{group}, {row['method']}",
+            unit="tokens/s",
+            published=None if published == "OOM" else float(published),
+            predicted=prediction.tokens_per_second if fits(prediction) else None,
             group=group,
             setup=setup,
             machine=machine,
@@ -110,11 +110,11 @@ def _memory(
         schedule = build(setup.family, setup.shape)
         sizes = [rank_memory(setup, schedule.ranks[rank], rank).total / GIB for rank in range(setup.pipeline_parallel)]
         yield Row(
-            table,
-            f"{row['model']}, {row['seqlen']} tokens, {row['method']}",
-            "GiB",
-            None if row[column] == "OOM" else float(row[column]),
-            of_stages(sizes) if max(sizes) <= machine.device.memory_gib else None,
+            table=table,
+            label=f"{row['model']}, {row['seqlen']} tokens, {row['method']}",
+            unit="GiB",
+            published=None if row[column] == "OOM" else float(row[column]),
+            predicted=of_stages(sizes) if max(sizes) <= machine.device.memory_gib else None,
             setup=setup,
             machine=machine,
         )
@@ -123,7 +123,9 @@ def _memory(
 def third_party(folder: Path = REFERENCE) -> Iterator[Row]:
     machine = read_machine("a100-seq1f1b")
     for row in read("third_party_seq1f1b_logs", folder):
-        heads, hidden, segments = int(row["num_attention_heads"]), int(row["hidden_size"]), int(row["pipe_sp_splits"])
+        heads = int(row["num_attention_heads"])
+        hidden = int(row["hidden_size"])
+        segments = int(row["pipe_sp_splits"])
         setup = setup_of(
             gpt(int(row["num_layers"]), hidden, heads, int(row["padded_vocab_size"])),
             int(row["seq_length"]),
@@ -137,14 +139,22 @@ def third_party(folder: Path = REFERENCE) -> Iterator[Row]:
         prediction = predict(setup, machine)
         label = row["log"].removesuffix(".log")
         seconds = float(row["step_time_s_mean_pm_std"].split("±")[0])
-        yield Row("Seq1F1B third-party runs", label, "s", seconds, prediction.seconds, setup=setup, machine=machine)
+        yield Row(
+            table="Seq1F1B third-party runs",
+            label=label,
+            unit="s",
+            published=seconds,
+            predicted=prediction.seconds,
+            setup=setup,
+            machine=machine,
+        )
         for stage, published in enumerate(row["mem_reserved_GiB_per_stage"].split("/")):
             yield Row(
-                "Seq1F1B third-party memory",
-                f"{label}, stage {stage}",
-                "GiB",
-                float(published),
-                prediction.memory[stage].total / GIB,
+                table="Seq1F1B third-party memory",
+                label=f"{label}, stage {stage}",
+                unit="GiB",
+                published=float(published),
+                predicted=prediction.memory[stage].total / GIB,
                 setup=setup,
                 machine=machine,
             )
@@ -152,7 +162,8 @@ def third_party(folder: Path = REFERENCE) -> Iterator[Row]:
 
 def third_party_setup(row: dict[str, str]) -> PaperSetup:
     """Of a row of `third_party_allocator`."""
-    segments, data = int(row["pipe_sp_splits"]), int(row["data_parallel_size"])
+    segments = int(row["pipe_sp_splits"])
+    data = int(row["data_parallel_size"])
     sizes = (int(row[name]) for name in ("num_layers", "hidden_size", "num_attention_heads", "padded_vocab_size"))
     return setup_of(
         gpt(*sizes),
@@ -171,15 +182,16 @@ def allocated(folder: Path = REFERENCE) -> Iterator[Row]:
     no moments."""
     machine = read_machine("a100-seq1f1b")
     for row in read("third_party_allocator", folder):
-        setup, stage = third_party_setup(row), int(row["stage"])
+        setup = third_party_setup(row)
+        stage = int(row["stage"])
         memory = rank_memory(setup, build(setup.family, setup.shape).ranks[stage], stage)
         moments = memory.optimizer * 2 / 3
         yield Row(
-            "Seq1F1B third-party memory, allocated",
-            f"{row['log'].removesuffix('.log')}, stage {stage}",
-            "GiB",
-            float(row["max_allocated_MiB_iteration_1"]) / 1024,
-            (memory.total - memory.reserved - moments) / GIB,
+            table="Seq1F1B third-party memory, allocated",
+            label=f"{row['log'].removesuffix('.log')}, stage {stage}",
+            unit="GiB",
+            published=float(row["max_allocated_MiB_iteration_1"]) / 1024,
+            predicted=(memory.total - memory.reserved - moments) / GIB,
             setup=setup,
             machine=machine,
         )

@@ -54,7 +54,8 @@ def best_slices(setting: dict[str, str], machine: Machine) -> tuple[int, ...]:
 
 @cache
 def latencies(folder: Path = REFERENCE) -> tuple[Row, ...]:
-    machine, settings = read_machine("v100-p3"), _settings(folder)
+    machine = read_machine("v100-p3")
+    settings = _settings(folder)
     found = []
     for row in read("terapipe_latency_main", folder):
         setting = settings[row["setting"]]
@@ -72,18 +73,23 @@ def latencies(folder: Path = REFERENCE) -> tuple[Row, ...]:
 @cache
 def further_latencies(folder: Path = REFERENCE) -> tuple[Row, ...]:
     """Of the paper's figures and of settings that the other table lacks."""
-    machine, settings = read_machine("v100-p3"), _settings(folder)
+    machine = read_machine("v100-p3")
+    settings = _settings(folder)
     found = []
     for row in read("terapipe_latency_figures", folder):
         setting = {**settings[row["setting"]], **{name: row[name] for name in ("seqlen", "batch_per_replica")}}
-        length, scheme = int(row["seqlen"]), row["slices"]
+        length = int(row["seqlen"])
+        scheme = row["slices"]
         if scheme.isdigit():
-            slices, label = even(length, int(scheme)), "w/o TeraPipe" if scheme == "1" else f"{scheme} equal slices"
+            slices = even(length, int(scheme))
+            label = "w/o TeraPipe" if scheme == "1" else f"{scheme} equal slices"
         elif scheme == "best":
-            slices, label = best_slices(setting, machine), "w/ TeraPipe"
+            slices = best_slices(setting, machine)
+            label = "w/ TeraPipe"
         else:  # such as [120]*4 + [64]
             counts = re.findall(r"\[(\d+)\](?:\*(\d+))?", scheme)
-            slices, label = tuple(int(each) for each, count in counts for _ in range(int(count or 1))), "w/ TeraPipe"
+            slices = tuple(int(each) for each, count in counts for _ in range(int(count or 1)))
+            label = "w/ TeraPipe"
         group = f"figure {row['figure']}, setting {row['setting']}, {length} tokens"
         found.append(_row("TeraPipe latencies, further", group, label, row, setup_of(setting, slices), machine))
     return tuple(found)
@@ -103,14 +109,30 @@ def _gains(table: str, rows: Iterable[Row]) -> Iterator[Row]:
     for group, members in groupby(rows, key=lambda row: row.group):
         whole, *sliced = members
         for row in sliced:
-            published, predicted = whole.published / row.published, whole.predicted / row.predicted
-            yield Row(table, row.label if len(sliced) > 1 else group, "times", published, predicted)
+            published = whole.published / row.published
+            predicted = whole.predicted / row.predicted
+            yield Row(
+                table=table,
+                label=row.label if len(sliced) > 1 else group,
+                unit="times",
+                published=published,
+                predicted=predicted,
+            )
 
 
 def _row(table: str, group: str, label: str, row: dict[str, str], setup: PaperSetup, machine: Machine) -> Row:
     seconds = predict(setup, machine).seconds
     published = float(row["latency_s"])
-    return Row(table, f"{group}, {label}", "s", published, seconds, group=group, setup=setup, machine=machine)
+    return Row(
+        table=table,
+        label=f"{group}, {label}",
+        unit="s",
+        published=published,
+        predicted=seconds,
+        group=group,
+        setup=setup,
+        machine=machine,
+    )
 
 
 def _settings(folder: Path) -> dict[str, dict[str, str]]:

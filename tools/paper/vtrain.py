@@ -35,7 +35,15 @@ def _rows(folder: Path, name: str, table: str, recompute: str) -> Iterator[Row]:
             f"{sizes['micro_batch']}, TP {sizes['tp']} DP {sizes['dp']} PP {sizes['pp']}"
         )
         seconds = float(row["iteration_ms"]) / 1e3
-        yield Row(table, label, "s", seconds, predict(setup, machine).seconds, setup=setup, machine=machine)
+        yield Row(
+            table=table,
+            label=label,
+            unit="s",
+            published=seconds,
+            predicted=predict(setup, machine).seconds,
+            setup=setup,
+            machine=machine,
+        )
 
 
 def multi_node(folder: Path = REFERENCE) -> Iterator[Row]:

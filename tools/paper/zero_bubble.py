@@ -44,7 +44,8 @@ def _cases(folder: Path) -> tuple[Case, ...]:
 
 
 def _case(row: dict[str, str], machine: Machine) -> Case:
-    layers, ranks = int(row["layers"]), int(row["pipeline_gpus"])
+    layers = int(row["layers"])
+    ranks = int(row["pipeline_gpus"])
     # The first and the last stage have a layer less; the stages of interleaved 1F1B have one each.
     chunks = (layers + 2) // ranks if row["method"] == "1F1B-I" else 1
     per_stage = (layers + 2) // (ranks * chunks)
@@ -71,7 +72,14 @@ def _case(row: dict[str, str], machine: Machine) -> Case:
     else:
         schedule = build(setup.family, setup.shape)
     label = f"{row['model']}, {row['micro_batches']} micro-batches, {row['method']}"
-    return Case(row, label, setup, machine, costs, schedule)
+    return Case(
+        row=row,
+        label=label,
+        setup=setup,
+        machine=machine,
+        costs=costs,
+        schedule=schedule,
+    )
 
 
 def _with_memory(costs: Costs, setup: PaperSetup) -> Costs:
@@ -88,11 +96,11 @@ def bubble_rates(folder: Path = REFERENCE) -> Iterator[Row]:
     for row, label, setup, machine, costs, schedule in _cases(folder):
         timeline = simulate(schedule, costs)
         yield Row(
-            "Zero Bubble, auto above ZB-2p" if row["method"] == "ZB-2p" else "Zero Bubble bubble rates",
-            label,
-            "bubble",
-            float(row["bubble_rate_theoretical"]),
-            1 - timeline.busy(0) / timeline.longest_stretch,
+            table="Zero Bubble, auto above ZB-2p" if row["method"] == "ZB-2p" else "Zero Bubble bubble rates",
+            label=label,
+            unit="bubble",
+            published=float(row["bubble_rate_theoretical"]),
+            predicted=1 - timeline.busy(0) / timeline.longest_stretch,
             group=f"{row['model']}, {row['micro_batches']} micro-batches",
             setup=setup,
             machine=machine,
@@ -109,7 +117,15 @@ def memory(folder: Path = REFERENCE) -> Iterator[Row]:
         if row["memory_GB"] and row["method"] != "ZB-2p":
             ranks = [rank_memory(setup, schedule.ranks[rank], rank) for rank in range(setup.pipeline_parallel)]
             most = max(each.total - each.reserved for each in ranks) / 1e9
-            yield Row("Zero Bubble memory", label, "GB", float(row["memory_GB"]), most, setup=setup, machine=machine)
+            yield Row(
+                table="Zero Bubble memory",
+                label=label,
+                unit="GB",
+                published=float(row["memory_GB"]),
+                predicted=most,
+                setup=setup,
+                machine=machine,
+            )
 
 
 def large_vocabularies(folder: Path = REFERENCE) -> Iterator[Row]:
@@ -120,8 +136,12 @@ def large_vocabularies(folder: Path = REFERENCE) -> Iterator[Row]:
     """
     machine = read_machine("a100-80gb")
     for row in read("vocabulary_parallelism_a100", folder):
-        layers, hidden, length = int(row["layers"]), int(row["hidden"]), int(row["seq_length"])
-        vocabulary, ranks, batch = int(row["vocab"]), int(row["pp"]), int(row["num_microbatches"])
+        layers = int(row["layers"])
+        hidden = int(row["hidden"])
+        length = int(row["seq_length"])
+        vocabulary = int(row["vocab"])
+        ranks = int(row["pp"])
+        batch = int(row["num_microbatches"])
         model = gpt(layers, hidden, int(row["heads"]), vocabulary)
         setup = PaperSetup(model, length, batch, placement=Placement(ranks))
         if row["method"] == "redis":
@@ -130,4 +150,12 @@ def large_vocabularies(folder: Path = REFERENCE) -> Iterator[Row]:
         published = flops / (float(row["mfu_pct"]) / 100 * ranks * machine.device.peak_flops)
         label = f"{row['method']}, vocabulary {vocabulary}, {length} tokens"
         seconds = predict(setup, machine).seconds
-        yield Row("Large vocabularies", label, "s", published, seconds, setup=setup, machine=machine)
+        yield Row(
+            table="Large vocabularies",
+            label=label,
+            unit="s",
+            published=published,
+            predicted=seconds,
+            setup=setup,
+            machine=machine,
+        )

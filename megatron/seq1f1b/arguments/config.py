@@ -107,7 +107,8 @@ def pipeline_config(flags: argparse.Namespace, run: MegatronRun, costs: Predicti
     """The configuration of our parsed flags; `costs` predict the segments of `run`. Raises ValueError for unsupported
     features, with a sentence that names the flag and the way out."""
     settings = vars(flags) | dict(run.settings)
-    schedule, offloads = _schedule(flags, settings), flags.offload_activations
+    schedule = _schedule(flags, settings)
+    offloads = flags.offload_activations
     lengths: tuple[int, ...] = (run.sequence_length,)
     partition = _partition(flags, run, costs)
     # Before a cut: an unsupported layer may have no known costs.
@@ -137,7 +138,14 @@ def pipeline_config(flags: argparse.Namespace, run: MegatronRun, costs: Predicti
             raise ValueError(
                 f"--pipeline-schedule-file is for {schedule.given.shape}, but the other flags are for {shape}"
             )
-    return PipelineConfig(run, flags, schedule, partition, lengths, offloads)
+    return PipelineConfig(
+        run=run,
+        flags=flags,
+        schedule=schedule,
+        partition=partition,
+        lengths=lengths,
+        offloads=offloads,
+    )
 
 
 def _schedule(flags: argparse.Namespace, settings: Mapping[str, Any]) -> ScheduleChoice | None:
@@ -157,7 +165,8 @@ def _uses(flags: argparse.Namespace, schedule: ScheduleChoice | None, settings: 
     """The features that the flags select, as known before a cut."""
     if schedule is None:
         return {Use.EVERY_RUN, Use.MEGATRONS_OWN}
-    in_units, by_tokens = flags.unit_tokens is not None, flags.segment_tokens is not None
+    in_units = flags.unit_tokens is not None
+    by_tokens = flags.segment_tokens is not None
     has_number = flags.sequence_splits not in (None, 1)
     selected = {
         Use.EVERY_RUN: True,
@@ -208,9 +217,16 @@ def _partition(flags: argparse.Namespace, run: MegatronRun, costs: Predictions) 
     strategy = flags.sequence_split_strategy
     num_segments = None if flags.sequence_splits == AUTO else flags.sequence_splits
     if most := flags.unit_tokens or flags.segment_tokens:
-        strategy, num_segments = "even", -(-run.sequence_length // most)
+        strategy = "even"
+        num_segments = -(-run.sequence_length // most)
     elif strategy is None:
         # A program may bring a model whose segments have no known costs.
         wants_equal = flags.means_equal_lengths or run.settings.get("tp_comm_overlap")
         strategy = DEFAULT_STRATEGY if run.has_sizes and not wants_equal else "even"
-    return SequencePartition(run, costs, strategy, num_segments, flags.sequence_split_file)
+    return SequencePartition(
+        run=run,
+        costs=costs,
+        strategy=strategy,
+        num_segments=num_segments,
+        file=flags.sequence_split_file,
+    )

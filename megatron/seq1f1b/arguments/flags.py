@@ -135,6 +135,9 @@ def parse_options(options: Mapping[str, Any]) -> argparse.Namespace:
     """Our flags, given as keywords (`sequence_splits=4` for `--sequence-splits 4`); raises ValueError."""
     words: list[str] = []
     for name, given in options.items():
-        values = given if isinstance(given, (list, tuple)) else [] if given is True else [given]
-        words += f"--{name.replace('_', '-')}", *map(str, values)
+        words.append(f"--{name.replace('_', '-')}")
+        if isinstance(given, (list, tuple)):
+            words += map(str, given)
+        elif given is not True:
+            words.append(str(given))
     return add_arguments(argparse.ArgumentParser(allow_abbrev=False, add_help=False)).parse_args(words)

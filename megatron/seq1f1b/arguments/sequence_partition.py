@@ -11,7 +11,9 @@ from ..schedule import Costs, ScheduleChoice, auto, simulate
 from .megatron_run import MegatronRun
 
 # `auto` plans some ten thousand actions a second; fewer trials find little.
-_ACTIONS_TO_PLAN, _LEAST_TRIALS, _MOST_TRIALS = 8_000, 8, 30
+_ACTIONS_TO_PLAN = 8_000
+_LEAST_TRIALS = 8
+_MOST_TRIALS = 30
 # With more, the pipeline is full for most of the step, so equal times are as good.
 _FEW_MICROBATCHES = 2
 
@@ -67,7 +69,8 @@ class SequencePartition:
     ) -> tuple[int, ...]:
         """Lengths in tokens of the segments of a sequence; raises ValueError. They may follow the `documents` of a
         micro-batch, given by their start positions in each sequence."""
-        run, costs = self.run, self.costs
+        run = self.run
+        costs = self.costs
         num_segments = self.num_segments if num_segments is None else num_segments
         if self.file is not None:
             lengths = read_segment_lengths(self.file)
@@ -76,7 +79,8 @@ class SequencePartition:
             except ValueError as error:
                 raise ValueError(f"{self.file}: {error}") from None
             return lengths
-        strategy, finds_number = STRATEGIES[self.strategy], num_segments is None and self.strategy == "terapipe"
+        strategy = STRATEGIES[self.strategy]
+        finds_number = num_segments is None and self.strategy == "terapipe"
         has_time = strategy.needs == "time" or (strategy.needs == "measured time" and costs.is_measured)
         return cut_sequence(
             self.strategy,
@@ -96,7 +100,8 @@ class SequencePartition:
 
     def _trials(self, num_segments: int) -> dict[str, Any]:
         """The step of a cut, and how many cuts can be tried in a second; empty if too few can."""
-        run, planned = self.run, self.planned
+        run = self.run
+        planned = self.planned
         if planned is None or num_segments == 1 or run.num_microbatches > _FEW_MICROBATCHES or not run.has_sizes:
             return {}
         shape = run.shape(planned.placement, num_segments)

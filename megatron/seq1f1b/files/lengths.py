@@ -33,7 +33,8 @@ def read_segment_lengths(path: str | Path) -> tuple[int, ...]:
 def read_histogram(path: str | Path) -> Mapping[int, int]:
     """The number of sequences of each length in tokens, from the .idx file of a corpus, or from text with a line
     `tokens,sequences` or `tokens` for each. Raises ValueError for anything else."""
-    content, found = read_bytes(path), Counter[int]()
+    content = read_bytes(path)
+    found = Counter[int]()
     if content.startswith(_INDEX):
         number = int.from_bytes(content[_HEADER - 16 : _HEADER - 8], "little")
         sizes = content[_HEADER : _HEADER + 4 * number]

@@ -74,7 +74,12 @@ def read_timeline(path: str | Path) -> Timeline:
         raise with_way_out(error, _WAY_OUT) from None
     of_shape = {field.name for field in structs.fields(_Sizes)}
     meta = {name: value for name, value in file.meta.items() if name not in of_shape}
-    return Timeline(shape, ranks, sizes.time_unit, meta)
+    return Timeline(
+        shape=shape,
+        ranks=ranks,
+        time_unit=sizes.time_unit,
+        meta=meta,
+    )
 
 
 def read_trace(path: str | Path) -> tuple[Timeline, Trace]:

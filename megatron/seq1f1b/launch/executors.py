@@ -46,7 +46,11 @@ def attention_kernel(config: PipelineConfig) -> str:
     dropout = settings.get("attention_dropout") or 0.0
     backend = getattr(settings.get("attention_backend"), "name", "auto")
     choice = KernelChoice(backend, settings.get("flash_attention_version"), dropout > 0)
-    dtype = torch.bfloat16 if settings.get("bf16") else torch.float16 if settings.get("fp16") else torch.float32
+    dtype = torch.float32
+    if settings.get("bf16"):
+        dtype = torch.bfloat16
+    elif settings.get("fp16"):
+        dtype = torch.float16
     size = settings.get("kv_channels") or 1
     is_on_gpu = not is_on_cpu(config.flags) and torch.cuda.is_available()
     return choice.name(AttentionRule(1.0, dropout), is_on_gpu, dtype, size, settings.get("v_head_dim") or size)
@@ -123,7 +127,9 @@ def _parts(config: PipelineConfig) -> str:
 
 
 def _segmentation(config: PipelineConfig, end_of_document: Callable[[], int] | None, from_calls: bool) -> Segmentation:
-    kept, packed, follows = lru_cache(config.cut), config.follows_documents, config.partition.follows_documents
+    kept = lru_cache(config.cut)
+    packed = config.follows_documents
+    follows = config.partition.follows_documents
 
     def cut(length: int, documents: Documents | None = None, num_segments: int | None = None) -> tuple[int, ...]:
         return kept(length, documents if follows else None, num_segments)
@@ -146,7 +152,8 @@ def _segmentation(config: PipelineConfig, end_of_document: Callable[[], int] | N
 def sequences_of(args: Namespace, stage: int, length: int) -> Iterator[None]:
     """Inside, Megatron's `seq_length` is `length`, that of a pack in units or of a segment: its functions for
     tensor-parallel ranks without data allocate by it."""
-    whole, args.seq_length = args.seq_length, length
+    whole = args.seq_length
+    args.seq_length = length
     try:
         yield
     finally:

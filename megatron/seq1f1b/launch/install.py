@@ -43,7 +43,8 @@ def install(add_flags: bool = False, keep_documents_apart: bool = False, **flags
         return
     options = parse_options(flags) if keywords else None
     is_rehearsal = options is None and "--dry-run" in sys.argv[1:]
-    net, patches = Net(), ExitStack()
+    net = Net()
+    patches = ExitStack()
     if options is None:
         hook = Patch("sys.excepthook", net.caught, "prints a traceback on every rank that fails")
         patches.enter_context(patched([hook]))

@@ -31,7 +31,9 @@ class Overlay:
     of `install`."""
 
     def __init__(self, upstream: Callable, patches: ExitStack, keywords: Mapping[str, Any] | None = None) -> None:
-        self._upstream, self.patches, self.keywords = upstream, patches, keywords or {}
+        self._upstream = upstream
+        self.patches = patches
+        self.keywords = keywords or {}
         self._runs_own_script = True  # which calls `validate` itself
         self.config: PipelineConfig | None = None
         self.executor: Callable | None = None
@@ -97,7 +99,8 @@ class Overlay:
         from ..runtime import watched
         from .executors import tracer_of, training_executor
 
-        config, parsed = self.pipeline_config(), _megatron_args()
+        config = self.pipeline_config()
+        parsed = _megatron_args()
         tracer = tracer_of(config, lambda: parsed.curr_iteration + 1)
         if config.schedule is None:
             upstream = self._upstream(*args, **kwargs)
@@ -175,7 +178,8 @@ def patches_of_megatron(version: tuple[int, ...]) -> list[Patch]:
         return get_queue(mp_mode or ("fork" if cpu.is_active() else "spawn"))
 
     writing = "megatron.core.dist_checkpointing.strategies.filesystem_async.get_write_results_queue"
-    name, reason = "megatron.core.datasets.utils.compile_helpers", "fails in a wheel, which ships them compiled"
+    name = "megatron.core.datasets.utils.compile_helpers"
+    reason = "fails in a wheel, which ships them compiled"
     rows = [wrapping(name, compile_unless_shipped, reason)]
     rows.append(wrapping(writing, queue, "starts a new Python, which imports all again, on the CPU, too"))
     starting = "multiprocessing.process.BaseProcess.start"

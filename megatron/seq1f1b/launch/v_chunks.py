@@ -59,7 +59,8 @@ def in_forward_step(stage: int) -> ExitStack:
 
 def patches() -> PatchTable:
     """Patches with which Megatron's training loop builds, feeds and saves V-shaped chunks."""
-    built, state = "builds looped chunks", "megatron.core.parallel_state"
+    built = "builds looped chunks"
+    state = "megatron.core.parallel_state"
     layout = "megatron.core.transformer.pipeline_parallel_layer_layout.PipelineParallelLayerLayout"
     return (
         wrapping("megatron.training.models.dist_utils.build_virtual_pipeline_stages", _v_shaped, built),

@@ -37,7 +37,8 @@ def attach(chunks: Iterable[torch.nn.Module], context: SegmentContext) -> None:
             if isinstance(module, (SegmentAttention, *_FOLLOWERS)):
                 if not hasattr(module, "segment_context"):
                     patched_on([module], _FOLLOWS)
-                module.segment_context, module.path_in_chunk = context, path
+                module.segment_context = context
+                module.path_in_chunk = path
 
 
 def recompute_behind_frozen_weights(chunks: Iterable[torch.nn.Module]) -> None:
@@ -59,17 +60,26 @@ def use_segment_attention(model: Iterable[torch.nn.Module]) -> list[torch.nn.Mod
         for _, layer in _attention_layers(chunk):
             if not _is_causal(layer) or isinstance(layer.core_attention, SegmentAttention):
                 continue
-            config, old = layer.config, layer.core_attention
+            config = layer.config
+            old = layer.core_attention
             kernels = kernels or KernelChoice(
                 config.attention_backend.name, config.flash_attention_version, config.attention_dropout > 0
             )
             scale = getattr(layer, "softmax_scale", None)  # multi-latent attention has its own
             has_window = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer.layer_number)
             window = config.window_size[0] if has_window and config.window_size[0] >= 0 else None
-            sink, group = getattr(old, "softmax_offset", None), layer.pg_collection.cp
+            sink = getattr(old, "softmax_offset", None)
+            group = layer.pg_collection.cp
             shared_by = gcd(group.size(), layer.num_attention_heads_per_partition)
             exchange = HeadExchange(group, shared_by) if group.size() > 1 else None
-            new = SegmentAttention(config, scale, kernels, window, sink, exchange).train(layer.training)
+            new = SegmentAttention(
+                config=config,
+                softmax_scale=scale,
+                kernels=kernels,
+                window=window,
+                sink=sink,
+                exchange=exchange,
+            ).train(layer.training)
             if old in hooks:  # DistributedDataParallel hooks every module while it gathers parameters ahead
                 for part in old.modules():
                     hooks.pop(part).remove()

@@ -56,7 +56,12 @@ class CumulativeLengths(NamedTuple):
         ends = torch.tensor([[0, *accumulate(queries)], [0, *accumulate(keys)]], dtype=torch.int32)
         if device.type == "cuda":  # the host does not wait for a copy from pinned memory
             ends = ends.pin_memory().to(device, non_blocking=True)
-        return cls(ends[0], ends[1], max(queries), max(keys))
+        return cls(
+            query_ends=ends[0],
+            key_ends=ends[1],
+            most_queries=max(queries),
+            most_keys=max(keys),
+        )
 
 
 class MaskCheck:
@@ -82,7 +87,8 @@ class MaskCheck:
 
     def settle(self) -> None:
         """Raise ValueError for a mask that is not causal; waits for the GPU if any mask was on it."""
-        doubts, self._doubts = self._doubts, []
+        doubts = self._doubts
+        self._doubts = []
         if doubts and torch.stack([doubt for doubt, _ in doubts]).any():
             raise ValueError(
                 f"{next(where for doubt, where in doubts if doubt)} is not plain causal attention, with padding at the "

@@ -78,7 +78,13 @@ class SegmentContext:
     ) -> "_Running":
         """Inside, `segment` runs; no backward follows (evaluation) unless `keeps_for_backward`. A split backward leaves
         weight gradients for `unit`. If the unit `moves`, the tensors that its forward saves may go to the host."""
-        return _Running(self, segment, keeps_for_backward, unit, moves)
+        return _Running(
+            context=self,
+            segment=segment,
+            keeps_for_backward=keeps_for_backward,
+            unit=unit,
+            moves=moves,
+        )
 
     def carried(self, layer: Hashable, make: Callable[[], Any]) -> Any:
         """What `layer` carries for the running micro-batch, made at its first segment."""

@@ -61,7 +61,8 @@ def local_hybrid_spec(config: TransformerConfig) -> ModuleSpec:
     experts = submodules(num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm)
     norm = dense.input_layernorm
     linear = LocalSpecProvider()
-    column, row = linear.column_parallel_linear(), linear.row_parallel_linear()
+    column = linear.column_parallel_linear()
+    row = linear.row_parallel_linear()
 
     def attention_layer(layer: TransformerLayerSubmodules, **parts: Any) -> ModuleSpec:
         parts |= {"pre_mlp_layernorm": IdentityOp, "mlp": IdentityOp, "mlp_bda": IdentityFuncOp}

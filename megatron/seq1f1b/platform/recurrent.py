@@ -31,8 +31,14 @@ class GatedRMSNorm(torch.nn.Module):
         from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
         weights = self.state_dict(keep_vars=True)
-        groups = {"tp_group": self.tp_group, "dp_cp_group": metadata["dp_cp_group"]}
-        return make_sharded_tensors_for_checkpoint(weights, prefix, {"weight": 0}, sharded_offsets, **groups)
+        return make_sharded_tensors_for_checkpoint(
+            weights,
+            prefix,
+            {"weight": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
 
 
 def l2norm(x, dim=-1, eps=1e-6):
@@ -62,13 +68,16 @@ def chunk_gated_delta_rule(
         S_t = exp(g_t) (I − beta_t k_t k_tᵀ) S_{t−1} + beta_t k_t v_tᵀ,    o_t = S_tᵀ q_t / √d
     """
     _unpacked(cu_seqlens)
-    dtype, length = v.dtype, q.shape[1]
+    dtype = v.dtype
+    length = q.shape[1]
     if use_qk_l2norm_in_kernel:
-        q, k = l2norm(q), l2norm(k)
+        q = l2norm(q)
+        k = l2norm(k)
     q = q * q.shape[-1] ** -0.5
     q, k, v, g, beta = (_in_chunks(x, _CHUNK) for x in (q, k, v, g, beta))
     g = g.cumsum(-1)
-    k_beta, v_beta = k * beta.unsqueeze(-1), v * beta.unsqueeze(-1)
+    k_beta = k * beta.unsqueeze(-1)
+    v_beta = v * beta.unsqueeze(-1)
     # The writes of a token depend on those of earlier tokens in the chunk: a triangular system.
     system = ((k_beta @ k.mT) * _decay(g)).tril(-1)
     right = torch.cat([v_beta, k_beta * g.exp().unsqueeze(-1)], -1)

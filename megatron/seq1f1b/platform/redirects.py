@@ -20,7 +20,8 @@ _FACTORIES = (
 
 _NOW = "memory_allocated", "memory_reserved", "device_memory_used"
 _WAITS = "set_stream", "synchronize"
-_TRAINING, _RNG = "megatron.training", "megatron.core.tensor_parallel.random"
+_TRAINING = "megatron.training"
+_RNG = "megatron.core.tensor_parallel.random"
 _PARSING = f"{_TRAINING}.arguments"
 _EXPERTS = "megatron.core.transformer.moe.token_dispatcher"
 

@@ -161,7 +161,8 @@ def on_one_device(gloo):
 def _devices_of(process):
     """The devices that torch would make for a group, by GLOO_SOCKET_IFNAME; one set for each `process`, since their
     threads do not survive a fork."""
-    make, interfaces = dist.ProcessGroupGloo, os.environ.get("GLOO_SOCKET_IFNAME")
+    make = dist.ProcessGroupGloo
+    interfaces = os.environ.get("GLOO_SOCKET_IFNAME")
     names = interfaces.split(",") if interfaces else []
     return [make.create_device(interface=name) for name in names] or [make.create_default_device()]
 
@@ -183,14 +184,16 @@ FLAGS = (
 def parse_with_cpu_defaults(parse_args, *args, **kwargs):
     """`parse_args` with kernels and backends in its result that exist on a CPU; in a rehearsal, `replaced_on_cpu` of
     the result keeps the replaced ones."""
-    parsed, flags_given = parse_args(*args, **kwargs), {word.partition("=")[0] for word in sys.argv[1:]}
+    parsed = parse_args(*args, **kwargs)
+    flags_given = {word.partition("=")[0] for word in sys.argv[1:]}
     is_rehearsal = getattr(parsed, "dry_run", False)
     if is_rehearsal:
         parsed.replaced_on_cpu = {name: getattr(parsed, name) for name, _, _ in FLAGS}
     elif parsed.profile and not parsed.use_pytorch_profiler:  # ends the program at --profile-step-start
         raise ValueError("--profile marks steps for Nsight, which needs a GPU; add --use-pytorch-profiler, or drop it")
     for name, value, reason in FLAGS:
-        given, flag = getattr(parsed, name), f"--{name.replace('_', '-')}"
+        given = getattr(parsed, name)
+        flag = f"--{name.replace('_', '-')}"
         if given != value and flag in flags_given and not is_rehearsal:
             if name == "transformer_impl":
                 raise ValueError(f"{flag} {given} needs a GPU: {reason}; use {flag} {value}")

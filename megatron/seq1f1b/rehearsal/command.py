@@ -69,7 +69,8 @@ def _parse_for_the_real_device(parse_args: Callable, *args: Any, **kwargs: Any) 
 
 def _build_empty_tokenizer(build_tokenizer: Callable, args: Namespace) -> Any:
     """Megatron's empty tokenizer in place of the launch's, if its flags have the size of the vocabulary."""
-    kind, file = args.tokenizer_type, Path(args.vocab_file or "")
+    kind = args.tokenizer_type
+    file = Path(args.vocab_file or "")
     if kind == "GPT2BPETokenizer" and not args.vocab_size:  # Megatron looks it up at a hub
         args.vocab_size = len(read_json(file, dict[str, int])) if file.is_file() else _GPT2_WORDS
     if args.vocab_size:
@@ -100,7 +101,12 @@ def _rehearse(pretrain: Callable, *args: Any, **kwargs: Any) -> None:
         apart = launch.tensor_model_parallel_size * launch.context_parallel_size
     ranks = range(0, apart * num_stages, apart)  # of one pipeline, from its first stage to its last
     stages = run_stages(lambda: Stage(launch).run(partial(pretrain, *args, **kwargs)), launch, ranks)
-    report = RehearsalReport(in_words(launch), int(launch.device_memory * GIB), stages, stood_for(launch))
+    report = RehearsalReport(
+        launch=in_words(launch),
+        device_memory=int(launch.device_memory * GIB),
+        stages=stages,
+        notes=stood_for(launch),
+    )
     print(report.as_text(), flush=True)
     if (folder := launch.dry_run_output) is not None:
         folder.mkdir(parents=True, exist_ok=True)

@@ -21,7 +21,8 @@ from .launch import document_lengths, has_transformer_engine
 
 def fake_batches(args: Namespace) -> Iterator[dict[str, Tensor]]:
     """Endless batches of whole sequences: the length is read now, since `args.seq_length` later is that of a unit."""
-    shape, masked = (args.micro_batch_size, args.seq_length), args.create_attention_mask_in_dataloader
+    shape = (args.micro_batch_size, args.seq_length)
+    masked = args.create_attention_mask_in_dataloader
     kinds = {"tokens": torch.long, "labels": torch.long, "loss_mask": torch.float, "position_ids": torch.long}
 
     def batch() -> dict[str, Tensor]:
@@ -36,7 +37,8 @@ def patches(args: Namespace, as_one_kernel: Callable) -> PatchTable:
     `as_one_kernel(function, ...)` calls a function that a GPU runs as one kernel."""
     if args.device == "cpu":
         return _FOR_FAKES
-    fused, reason = "megatron.core.fusions.fused_bias_", "is not compiled here and makes temporaries"
+    fused = "megatron.core.fusions.fused_bias_"
+    reason = "is not compiled here and makes temporaries"
     table = [*_FOR_FAKES, *_ON_A_GPU, *(wrapping(fused + name, as_one_kernel, reason) for name in _COMPILED)]
     if args.replaced_on_cpu["apply_rope_fusion"]:
         table.append(Patch(f"{_ROPE}._apply_rotary_pos_emb_bshd", _fused_positions, "keeps more than one kernel"))
@@ -122,10 +124,13 @@ def _fused_positions(t: Tensor, freqs: Tensor, *_: Any, **__: Any) -> Tensor:
     return _Kernel.apply(t, None, freqs)
 
 
-_SEGMENTATION, _REPACKING = "megatron.seq1f1b.runtime.segmentation", "megatron.seq1f1b.runtime.repacking"
+_SEGMENTATION = "megatron.seq1f1b.runtime.segmentation"
+_REPACKING = "megatron.seq1f1b.runtime.repacking"
 _CHOICE = "megatron.seq1f1b.model.kernels.kernel_choice.KernelChoice"
-_TRAINING, _PARALLEL = "megatron.training.training", "megatron.core.tensor_parallel"
-_ROPE, _BUFFER = "megatron.core.models.common.embeddings.rope_utils", "megatron.core.utils.GlobalMemoryBuffer"
+_TRAINING = "megatron.training.training"
+_PARALLEL = "megatron.core.tensor_parallel"
+_ROPE = "megatron.core.models.common.embeddings.rope_utils"
+_BUFFER = "megatron.core.utils.GlobalMemoryBuffer"
 _OBJECTS = ("broadcast_object_list", "send_object_list", "recv_object_list")
 _OTHERS = "reads what other ranks would send"
 

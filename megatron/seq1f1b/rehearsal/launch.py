@@ -39,8 +39,10 @@ def document_lengths(sequence_length: int) -> list[int]:
 def in_words(args: Namespace) -> str:
     """The launch in one line."""
     layout = [f"TP {args.tensor_model_parallel_size}", f"PP {args.pipeline_model_parallel_size}"]
-    layout += [f"CP {args.context_parallel_size}"] * (args.context_parallel_size > 1)
-    layout += [f"EP {args.expert_model_parallel_size}"] * (args.expert_model_parallel_size > 1)
+    if args.context_parallel_size > 1:
+        layout.append(f"CP {args.context_parallel_size}")
+    if args.expert_model_parallel_size > 1:
+        layout.append(f"EP {args.expert_model_parallel_size}")
     num_microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
     kept = " of all but attention" if args.recompute_keeps_attention else ""
     return (
@@ -65,7 +67,8 @@ def _schedule(args: Namespace) -> str:
 
 def stood_for(args: Namespace) -> list[str]:
     """Sentences, without their full stops, on what a GPU would run and a rehearsal does not."""
-    is_on_gpu, fuses = args.device != "cpu", args.replaced_on_cpu["gradient_accumulation_fusion"]
+    is_on_gpu = args.device != "cpu"
+    fuses = args.replaced_on_cpu["gradient_accumulation_fusion"]
     recurrent = {*(getattr(args, "hybrid_layer_pattern", None) or "")} & {"M", "G"}
     *lengths, last = map(str, document_lengths(args.seq_length))
     notes = (
@@ -98,7 +101,9 @@ def stood_for(args: Namespace) -> list[str]:
 
 
 def _precision(args: Namespace) -> str:
-    return "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
+    if args.bf16:
+        return "bf16"
+    return "fp16" if args.fp16 else "fp32"
 
 
 def _is_packed(args: Namespace) -> bool:

@@ -16,7 +16,8 @@ from torch.utils._pytree import tree_leaves
 
 from ..schedule import MOVE_KINDS, Action, Kind, Shape
 
-_SEND, _RECEIVE = torch.ops.c10d.send.default, torch.ops.c10d.recv_.default
+_SEND = torch.ops.c10d.send.default
+_RECEIVE = torch.ops.c10d.recv_.default
 _FLASH_BACKWARD = torch.ops.aten._flash_attention_backward.default
 _ROWS = 128  # flash attention rounds the number of queries up to this
 
@@ -123,16 +124,20 @@ class Ledger(TorchDispatchMode):
         return result
 
     def moments(self) -> list[Moment]:
-        held, in_all, found = dict.fromkeys(Category, 0), 0, []
+        held = dict.fromkeys(Category, 0)
+        in_all = 0
+        found = []
         for name, events in self._moments:
-            highest, peak = in_all, dict(held)
+            highest = in_all
+            peak = dict(held)
             for allocation, sign in events:
                 if allocation.category is None:
                     continue
                 held[allocation.category] += sign * allocation.size
                 in_all += sign * allocation.size
                 if in_all > highest:
-                    highest, peak = in_all, dict(held)
+                    highest = in_all
+                    peak = dict(held)
             found.append(Moment(name, {category: size for category, size in peak.items() if size}, in_all))
         return found
 
@@ -141,7 +146,8 @@ class Ledger(TorchDispatchMode):
         self, _: str, shape: Shape, chunks: Iterable[torch.nn.Module], group: dist.ProcessGroup, *__: Any
     ) -> Iterator["Ledger"]:
         """As `Tracer.step`; the caches of `chunks` hold keys and values, their output layers make logits."""
-        self._chunks, self.stages = list(chunks), shape.placement.stages_of(group.rank())
+        self._chunks = list(chunks)
+        self.stages = shape.placement.stages_of(group.rank())
         self._last_stage = shape.num_stages - 1
         for chunk in self._chunks:
             for name, module in chunk.named_modules():
@@ -178,7 +184,8 @@ class Ledger(TorchDispatchMode):
         for item in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(item, torch.Tensor):
                 storage = item.untyped_storage()
-                key, size = storage._cdata, storage.nbytes()
+                key = storage._cdata
+                size = storage.nbytes()
                 if size and key not in self._alive:
                     allocation = self._is_born(size, self._default)
                     self._alive[key] = allocation, weakref.ref(storage, partial(self._forget, key))
@@ -194,7 +201,9 @@ class Ledger(TorchDispatchMode):
                     self.groups.add(group.group_name)
         if operator not in (_SEND, _RECEIVE):
             return
-        (tensor,), group, peer = args[0], dist.ProcessGroup.unbox(args[1]), args[2]
+        (tensor,) = args[0]
+        group = dist.ProcessGroup.unbox(args[1])
+        peer = args[2]
         ends = [dist.get_rank(), dist.get_process_group_ranks(group)[peer]]
         messages = self.sent
         if operator is _RECEIVE:
@@ -233,7 +242,8 @@ def workspace_bytes(args: Sequence[Any]) -> int:
     number a query and head (`dq_accum` and `softmax_d` in mha_bwd of PyTorch's flash_api.cpp), and for grouped KV heads
     makes gradients of keys and values for every query head.
     """
-    query, key = args[1], args[2]
+    query = args[1]
+    key = args[2]
     *sequences, length, heads, size = query.shape
     rows = _ROWS * math.ceil(length / _ROWS)
     step = 32 if size <= 128 else 64

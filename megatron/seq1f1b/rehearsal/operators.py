@@ -26,7 +26,8 @@ class WithoutValues:
     """
 
     def __init__(self, topk: int = 0, num_experts: int | None = None) -> None:
-        self._topk, self._num_experts = topk, num_experts
+        self._topk = topk
+        self._num_experts = num_experts
         # Forms of results by operator and forms of its arguments: PyTorch takes ten times as long to work them out.
         self._results: dict[tuple, list] = {}
         self._runs_always: set[Any] = set()  # operators that return views, or one of their arguments

@@ -50,12 +50,16 @@ class RehearsalReport:
     launch cannot work, a sentence without its full stop."""
 
     def __init__(self, launch: str, device_memory: int, stages: list[StageReport], notes: list[str]) -> None:
-        self.launch, self.device_memory, self.stages, self.notes = launch, device_memory, stages, notes
+        self.launch = launch
+        self.device_memory = device_memory
+        self.stages = stages
+        self.notes = notes
         self._sent = [message for stage in stages for message in stage.sent]
         self._mismatches = mismatches(self._sent, (message for stage in stages for message in stage.received))
         number, stage = max(enumerate(stages), key=lambda each: each[1].needed)
         largest, size = max(stage.fullest.peak.items(), key=lambda item: item[1])
-        most, moment = f"{in_words(stage.needed)} on pipeline rank {number}", at(stage.fullest.name)
+        most = f"{in_words(stage.needed)} on pipeline rank {number}"
+        moment = at(stage.fullest.name)
         self._most = f"{most}, {moment}, {in_words(size)} of it {largest}"
         self._free = device_memory - stage.needed
         self.problems = list(self._mismatches)
@@ -117,8 +121,9 @@ class RehearsalReport:
         if self._mismatches or not channels:
             yield f"Messages: {'; '.join(self._mismatches) or 'none'}."
         else:
+            channels_in_words = "1 channel" if channels == 1 else f"{channels} channels"
             yield (
-                f"Messages: {len(self._sent):,} on {channels} channel{'s' * (channels > 1)}, the largest of "
+                f"Messages: {len(self._sent):,} on {channels_in_words}, the largest of "
                 f"{in_words(max(message.num_bytes for message in self._sent))}; both ends of each agree on their "
                 "number, order, shapes and types."
             )

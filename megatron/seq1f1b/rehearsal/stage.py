@@ -36,7 +36,8 @@ class Stage:
 
     def run(self, pretrain: Callable[[], None]) -> StageReport:
         """The report after `pretrain()`, Megatron's own with all its arguments. Raises ValueError if it ends early."""
-        training, counted = "megatron.training.training", "is counted"
+        training = "megatron.training.training"
+        counted = "is counted"
         table = (
             wrapping(f"{training}.setup_model_and_optimizer", self._set_up, counted),
             wrapping(f"{training}.build_train_valid_test_data_iterators", self._data, "makes batches, on the host"),
@@ -106,7 +107,9 @@ class Stage:
         raise _Ended
 
     def _data(self, *_: Any, **__: Any) -> tuple[Any, Any, Any]:
-        self._args.do_train, self._args.do_valid, self._args.do_test = True, False, False
+        self._args.do_train = True
+        self._args.do_valid = False
+        self._args.do_test = False
         return RerunDataIterator(self.uncounted(fake_batches(self._args))), None, None
 
     def uncounted(self, batches: Iterator[Any]) -> Iterator[Any]:

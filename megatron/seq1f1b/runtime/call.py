@@ -126,13 +126,13 @@ class _ThreadState(NamedTuple):
     @classmethod
     def now(cls) -> "_ThreadState":
         return cls(
-            torch.is_grad_enabled(),
-            torch.is_autocast_enabled("cuda"),
-            torch.get_autocast_dtype("cuda"),
-            torch.is_autocast_enabled("cpu"),
-            torch.get_autocast_dtype("cpu"),
-            torch.is_autocast_cache_enabled(),
-            torch.cuda.current_stream() if torch.cuda.is_available() else None,
+            has_gradients=torch.is_grad_enabled(),
+            casts_on_gpu=torch.is_autocast_enabled("cuda"),
+            gpu_dtype=torch.get_autocast_dtype("cuda"),
+            casts_on_cpu=torch.is_autocast_enabled("cpu"),
+            cpu_dtype=torch.get_autocast_dtype("cpu"),
+            caches_casts=torch.is_autocast_cache_enabled(),
+            stream=torch.cuda.current_stream() if torch.cuda.is_available() else None,
         )
 
     def replace(self, before: "_ThreadState") -> None:
@@ -209,21 +209,28 @@ class Calls:
             return self._started[chunk][microbatch].finish(output)
 
     def _start(self, chunk: int, microbatch: int) -> None:
-        step, model = self._step, self.models[chunk]
+        step = self._step
+        model = self.models[chunk]
 
         def forward_step() -> Any:
             with step.autocast():
                 return step.forward_step_func(step.iterators[chunk], step.chunks[chunk])
 
-        call = Call(forward_step, model, self._parameters[chunk], f"micro-batch {microbatch}")
+        call = Call(
+            forward_step=forward_step,
+            model=model,
+            parameters=self._parameters[chunk],
+            where=f"micro-batch {microbatch}",
+        )
         self._started[chunk].append(call)  # to be closed, also if it fails
         with self._around(chunk, microbatch):
             call.start(needs_gradients=not step.forward_only)
         if step.sequence_parallel is not None:
             call.arguments = gather_embeddings(call.arguments, step.sequence_parallel)
         if step.groups.cp.size() > 1:
-            given = call.arguments, step.groups.cp, self._divides_documents, step.device
-            call.arguments, call.shares = whole_arguments(*given)
+            call.arguments, call.shares = whole_arguments(
+                call.arguments, step.groups.cp, self._divides_documents, step.device
+            )
 
     def _around(self, chunk: int, microbatch: int) -> AbstractContextManager:
         stage = self._step.placement.stage_of(self._step.rank, chunk)

@@ -90,7 +90,13 @@ class Communicator:
         device = "cpu" if self._is_staged else self._device
         buffer = torch.empty(shape, dtype=self._dtype, device=device, pin_memory=self._is_staged)
         work = dist.irecv(buffer, self._ranks[channel.source], **self._route(channel))
-        self._receiving[action] = message = Message(channel, action, buffer, self._wait_for(work), work.is_completed)
+        self._receiving[action] = message = Message(
+            channel=channel,
+            action=action,
+            tensor=buffer,
+            wait=self._wait_for(work),
+            has_left=work.is_completed,
+        )
         if self.goes_in_turn:
             self._finish(message)
 
@@ -110,11 +116,21 @@ class Communicator:
             tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
         tensor = tensor.contiguous()
         work = dist.isend(tensor, self._ranks[channel.destination], **self._route(channel))
-        wait, has_left = self._wait_for(work), work.is_completed
+        wait = self._wait_for(work)
+        has_left = work.is_completed
         if self._is_gloo:
             waiting = self._wait_aside(wait)
-            wait, has_left = waiting.result, waiting.done
-        self._sending.append(Message(channel, action, tensor, wait, has_left))
+            wait = waiting.result
+            has_left = waiting.done
+        self._sending.append(
+            Message(
+                channel=channel,
+                action=action,
+                tensor=tensor,
+                wait=wait,
+                has_left=has_left,
+            )
+        )
         while self._sending and (self.goes_in_turn or self._sending[0].has_left()):
             self._finish(self._sending.popleft())
 
@@ -148,11 +164,10 @@ class Communicator:
 
     def _finish(self, message: Message) -> None:
         """Wait until a message has left or arrived."""
-        channel, action, _, wait, _ = message
-        is_sent = channel.source == self._rank
-        describe = partial(described, channel, action)
+        is_sent = message.channel.source == self._rank
+        describe = partial(described, message.channel, message.action)
         try:
-            wait()
+            message.wait()
         except RuntimeError as error:
             raise RuntimeError(f"{describe()} {'was not taken' if is_sent else 'did not come'}: {error}") from error
         if not (is_sent or self._is_gloo):
@@ -194,11 +209,18 @@ def groups_per_communicator(
     dist.all_gather_object(pipelines, own)
     groups = {}
     for payload, goes_up, parity in sorted({channel.communicator for channel in channels}):
-        what, source = "activations" if payload is Kind.F else "gradients", "odd" if parity else "even"
+        what = "activations" if payload is Kind.F else "gradients"
+        source = "odd" if parity else "even"
         words = f"{what} from {source} to {'higher' if goes_up else 'lower'} pipeline ranks"
-        options = {"backend": dist.get_backend(group), "pg_options": _options(group), "group_desc": words}
+        options = _options(group)
         for ranks in sorted(set(map(tuple, pipelines))):
-            made = dist.new_group(ranks, timeout=timeout, **options)
+            made = dist.new_group(
+                ranks,
+                timeout=timeout,
+                backend=dist.get_backend(group),
+                pg_options=options,
+                group_desc=words,
+            )
             if list(ranks) == own:
                 groups[payload, goes_up, parity] = made
     return groups

@@ -123,7 +123,8 @@ def whole_arguments(
     if size is None:
         return arguments, None
     number, length = size
-    packed, tokens = named.get("packed_seq_params"), named.get("input_ids")
+    packed = named.get("packed_seq_params")
+    tokens = named.get("input_ids")
     is_packed = isinstance(packed, PackedSeqParams)
     if not is_packed or (isinstance(tokens, Tensor) and not tokens.is_nested):
         length *= group.size()  # else it is the end of the pack

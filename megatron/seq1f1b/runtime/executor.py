@@ -71,7 +71,12 @@ class PipelineExecutor:
     ) -> None:
         # A GPU has 8 hardware queues by default, and at most 32, enough for all streams of a process.
         shares_queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "32"
-        self.programs = Programs(schedule, costs, shares_queues, offloads)
+        self.programs = Programs(
+            choice=schedule,
+            costs=costs,
+            one_queue=shares_queues,
+            offloaded=offloads,
+        )
         self.context = SegmentContext(keeps_attention)
         self.segmentation = segmentation
         self.recorder: Recorder | None = None  # of the last training step
@@ -112,8 +117,10 @@ class PipelineExecutor:
             )
         self._num_steps += 1
         step = Step(style=self.programs.placement, **arguments)
-        segmentation, context = self.segmentation, self.context
-        cuts_sequences, follows_segments = segmentation.num_segments != 1, segmentation.follows_segments
+        segmentation = self.segmentation
+        context = self.context
+        cuts_sequences = segmentation.num_segments != 1
+        follows_segments = segmentation.follows_segments
         # Those of a step of which nothing but its arguments is known.
         lengths = () if segmentation.from_calls else tuple(segmentation.lengths(step.seq_length))
         if cuts_sequences:
@@ -144,8 +151,14 @@ class PipelineExecutor:
                     calls = around.enter_context(Calls(step, self._around_program, self._divides_documents))
                 segmentation.cut_step(step, calls)
                 compute_loss_in_pieces(step.chunks, most_tokens(step), self._piece)
-                how = step.rank, step.forward_only, communicator.goes_in_turn, is_partitioned(step.chunks)
-                program = self.programs.program(step.shape, longest_lengths(step), *how)
+                program = self.programs.program(
+                    step.shape,
+                    longest_lengths(step),
+                    rank=step.rank,
+                    forward_only=step.forward_only,
+                    in_turn=communicator.goes_in_turn,
+                    is_partitioned=is_partitioned(step.chunks),
+                )
                 context.splits_backwards = program.splits_backwards
                 reports = self._run(step, calls, program, communicator)
             self._ran_before.add(kernels)
@@ -175,9 +188,20 @@ class PipelineExecutor:
             if program.splits_backwards:
                 around.enter_context(defer_weight_gradients(self.context.weight_gradients, step.chunks))
             if calls is None:
-                forwards: Any = WholeForwards(step, self.context, losses, self._around_program)
+                forwards: Any = WholeForwards(
+                    step=step,
+                    context=self.context,
+                    losses=losses,
+                    around_program=self._around_program,
+                )
             else:
-                forwards = SegmentForwards(step, self.context, losses, calls, self.segmentation.follows_segments)
+                forwards = SegmentForwards(
+                    step=step,
+                    context=self.context,
+                    losses=losses,
+                    calls=calls,
+                    follows_segments=self.segmentation.follows_segments,
+                )
                 around.enter_context(patched(prediction_patches(step, self.context, calls)))
             if self._tracer is None or step.forward_only:
                 recorder = around.enter_context(Recorder(step.device))
@@ -187,7 +211,15 @@ class PipelineExecutor:
                 recorder = around.enter_context(tracing)
             if not step.forward_only:
                 self.recorder = recorder
-            Interpreter(step, program, communicator, self.context, forwards, syncs, recorder).run()
+            Interpreter(
+                step=step,
+                program=program,
+                communicator=communicator,
+                context=self.context,
+                forwards=forwards,
+                syncs=syncs,
+                recorder=recorder,
+            ).run()
             for sync in syncs:
                 sync.close()
             self.context.masks.settle()
@@ -205,10 +237,12 @@ class PipelineExecutor:
 
     def _on_last_rank(self, reports: list[Any], step: Step) -> list[Any]:
         """The reports, sent to the last rank, where Megatron's training loop reads them."""
-        source, last = step.placement.rank_of(step.placement.num_stages - 1), step.placement.num_ranks - 1
+        source = step.placement.rank_of(step.placement.num_stages - 1)
+        last = step.placement.num_ranks - 1
         if source == last or step.rank not in (source, last):
             return reports
-        ranks, shared = dist.get_process_group_ranks(step.pipeline), [tree_map_only(Tensor, Tensor.cpu, reports)]
+        ranks = dist.get_process_group_ranks(step.pipeline)
+        shared = [tree_map_only(Tensor, Tensor.cpu, reports)]
         if step.rank == source:
             dist.send_object_list(shared, ranks[last], group=step.pipeline)
         else:
@@ -217,7 +251,8 @@ class PipelineExecutor:
 
     def _agree(self, step: Step, lengths: tuple[int, ...]) -> None:
         """Compare the plan of this step with that of the other ranks, once for each plan."""
-        placement, config = step.placement, step.config
+        placement = step.placement
+        config = step.config
         sizes = f"of {step.micro_batch_size} sequences, segments of {list(lengths)} tokens"
         if self.segmentation.from_calls:
             sizes = "of the sizes that the first stage tells"

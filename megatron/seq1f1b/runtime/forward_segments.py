@@ -46,7 +46,8 @@ class SegmentForwards:
     def forward(self, stage: int, segment: Segment, arrived: Tensor | None, moves: bool) -> Tensor:
         """The output of a stage for a segment whose input has `arrived`, or the scalar that stands for that of the last
         stage in the backward."""
-        step, microbatch = self._step, segment.microbatch
+        step = self._step
+        microbatch = segment.microbatch
         chunk = self._chunk_of[stage]
         call = self._calls.at(chunk, microbatch)
         with self._context.running(segment, not step.forward_only, (stage, microbatch, segment.index), moves):
@@ -112,7 +113,8 @@ class SegmentForwards:
         key = chunk, segment.microbatch
         if key not in self._arguments:
             is_first_stage = self._step.placement.stage_of(self._step.rank, chunk) == 0
-            number, length = self._step.num_sequences[segment.microbatch], segment.sequence_length
+            number = self._step.num_sequences[segment.microbatch]
+            length = segment.sequence_length
             if is_first_stage and not segment.is_whole_sequence:
                 require_size(call.arguments, number, length, segment.microbatch)
             if self._follows_segments and segment.documents is None:
@@ -120,7 +122,12 @@ class SegmentForwards:
                 self._context.masks.require_causal(call.arguments.by_name().get("attention_mask"), length, where)
             part = narrowed if call.shares is None else call.shares.part
             cut = CutArguments(
-                call.arguments, number, length, part, self._follows_segments, self._step.sequence_parallel
+                arguments=call.arguments,
+                num_sequences=number,
+                length=length,
+                part=part,
+                follows_segments=self._follows_segments,
+                sequence_parallel=self._step.sequence_parallel,
             )
             self._arguments[key] = cut
             if cut.gradients is not None and not self._step.forward_only:

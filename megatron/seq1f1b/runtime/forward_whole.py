@@ -31,7 +31,8 @@ class WholeForwards:
 
     def forward(self, stage: int, segment: Segment, arrived: Tensor | None, moves: bool) -> Tensor:
         """The output of a stage, or the loss, for a micro-batch whose input has `arrived`."""
-        step, microbatch = self._step, segment.microbatch
+        step = self._step
+        microbatch = segment.microbatch
         chunk = step.placement.chunk_of(stage)
         is_first_of_chunk = chunk not in self._started_chunks
         self._started_chunks.add(chunk)

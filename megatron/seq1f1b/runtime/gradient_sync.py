@@ -70,7 +70,8 @@ def gradient_syncs(config: Any, chunks: Sequence[Any], ends_last: bool = False) 
 def tied_embeddings(chunks: Sequence[torch.nn.Module]) -> list[torch.Tensor]:
     """The weights of the embedding and their copy in the last chunk, for a tied output layer or for multi-token
     prediction, if this rank has both chunks, as in a V."""
-    first, last = unwrap_model(chunks[0]), unwrap_model(chunks[-1])
+    first = unwrap_model(chunks[0])
+    last = unwrap_model(chunks[-1])
     if first is last or not (getattr(first, "pre_process", False) and getattr(last, "post_process", False)):
         return []
     if not (first.share_embeddings_and_output_weights or getattr(last, "mtp_process", False)):

@@ -41,7 +41,8 @@ class Interpreter:
     recorder: Recorder
 
     def __post_init__(self) -> None:
-        placement, rank = self.step.placement, self.step.rank
+        placement = self.step.placement
+        rank = self.step.rank
         self._last_stage = placement.num_stages - 1
         self._chunk_of = {stage: placement.chunk_of(stage) for stage in placement.stages_of(rank)}
         self._channels = channels_of(placement, rank)
@@ -55,7 +56,8 @@ class Interpreter:
         """Run the actions in order; an error names the action and those around it."""
         actions = self.program.actions
         # Each action is a range in the PyTorch profiler, and in Nsight with Megatron's --profile.
-        is_profiled, handlers = torch.autograd._profiler_enabled(), self.HANDLERS
+        is_profiled = torch.autograd._profiler_enabled()
+        handlers = self.HANDLERS
         for position, action in enumerate(actions):
             try:
                 if is_profiled:

@@ -36,7 +36,8 @@ class Outputs:
     def add(self, output: Any, segment: Segment) -> Tensor:
         """Take the output for a segment, in order; the scalar that stands for it in the backward. Raises ValueError for
         a tensor with no dimension that counts the tokens."""
-        start, length = segment.start // self._num_shares, segment.length // self._num_shares
+        start = segment.start // self._num_shares
+        length = segment.length // self._num_shares
         leaves, tree = tree_flatten(output)
         logits = {place: leaf for place, leaf in enumerate(leaves) if isinstance(leaf, PieceLogits)}
         for place, leaf in logits.items():
@@ -55,7 +56,8 @@ class Outputs:
 
     def joined(self) -> Any:
         """The output for the whole micro-batch, once. Its gradient ends here."""
-        leaves, self._leaves = self._leaves, []
+        leaves = self._leaves
+        self._leaves = []
         if self._differentiable:
             anchor = torch.empty((), requires_grad=True)
             tensors = _Joined.apply(anchor, [leaves[place] for place in self._differentiable], self)
@@ -98,7 +100,9 @@ class _StandIn(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, outputs: Outputs, start: int, length: int, *tensors: Tensor) -> Tensor:
-        ctx.outputs, ctx.start, ctx.length = outputs, start, length
+        ctx.outputs = outputs
+        ctx.start = start
+        ctx.length = length
         ctx.like = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
         return tensors[0].new_zeros(()) if tensors else torch.zeros(())
 

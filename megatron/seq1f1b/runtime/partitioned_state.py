@@ -34,11 +34,13 @@ class Share:
     def __init__(self, bucket: Any, rank: int, num_ranks: int) -> None:
         self.bucket = bucket
         size = bucket.grad_data.numel() // num_ranks
-        self._start, self._end = rank * size, (rank + 1) * size
+        self._start = rank * size
+        self._end = (rank + 1) * size
         # The share's place in Megatron's buffers, and its own memory.
         self.weights_in_bucket = bucket.param_data[self._start : self._end]
         self.gradients_in_bucket = bucket.grad_data[self._start : self._end]
-        self.weights, self.gradients = self.weights_in_bucket.clone(), self.gradients_in_bucket.clone()
+        self.weights = self.weights_in_bucket.clone()
+        self.gradients = self.gradients_in_bucket.clone()
         # Whole gradients of some parameters, and the views that these replace.
         self.lent: dict[Parameter, tuple[Tensor, Tensor]] = {}
 

@@ -57,7 +57,8 @@ def look_ahead(arguments: Arguments, segment: Segment, step: Step) -> LookAhead:
 
     As in Megatron, predictions stay within documents only if the call has `packed_seq_params`.
     """
-    depth, length = step.config.mtp_num_layers, segment.sequence_length
+    depth = step.config.mtp_num_layers
+    length = segment.sequence_length
     num_sequences = step.num_sequences[segment.microbatch]
     entries = arguments.by_name()
     stays_within = entries.get("packed_seq_params") is not None and segment.documents is not None
@@ -97,5 +98,6 @@ def _runs(segment: Segment, context: dist.ProcessGroup) -> list[tuple[int, int]]
     if context.size() == 1:
         return [(segment.start, segment.end)]
     part = segment.length // (2 * context.size())
-    first, last = segment.start + context.rank() * part, segment.end - context.rank() * part
+    first = segment.start + context.rank() * part
+    last = segment.end - context.rank() * part
     return [(first, first + part), (last - part, last)]

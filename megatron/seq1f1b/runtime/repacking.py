@@ -224,7 +224,8 @@ def _exchanged(
     device = torch.device("cpu") if dist.get_backend(group) == "gloo" else step.device
     outgoing = sorted(read, key=lambda number: owners[number])
     parts: dict[int, dict[str, Tensor]] = {number: {} for number in sorted(owners) if owners[number] == group.rank()}
-    sent, received = [0] * group.size(), [0] * group.size()
+    sent = [0] * group.size()
+    received = [0] * group.size()
     for number in outgoing:
         sent[owners[number]] += lengths[number]
     for number in parts:

@@ -94,7 +94,8 @@ class Segmentation:
 
         def told() -> list[Sequences]:
             starting.result()
-            chunk, numbers = step.placement.chunk_of(0), range(step.num_microbatches)
+            chunk = step.placement.chunk_of(0)
+            numbers = range(step.num_microbatches)
             return [self._of_call(calls.at(chunk, number).arguments, number, step) for number in numbers]
 
         found = on_all_ranks(step, told)
@@ -139,7 +140,8 @@ class Segmentation:
 
     def _marked_documents(self, named: dict[str, Any], number: int, length: int, microbatch: int) -> Documents:
         """Documents of a call that has neither a packed format nor a mask of them."""
-        tokens, positions = named.get("input_ids"), named.get("position_ids")
+        tokens = named.get("input_ids")
+        positions = named.get("position_ids")
         starts = torch.zeros(number, length, dtype=torch.bool)
         starts[:, 0] = True
         if self.end_of_document is not None and isinstance(tokens, Tensor):
@@ -158,7 +160,14 @@ class Segmentation:
 def segments_of(microbatch: int, lengths: Sequence[int], documents: Documents | None) -> list[Segment]:
     """The segments of a micro-batch with sequences cut into `lengths`."""
     return [
-        Segment(microbatch, index, end - length, end, sum(lengths), documents)
+        Segment(
+            microbatch=microbatch,
+            index=index,
+            start=end - length,
+            end=end,
+            sequence_length=sum(lengths),
+            documents=documents,
+        )
         for index, (length, end) in enumerate(zip(lengths, accumulate(lengths), strict=True))
     ]
 
@@ -167,7 +176,8 @@ def documents_of(named: dict[str, Any], number: int, length: int, where: str) ->
     """The documents that a call of the model keeps apart, for `number` (b) sequences of `length` (s) tokens, by its
     arguments' names: those of `packed_seq_params`, else of an `attention_mask` [b, 1, s, s], True where hidden. None if
     there is just one. Raises ValueError for a mask that hides anything else; waits for the GPU."""
-    packed, mask = named.get("packed_seq_params"), named.get("attention_mask")
+    packed = named.get("packed_seq_params")
+    mask = named.get("attention_mask")
     if isinstance(packed, PackedSeqParams) and packed.qkv_format == "thd":
         if number != 1:
             raise ValueError(
@@ -206,7 +216,9 @@ def _lengths_of_documents(sequences: Sequences) -> list[int]:
 def on_all_ranks(step: Step, make: Callable[[], Any]) -> Any:
     """The result of `make()` on the rank that reads the data, the first tensor-parallel rank of the first stage; its
     error is raised on all ranks."""
-    pipeline, tensor, first = step.pipeline, step.groups.tp, step.placement.rank_of(0)
+    pipeline = step.pipeline
+    tensor = step.groups.tp
+    first = step.placement.rank_of(0)
     made = [Outcome(make) if step.rank == first and tensor.rank() == 0 else None]
     if tensor.rank() == 0:
         dist.broadcast_object_list(made, dist.get_global_rank(pipeline, first), group=pipeline)

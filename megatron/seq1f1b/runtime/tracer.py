@@ -192,7 +192,12 @@ def from_barrier(
         tuple(Span(span.action, span.start - left[machine], span.end - left[machine]) for span in spans)
         for machine, _, spans, _ in measured
     )
-    return Timeline(shape, ranks, "s", meta | {"peak_memory_bytes": [peak for *_, peak in measured]})
+    return Timeline(
+        shape=shape,
+        ranks=ranks,
+        time_unit="s",
+        meta=meta | {"peak_memory_bytes": [peak for *_, peak in measured]},
+    )
 
 
 def collectives_timed(chunks: Iterable[torch.nn.Module], stages: Sequence[int], recorder: Recorder) -> ExitStack:
@@ -234,6 +239,7 @@ def actions_timed(recorder: Recorder, placement: Placement, rank: int) -> ExitSt
         with recorder.span(running.pop(identity(output))._replace(kind=Kind.B)):
             return upstream(arrived, output, *args)
 
-    module, reason = "megatron.core.pipeline_parallel.schedules", "is timed by no schedule of Megatron's"
+    module = "megatron.core.pipeline_parallel.schedules"
+    reason = "is timed by no schedule of Megatron's"
     table = {"forward_step": forward, "backward_step": backward}
     return patched(wrapping(f"{module}.{name}", function, reason) for name, function in table.items())

@@ -224,7 +224,8 @@ class ListScheduler:
                 continue
             queue, soonest = self._choice(rank, now, priority, hold)
             if queue is not None:
-                action, queue.time = queue.left.popleft(), inf
+                action = queue.left.popleft()
+                queue.time = inf
             elif rank.weights and soonest >= now + patience * costs.w[rank.weights[0].stage][rank.weights[0].segment]:
                 action = rank.weights.popleft()
             else:

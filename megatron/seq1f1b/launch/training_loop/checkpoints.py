@@ -34,7 +34,8 @@ class Checkpoints:
         try:
             upstream(iteration, *rest, **more)
         except BaseException as error:  # torch's CheckpointException is not an Exception
-            last, free = Path(folder, "latest_checkpointed_iteration.txt"), shutil.disk_usage(folder).free / 2**20
+            last = Path(folder, "latest_checkpointed_iteration.txt")
+            free = shutil.disk_usage(folder).free / 2**20
             complete = last.read_text().strip() if last.is_file() else "none"
             kept = f"the last complete one is {complete}; {folder} has {free:.0f} MiB free"
             error.add_note(f"the checkpoint of iteration {iteration} was not saved; {kept}")
@@ -51,7 +52,8 @@ class Checkpoints:
     def metadata(self, upstream: Callable, *rest: Any, preloaded_state_dict: Any, **more: Any) -> Any:
         """Of the optimizer's state in a checkpoint, which is saved in one form with the distributed optimizer and in
         another without it. Raises ValueError if the run has the other one."""
-        args, found = self._args(), upstream(*rest, preloaded_state_dict=preloaded_state_dict, **more)
+        args = self._args()
+        found = upstream(*rest, preloaded_state_dict=preloaded_state_dict, **more)
         saved = preloaded_state_dict.get("args")
         if found is None or saved is None or args.no_load_optim or args.finetune or saved.no_save_optim:
             return found

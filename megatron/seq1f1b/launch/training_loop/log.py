@@ -65,7 +65,8 @@ class IterationLog:
         if line is None or int(line["iteration"]) in self._skipped:
             upstream(message)
             return
-        args, executor = self._args(), self._executor()
+        args = self._args()
+        executor = self._executor()
         recorder = executor and executor.recorder  # of the last training step, by our schedules
         tokens = self._tokens or int(line["batch"]) * args.seq_length
         per_second = tokens / (float(line["milliseconds"]) / 1e3) / args.world_size
@@ -82,7 +83,8 @@ class IterationLog:
             message += f" idle by pipeline rank (%): {_few([100 * share for share in idle])} |"
             message += f" peak activations by pipeline rank (MB): {_few([size / 2**20 for size in memory])} |"
         upstream(message)
-        interval, iteration = args.tensorboard_log_interval, int(line["iteration"])
+        interval = args.tensorboard_log_interval
+        iteration = int(line["iteration"])
         if interval and iteration % interval == 0:  # 0 without writers
             _write(values, iteration)
 
@@ -92,7 +94,8 @@ class IterationLog:
         executor = self._executor()
         is_skipped = self._args().curr_iteration + 1 in self._skipped
         if not is_skipped and (apart := executor and executor.segmentation.apart) is not None:
-            replicas, (number, lengths) = parallel_state.get_data_parallel_group(), apart
+            replicas = parallel_state.get_data_parallel_group()
+            number, lengths = apart
             counts = [number, sum(lengths), sum(length**2 for length in lengths)]
             sums = torch.tensor(counts, dtype=torch.float64, device=torch.cuda.current_device())
             dist.all_reduce(sums, group=replicas)

@@ -63,9 +63,12 @@ def _within_buckets(upstream: Callable, *args: Any, **options: Any) -> Any:
     state = upstream(*args, **options)
     for part in nested_values(state):
         if isinstance(part, ShardedTensor):
-            (start,), (size,), (end,) = part.global_offset, part.local_shape, part.global_shape
+            (start,) = part.global_offset
+            (size,) = part.local_shape
+            (end,) = part.global_shape
             if start + size > end:
-                part.data, part.local_shape = part.data[: end - start], (end - start,)
+                part.data = part.data[: end - start]
+                part.local_shape = (end - start,)
     return state
 
 

@@ -52,7 +52,8 @@ class ParameterGroups:
         args = self._args()
         for of_run, of_checkpoint in _pairs(current, saved):
             for name in _SCHEDULED:
-                here, there = of_run.get(name), of_checkpoint.get(name)
+                here = of_run.get(name)
+                there = of_checkpoint.get(name)
                 if here == there:
                     continue
                 if args.override_opt_param_scheduler:

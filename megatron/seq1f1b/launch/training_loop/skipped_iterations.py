@@ -33,7 +33,8 @@ class SkippedIterations:
 
     def train(self, upstream: Callable, *args: Any, **more: Any) -> Any:
         parsed = self._args()
-        self._numbers, parsed.iterations_to_skip = frozenset(parsed.iterations_to_skip), []
+        self._numbers = frozenset(parsed.iterations_to_skip)
+        parsed.iterations_to_skip = []
         try:
             return upstream(*args, **more)
         finally:

@@ -26,7 +26,9 @@ class HeadExchange:
     """
 
     def __init__(self, group: dist.ProcessGroup, row_size: int) -> None:
-        self._group, self._size, self._row_size = group, group.size(), row_size
+        self._group = group
+        self._size = group.size()
+        self._row_size = row_size
         assert self._size % row_size == 0, f"{self._size} ranks in rows of {row_size}"
 
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -39,8 +41,10 @@ class HeadExchange:
             tensor.unflatten(2, (self._row_size, -1)).flatten(3).movedim(2, 0) for tensor in (query, key, value)
         )
         keys_and_values = torch.cat((keys, values), dim=-1)
-        of_keys, of_queries = keys_and_values[0].numel(), queries[0].numel()
-        row, sent = self._row(), []
+        of_keys = keys_and_values[0].numel()
+        of_queries = queries[0].numel()
+        row = self._row()
+        sent = []
         for rank in range(self._size):
             heads = rank % self._row_size
             sent += [keys_and_values[heads].flatten()] + ([queries[heads].flatten()] if rank in row else [])
@@ -59,7 +63,8 @@ class HeadExchange:
         parts = output.chunk(2 * self._row_size)
         pairs = zip(parts[: self._row_size], reversed(parts), strict=False)
         sent = torch.cat([part for pair in pairs for part in pair])
-        row, of_rank = self._row(), len(output) // self._row_size
+        row = self._row()
+        of_rank = len(output) // self._row_size
         sizes = [of_rank if rank in row else 0 for rank in range(self._size)]
         return all_to_all(self._group, sent, sizes, sizes).unflatten(0, (self._row_size, -1)).movedim(0, 2).flatten(2)
 
@@ -72,7 +77,8 @@ class HeadExchange:
         rows = self._size // self._row_size
         if rows == 1:
             return ((0, length),)
-        row, part = self._group.rank() // self._row_size, length // (2 * rows)
+        row = self._group.rank() // self._row_size
+        part = length // (2 * rows)
         return tuple((index * part, (index + 1) * part) for index in (row, 2 * rows - 1 - row))
 
     def _row(self) -> range:

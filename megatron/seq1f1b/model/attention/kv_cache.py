@@ -53,7 +53,8 @@ class Rows:
 
     def rest(self, keep: Callable[[Tensor], Any]) -> None:
         """Replace the rows by what `keep` returns, see HostMemory, until a backward uses them."""
-        rows, self._rows = self._rows, keep(self._rows)
+        rows = self._rows
+        self._rows = keep(self._rows)
         if self._rows is not rows:
             self._first.clear()
 
@@ -62,7 +63,8 @@ class Rows:
         and what later segments left for it. The rest of `grad` is left for earlier segments: it comes from the
         segment's own queries, for the last u rows up to `end`, [u, ...]."""
         assert end == self._start, "segments went backward out of order"
-        left, self._start = self._sum, start
+        left = self._sum
+        self._start = start
         before, own = _parted(grad, end - start)
         if left is not None:
             left, of_own = _parted(left, len(own))

@@ -28,7 +28,9 @@ def keep_latents(layer: torch.nn.Module) -> None:
     context that the backward lacks."""
     if not isinstance(layer, MLASelfAttention) or not isinstance(layer.core_attention, SegmentAttention):
         return
-    config, attention, projection = layer.config, layer.core_attention, layer.linear_kv_up_proj
+    config = layer.config
+    attention = layer.core_attention
+    projection = layer.linear_kv_up_proj
     modules = set(config.recompute_modules or ()) if config.recompute_granularity == "selective" else set()
     if (
         not {"core_attn", "mla_up_proj"} & modules
@@ -53,7 +55,8 @@ def _with_prefix(
     layer: MLASelfAttention, _: torch.nn.Module, forward: Callable[..., Any], latent: Tensor
 ) -> tuple[Tensor, Any]:
     attention = layer.core_attention
-    context, segment = attention.segment_context, attention.segment_context.segment
+    context = attention.segment_context
+    segment = context.segment
     if segment is None or segment.is_whole_sequence or context.splits_backwards:
         return forward(latent)
 
@@ -77,7 +80,9 @@ class LatentCache(KVCache):
 
     def __init__(self, length: int, project_up: Callable[[Tensor], tuple[Tensor, Any]], size: int) -> None:
         super().__init__(length)
-        self._project_up, self._size, self._heads = project_up, size, 0
+        self._project_up = project_up
+        self._size = size
+        self._heads = 0
         self.latents, self.rotary = self.rows
         self._projected: Tensor | None = None  # prefix and running segment projected up
 
@@ -95,12 +100,15 @@ class LatentCache(KVCache):
 
     def read(self, start: int, end: int) -> tuple[Tensor, Tensor]:
         """Like `KVCache.read`, with g = h and keys of size d + p. Projects up again unless `project` just did."""
-        projected, self._projected, self.prefix = self._projected, None, None
+        projected = self._projected
+        self._projected = None
+        self.prefix = None
         if projected is None:
             projected, _ = self._project_up(self.latents.read(start, end))
         projected = projected.unflatten(2, (self._heads, -1))
         rotary = self.rotary.read(start, end).unsqueeze(2).expand(-1, -1, self._heads, -1)
-        keys, values = projected[..., : self._size], projected[..., self._size :]
+        keys = projected[..., : self._size]
+        values = projected[..., self._size :]
         if self._size % _READ_AT_ONCE or projected.shape[3] % _READ_AT_ONCE:
             values = values.contiguous()
         return torch.cat([keys, rotary], -1), values
@@ -111,7 +119,8 @@ class LatentCache(KVCache):
 
     def exchange_gradients(self, start: int, end: int, grads: Gradients) -> tuple[Tensor, Tensor, Tensor | None]:
         """Exchanges those of the rotary keys; those of the prefix, [start, b, h·(d + e)], go through the projection."""
-        size, length = self._size, end - start
+        size = self._size
+        length = end - start
         own = grads.key[-length:].clone()
         # The shared rotary part gets the sum of the gradients of all heads, through the first head.
         own[..., size:] = 0
@@ -128,7 +137,8 @@ class _Join(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, latent: Tensor, cache: LatentCache, segment: Segment) -> Tensor:
-        ctx.rows, ctx.span = cache.latents, (segment.start, segment.end)
+        ctx.rows = cache.latents
+        ctx.span = (segment.start, segment.end)
         ctx.rows.write(*ctx.span, latent)
         # `data` has a version of its own, since the projection saves it and later segments write to the buffer.
         return ctx.rows.read(*ctx.span).data

@@ -44,10 +44,8 @@ def _of_documents(
         return forward(length, offset=start - first_key, packed_seq=packed_seq, cp_group=cp_group)
     # The others begin at 0 and share a table, which is not yet divided among context-parallel ranks.
     lengths = [piece.end - piece.start for piece in others]
-    angles, table = (
-        forward(end - start, offset=start - first_key, packed_seq=True),
-        forward(max(lengths), packed_seq=True),
-    )
+    angles = forward(end - start, offset=start - first_key, packed_seq=True)
+    table = forward(max(lengths), packed_seq=True)
     is_yarn = isinstance(rotary, YarnRotaryEmbedding)
     rows, of_others = (angles[0], table[0]) if is_yarn else (angles, table)
     rows = torch.cat([rows, *(of_others[:stop] for stop in lengths)])
@@ -69,8 +67,11 @@ def _cosines_and_sines(
         angles, scale = rotary(length, packed_seq=packed_seq)
         return (function(angles) * scale).to(dtype)
 
-    key = rotary.path_in_chunk, length, dtype, packed_seq
-    return tuple(segment.shared((*key, each), partial(of_angles, each)) for each in (torch.cos, torch.sin))
+    def shared(function: Callable[[Tensor], Tensor]) -> Tensor:
+        key = (rotary.path_in_chunk, length, dtype, packed_seq, function)
+        return segment.shared(key, partial(of_angles, function))
+
+    return shared(torch.cos), shared(torch.sin)
 
 
 _EMBEDDINGS = "megatron.core.models.common.embeddings"

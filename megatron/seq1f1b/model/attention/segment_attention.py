@@ -4,10 +4,11 @@ It replaces Megatron's `core_attention`, between the rotary embedding and the ou
 segment it is plain causal attention on the same kernel, so that schedules can be compared.
 """
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from math import sqrt
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.parallel_state import get_tensor_model_parallel_group
@@ -74,7 +75,8 @@ class SegmentAttention(torch.nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        context, segment = self.segment_context, self.segment_context.segment
+        context = self.segment_context
+        segment = context.segment
         is_causal = attn_mask_type in (None, AttnMaskType.causal) and attention_bias is None
         if not is_causal or packed_seq_params is not None:
             raise ValueError(
@@ -86,17 +88,34 @@ class SegmentAttention(torch.nn.Module):
             query, key, value = self.exchange.to_heads(query, key, value)
             sink = None if sink is None else self.exchange.own_heads(sink)
         rule = self._rule
-        kernel, cache, prefix, end = self._kernel(rule, query, value, sink), None, None, None
+        kernel = self._kernel(rule, query, value, sink)
+        # Without a segment, or for a whole sequence, keys and values are those of the call.
+        cache = None
+        prefix = None
+        end = None
         if segment is not None and not segment.is_whole_sequence:
             assert key.shape[0] == segment.length, (
                 f"attention got {key.shape[0]} tokens for a segment of {segment.length}: the batch was not cut"
             )
             cache = context.carried(self, partial(self.new_cache, segment, query, value))
-            prefix, end = cache.prefix, context.at_end_of_backward(self)
+            prefix = cache.prefix
+            end = context.at_end_of_backward(self)
         # Tensor-parallel ranks drop different weights; Megatron forks the generator itself for sequence parallelism.
         draws = rule.dropout and not self.config.sequence_parallel
         with get_cuda_rng_tracker().fork() if draws else nullcontext():
-            output = _Attend.apply(query, key, value, sink, prefix, (kernel, segment, cache, end))
+            output = _Attend.apply(
+                query,
+                key,
+                value,
+                sink,
+                prefix,
+                _Call(
+                    kernel=kernel,
+                    segment=segment,
+                    cache=cache,
+                    end=end,
+                ),
+            )
         if cache is not None:
             context.end_forward(self, output)
         return output if self.exchange is None else self.exchange.to_tokens(output)
@@ -116,16 +135,33 @@ class SegmentAttention(torch.nn.Module):
         kernel = self.kernels.kernel(rule, query, value)
         if sink is not None:
             kernel = WithSink(kernel, sink)
-        length, context, segment = len(value), self.segment_context, self.segment_context.segment
+        length = len(value)
+        context = self.segment_context
+        segment = context.segment
         runs = ((0, length),) if self.exchange is None else self.exchange.own_queries(length)
         kernel = on_parts(kernel, segment, rule.window, runs, query)
         if segment is None or not context.keeps_for_backward or context.kept_attention is None:
             return kernel
         generator = default_generator(query.device) if rule.dropout else None
-        return RunOnce(kernel, context, (self, segment.microbatch, segment.index), generator)
+        return RunOnce(
+            kernel=kernel,
+            context=context,
+            unit=(self, segment.microbatch, segment.index),
+            generator=generator,
+        )
 
     tp_group = property(lambda self: get_tensor_model_parallel_group())
     sharded_state_dict = DotProductAttention.sharded_state_dict  # the sink of the heads of this tensor-parallel rank
+
+
+class _Call(NamedTuple):
+    """One call of attention. With a `cache`, keys and values are those of `segment` and its prefix, and the backward
+    calls `end` when it is through."""
+
+    kernel: Kernel
+    segment: Segment | None
+    cache: KVCache | None
+    end: Callable[[], None] | None
 
 
 class _Attend(torch.autograd.Function):
@@ -133,34 +169,40 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, prefix: Tensor | None, call: tuple
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, prefix: Tensor | None, call: _Call
     ) -> Tensor:
-        # For a segment also the cache of its keys and values, and a function that its backward calls at the end.
-        kernel, segment, cache, _ = ctx.call = call
+        ctx.call = call
+        segment = call.segment
         query = query.contiguous()  # a view would keep the whole output of the projection
-        if cache is None:
-            kept = key, value = key.contiguous(), value.contiguous()
+        if call.cache is None:
+            key = key.contiguous()
+            value = value.contiguous()
+            kept = (key, value)
         else:
             kept = ()
-            cache.write(segment.start, segment.end, key, value)
-            key, value = cache.read(segment.start, segment.end)
-        output, statistics = kernel.forward(query, key, value)
+            call.cache.write(segment.start, segment.end, key, value)
+            key, value = call.cache.read(segment.start, segment.end)
+        output, statistics = call.kernel.forward(query, key, value)
         ctx.save_for_backward(query, output, *kept, *statistics)
         return output.flatten(2)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
-        kernel, segment, cache, end = ctx.call
+        call: _Call = ctx.call
+        segment = call.segment
         query, output, *statistics = ctx.saved_tensors
-        if cache is None:
+        if call.cache is None:
             key, value, *statistics = statistics
         else:
-            key, value = cache.read(segment.start, segment.end)
-        saved = Saved(query, key, value, output, tuple(statistics))
-        grad_query, *of_keys_and_values, grad_sink = grads = kernel.backward(grad_output.view_as(output), saved)
-        prefix = None
-        if cache is not None:
-            *of_keys_and_values, prefix = cache.exchange_gradients(segment.start, segment.end, grads)
-            end()
-        return grad_query, *of_keys_and_values, grad_sink, prefix, None
+            key, value = call.cache.read(segment.start, segment.end)
+        saved = Saved(query=query, key=key, value=value, output=output, statistics=tuple(statistics))
+        grads = call.kernel.backward(grad_output.view_as(output), saved)
+        grad_key = grads.key
+        grad_value = grads.value
+        grad_prefix = None
+        if call.cache is not None:
+            grad_key, grad_value, grad_prefix = call.cache.exchange_gradients(segment.start, segment.end, grads)
+            call.end()
+        # In the order of the arguments of forward(); the call itself has no gradient.
+        return grads.query, grad_key, grad_value, grads.sink, grad_prefix, None

@@ -179,7 +179,12 @@ def _calls(
     for run_start, run_end in runs:
         shift -= run_start
         for number, starts in enumerate(documents or [(0,)]):
-            sequence = slice(None) if documents is None else slice(number, number + 1) if device is None else number
+            if documents is None:
+                sequence: slice | int = slice(None)  # all sequences at once
+            elif device is None:
+                sequence = slice(number, number + 1)  # a batch of one
+            else:
+                sequence = number  # without the dimension of the batch
             found = pieces(starts, start + run_start, start + run_end, first_key)
             for group in [[piece] for piece in found] if device is None else [found]:
                 queries = slice(group[0].start + shift, group[-1].end + shift)
@@ -199,7 +204,8 @@ class InCalls:
     first: int
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        key, value = key[self.first :], value[self.first :]
+        key = key[self.first :]
+        value = value[self.first :]
         whole = query.new_empty(*query.shape[:3], value.shape[3]) if len(self.calls) > 1 else None
         statistics: list[Tensor] = []
         for queries, keys, lengths in self.calls:
@@ -211,11 +217,20 @@ class InCalls:
 
     def backward(self, grad_output: Tensor, saved: Saved) -> Gradients:
         query, key, value, output, statistics = saved
-        key, value = key[self.first :], value[self.first :]
+        key = key[self.first :]
+        value = value[self.first :]
         by_call = batched(statistics, len(statistics) // len(self.calls))
         grads = (
             self.kernel.backward(
-                grad_output[queries], Saved(query[queries], key[keys], value[keys], output[queries], of_call), *lengths
+                grad_output[queries],
+                Saved(
+                    query=query[queries],
+                    key=key[keys],
+                    value=value[keys],
+                    output=output[queries],
+                    statistics=of_call,
+                ),
+                *lengths,
             )
             for (queries, keys, lengths), of_call in zip(self.calls, by_call, strict=True)
         )

@@ -114,7 +114,8 @@ class CpuFlash:
     rule: AttentionRule
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        start, scale = key.shape[0] - query.shape[0], self.rule.scale
+        start = key.shape[0] - query.shape[0]
+        scale = self.rule.scale
         q, k, v = map(_heads_first, (query, key, value))
         output, logsumexp = _cpu_flash(q, k[:, :, start:], v[:, :, start:], 0.0, True, scale=scale)
         if start:
@@ -127,15 +128,20 @@ class CpuFlash:
         query, key, value, *_ = tensors
         q, k, v, o, grad = map(_heads_first, (*tensors, grad_output))
         grad_query = torch.zeros_like(query, dtype=torch.promote_types(query.dtype, torch.float32))
-        grad_key, grad_value = torch.empty_like(key), torch.empty_like(value)
+        grad_key = torch.empty_like(key)
+        grad_value = torch.empty_like(value)
         end = key.shape[0]
         start = end - query.shape[0]
-        for part in pairwise((*range(0, start, _KEYS_AT_ONCE), start, end)):
-            rows = slice(*part)
-            call = grad, q, k[:, :, rows], v[:, :, rows], o, logsumexp, 0.0, part == (start, end)
-            of_query, of_key, of_value = _cpu_flash_backward(*call, scale=self.rule.scale)
+        for first, last in pairwise((*range(0, start, _KEYS_AT_ONCE), start, end)):
+            rows = slice(first, last)
+            is_causal = (first, last) == (start, end)
+            no_dropout = 0.0
+            of_query, of_key, of_value = _cpu_flash_backward(
+                grad, q, k[:, :, rows], v[:, :, rows], o, logsumexp, no_dropout, is_causal, scale=self.rule.scale
+            )
             grad_query += of_query.permute(2, 0, 1, 3)
-            grad_key[rows], grad_value[rows] = of_key.permute(2, 0, 1, 3), of_value.permute(2, 0, 1, 3)
+            grad_key[rows] = of_key.permute(2, 0, 1, 3)
+            grad_value[rows] = of_value.permute(2, 0, 1, 3)
         return Gradients(grad_query.to(query.dtype), grad_key, grad_value)
 
 

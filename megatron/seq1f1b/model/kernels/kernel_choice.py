@@ -29,7 +29,9 @@ class KernelChoice:
     def __init__(
         self, backend: str = "auto", flash_attention_version: int | None = None, has_dropout: bool = False
     ) -> None:
-        self._backend, self._given_version, self._has_dropout = backend, flash_attention_version, has_dropout
+        self._backend = backend
+        self._given_version = flash_attention_version
+        self._has_dropout = has_dropout
         self._chosen = cache(self._choose)
         self._version = cache(self._best_version)
         self._warn_once = cache(warn_on_rank_0)

@@ -53,10 +53,13 @@ class TransformerEngineFused(DocumentKernel):
     def _common(self, query: Tensor, key: Tensor, documents: CumulativeLengths | None) -> dict[str, Any]:
         """Arguments of both forward and backward; the causal mask is aligned bottom-right."""
         if documents is None:
-            layout, lengths, starts = "sbhd", (len(query), len(key)), (None, None)
+            layout = "sbhd"
+            lengths = (len(query), len(key))
+            starts = (None, None)
             ends = [self._ends((query.shape[1] + 1) * length, length, query.device) for length in lengths]
         else:  # one after the other in memory, too
-            layout, ends = "thd", [documents.query_ends, documents.key_ends]
+            layout = "thd"
+            ends = [documents.query_ends, documents.key_ends]
             starts = tuple(ends)
             # Upper bounds; powers of two, since cuDNN may make a plan for each.
             lengths = tuple(1 << (length - 1).bit_length() for length in (documents.most_queries, documents.most_keys))

@@ -23,7 +23,8 @@ class Unfused:
         q, k, v = (_by_group(x, key.shape[2]) for x in (query, key, value))
         generator = default_generator(query.device)
         state = (generator.get_state(),) if self.rule.dropout else ()
-        outputs, logsumexps = [], []
+        outputs = []
+        logsumexps = []
         for rows, keys in self._blocks(q, key.shape[0]):
             scores = _scores(q[..., rows, :], k[..., keys, :], self.rule)
             logsumexps.append(scores.logsumexp(-1))
@@ -39,9 +40,13 @@ class Unfused:
         generator = torch.Generator(default_generator(query.device).device).set_state(*state) if state else None
         # Σ weight · its gradient over the keys of a query, with dropout, too.
         expected = (o * grad).sum(-1, keepdim=True)
-        grad_queries, grad_key, grad_value = [], torch.zeros_like(k), torch.zeros_like(v)
+        grad_queries = []
+        grad_key = torch.zeros_like(k)
+        grad_value = torch.zeros_like(v)
         for rows, keys in self._blocks(q, key.shape[0]):
-            q_rows, k_seen, grad_rows = q[..., rows, :], k[..., keys, :], grad[..., rows, :]
+            q_rows = q[..., rows, :]
+            k_seen = k[..., keys, :]
+            grad_rows = grad[..., rows, :]
             weights = _scores(q_rows, k_seen, self.rule).sub_(logsumexp[..., rows, None]).exp_()
             kept, mask = self._dropped(weights, generator)
             grad_value[..., keys, :] += (kept.mT @ grad_rows).sum(2, True)

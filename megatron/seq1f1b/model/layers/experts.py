@@ -27,7 +27,8 @@ from ...process.patches import wrapping
 from ..carried import Carried
 
 # Megatron's names. The second sums over the tokens of each sequence, the third over those of a step.
-_BY_SEQUENCE, _OVER_STEP = "seq_aux_loss", "global_aux_loss"
+_BY_SEQUENCE = "seq_aux_loss"
+_OVER_STEP = "global_aux_loss"
 _BALANCES = "aux_loss", _BY_SEQUENCE, _OVER_STEP
 
 
@@ -37,7 +38,8 @@ class _Tally(Carried):
 
     def __init__(self, before: Tensor | float = 0.0, microbatches: Tensor | float = 1.0) -> None:
         self.counts: dict[int, Tensor] = {}
-        self._before, self._microbatches = before, microbatches
+        self._before = before
+        self._microbatches = microbatches
         self._probabilities: Tensor | float = 0.0
         self._loss: Tensor | float = 0.0
 
@@ -53,7 +55,8 @@ class _Tally(Carried):
         """The growth of Σ_experts chosen · probability with a segment, in at least fp32: new probabilities by all
         counts so far, and new counts by earlier probabilities."""
         probabilities = probabilities.to(torch.promote_types(probabilities.dtype, torch.float32))
-        self._probabilities, before = self._probabilities + probabilities, self._loss
+        self._probabilities = self._probabilities + probabilities
+        before = self._loss
         self._loss = (self._probabilities * self.chosen()).sum()
         return self._loss - before
 
@@ -63,7 +66,10 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, probabilities: Tensor, tally: _Tally, factor: float, end: Callable) -> Tensor:
-        ctx.tally, ctx.factor, ctx.dtype, ctx.end = tally, factor, probabilities.dtype, end
+        ctx.tally = tally
+        ctx.factor = factor
+        ctx.dtype = probabilities.dtype
+        ctx.end = end
         return tally.add(probabilities) * factor
 
     @staticmethod
@@ -87,15 +93,18 @@ def _apply_balance(
     **kwargs: Any,
 ) -> Tensor:
     """Attach a balance loss to `probs` and log it; all arguments are [tokens, experts]."""
-    context, layer = router.segment_context, (router, balance)
-    segment, coefficient = context.segment, router.get_aux_loss_coeff(balance)
+    context = router.segment_context
+    layer = (router, balance)
+    segment = context.segment
+    coefficient = router.get_aux_loss_coeff(balance)
     if segment is None or segment.is_whole_sequence or coefficient <= 0:
         return of_whole_sequences(probs, scores, routing_map, *shape, **kwargs)
     if kwargs.get("with_padding_mask"):
         raise ValueError(
             "a balance loss of experts got a padding_mask, which is not cut into segments; drop --sequence-splits"
         )
-    group, sequences = _group(router, balance), shape[1] if balance == _BY_SEQUENCE else 1
+    group = _group(router, balance)
+    sequences = shape[1] if balance == _BY_SEQUENCE else 1
     tally = _noted(router, balance, routing_map, sequences)
     # Of the micro-batch, or of each sequence.
     tokens = scores.shape[0] // sequences * segment.sequence_length / segment.length
@@ -103,21 +112,32 @@ def _apply_balance(
     probabilities = scores.reshape(-1, sequences * router.num_experts).sum(dim=0)
     loss = _Product.apply(probabilities, tally, factor, context.at_end_of_backward(layer)) / sequences
     context.end_forward(layer, loss)
-    logged = loss, balance.replace("aux_loss", "load_balancing_loss"), group
-    options = {"needs_dp_avg": balance != _OVER_STEP, "valid_token_count": tokens * sequences}
-    return router.attach_and_log_load_balancing_loss(probs, coefficient, *logged, **options)
+    return router.attach_and_log_load_balancing_loss(
+        probs,
+        coefficient,
+        loss,
+        balance.replace("aux_loss", "load_balancing_loss"),
+        group,
+        needs_dp_avg=balance != _OVER_STEP,
+        valid_token_count=tokens * sequences,
+    )
 
 
 def _routing(
     router: TopKRouter, routing: Callable[..., Any], logits: Tensor, padding_mask: Tensor | None = None
 ) -> Any:
     """Note the counts in the first forward of recomputed layers: Megatron adds losses in the repeated one, too late."""
-    context, segment = router.segment_context, router.segment_context.segment
+    context = router.segment_context
+    segment = context.segment
     is_computed_again = router.training and context.keeps_for_backward and not torch.is_grad_enabled()
     balances = [balance for balance in _BALANCES if router.get_aux_loss_coeff(balance) > 0]
     if segment is not None and not segment.is_whole_sequence and is_computed_again and balances:
-        scored = logits.view(-1, router.num_experts), router.topk, router.score_function
-        chosen, _ = compute_routing_scores_for_aux_loss(*scored, fused=router.config.moe_router_fusion)
+        chosen, _ = compute_routing_scores_for_aux_loss(
+            logits.view(-1, router.num_experts),
+            router.topk,
+            router.score_function,
+            fused=router.config.moe_router_fusion,
+        )
         for balance in balances:
             _noted(router, balance, chosen, logits.shape[1] if balance == _BY_SEQUENCE else 1)
     return routing(logits, padding_mask=padding_mask)
@@ -133,7 +153,8 @@ def _noted(router: TopKRouter, balance: str, routing_map: Tensor, sequences: int
         dtype = torch.promote_types(router.ga_steps.dtype, torch.float32)  # 16-bit models have both in 16 bits
         return _Tally(*(x.to(dtype, copy=True) for x in (router.global_tokens_per_expert, router.ga_steps)))
 
-    tally, segment = router.segment_context.carried((router, balance), make), router.segment_context.segment
+    tally = router.segment_context.carried((router, balance), make)
+    segment = router.segment_context.segment
     is_complete = segment.is_last and segment.index not in tally.counts
     tally.counts[segment.index], *_ = get_tokens_per_expert_and_token_count(
         routing_map.reshape(-1, sequences * router.num_experts), _group(router, balance)
@@ -151,7 +172,8 @@ def _apply_z_loss(
     router: TopKRouter, of_whole_sequences: Callable[..., Tensor], logits: Tensor, padding_mask: Tensor | None = None
 ) -> Tensor:
     """Attach the segment's share of the z-loss to `logits` and log it."""
-    segment, coefficient = router.segment_context.segment, router.config.moe_z_loss_coeff
+    segment = router.segment_context.segment
+    coefficient = router.config.moe_z_loss_coeff
     if segment is None or coefficient is None or not (router.training and torch.is_grad_enabled()):
         return of_whole_sequences(logits, padding_mask=padding_mask)
     share = segment.length / segment.sequence_length

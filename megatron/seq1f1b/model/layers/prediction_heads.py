@@ -31,7 +31,9 @@ class PredictionHeads:
     segment, whose tokens are divided among `num_shares` context-parallel ranks."""
 
     def __init__(self, context: SegmentContext, ahead: Callable[[Segment], LookAhead], num_shares: int = 1) -> None:
-        self._context, self._look_ahead, self._num_shares = context, ahead, num_shares
+        self._context = context
+        self._look_ahead = ahead
+        self._num_shares = num_shares
         self._segment: Segment | None = None
         self._ahead: LookAhead | None = None
         # Megatron's next shifts: an entry of the batch, and its total shift in tokens.
@@ -39,9 +41,12 @@ class PredictionHeads:
 
     def patches(self) -> PatchTable:
         """The patches to bind while the step runs."""
-        module, models = "megatron.core.transformer.multi_token_prediction", "megatron.core.models"
-        shifts, loss = "fills the end of a segment with zeros", "divides by the tokens of a segment"
-        logs, log = f"{module}.MTPLossLoggingHelper.save_metrics_to_tracker", "averages what adds up to the loss"
+        module = "megatron.core.transformer.multi_token_prediction"
+        models = "megatron.core.models"
+        shifts = "fills the end of a segment with zeros"
+        loss = "divides by the tokens of a segment"
+        logs = f"{module}.MTPLossLoggingHelper.save_metrics_to_tracker"
+        log = "averages what adds up to the loss"
         return (
             Patch(f"{module}.roll_tensor", self._shifted, shifts),
             wrapping(f"{module}.MultiTokenPredictionLayer._get_embeddings", self._embeddings, shifts),

@@ -77,7 +77,8 @@ class _Leave(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, take: Callable[[], State], end: Callable, *state: Tensor) -> Tensor:
-        ctx.take, ctx.end = take, end
+        ctx.take = take
+        ctx.end = end
         return output.view_as(output)
 
     @staticmethod
@@ -94,7 +95,8 @@ def _within_documents(
     """The output and the state after a segment; documents that end in it pass nothing on."""
     if segment.documents is None:
         return recurrence(inputs, state)
-    outputs, states = [], []
+    outputs = []
+    states = []
     for sequence, starts in enumerate(segment.documents):
         of_sequence = slice(sequence, sequence + 1)
         found = []
@@ -143,7 +145,8 @@ def _delta_rule(layer: GatedDeltaNet, projected: Tensor, state: State | None) ->
     own = partial(gdn.get_parameter_local_cp, dim=0, cp_group=layer.pg_collection.cp)
 
     def convolve(x: Tensor) -> Tensor:
-        sizes, bias = [layer.qk_dim_local_tp, layer.qk_dim_local_tp, layer.v_dim_local_tp], layer.conv1d.bias
+        sizes = [layer.qk_dim_local_tp, layer.qk_dim_local_tp, layer.v_dim_local_tp]
+        bias = layer.conv1d.bias
         weight = own(layer.conv1d.weight, split_sections=sizes)
         bias = None if bias is None else own(bias, split_sections=sizes)
         if layer.config.deterministic_mode:
@@ -187,14 +190,19 @@ def _mamba_scan(mixer: MambaMixer, projected: Tensor, state: State | None) -> tu
     own = mixer.cp
 
     def convolve(x: Tensor) -> Tensor:
-        weights = own.get_conv1d_weight().squeeze(1), own.get_conv1d_bias()
-        return mamba_mixer.causal_conv1d_fn(x.mT.contiguous(), *weights, activation=mixer.activation).mT
+        weight = own.get_conv1d_weight().squeeze(1)
+        bias = own.get_conv1d_bias()
+        return mamba_mixer.causal_conv1d_fn(x.mT.contiguous(), weight, bias, activation=mixer.activation).mT
 
     def by_head(x: Tensor, size: int) -> Tensor:
         return x.unflatten(-1, (-1, size)).contiguous()
 
     columns, memory = state or (None, None)
-    width, groups = own.d_inner_local_tpcp, own.ngroups_local_tpcp * mixer.d_state
+    options = {}
+    if mamba_mixer.MAMBA_HAS_STATE_DTYPE:
+        options["state_dtype"] = mixer.mamba_training_ssm_states_dtype
+    width = own.d_inner_local_tpcp
+    groups = own.ngroups_local_tpcp * mixer.d_state
     gate, mixed, step = projected.transpose(0, 1).split([width, width + 2 * groups, own.nheads_local_tpcp], dim=-1)
     mixed, columns = causal_convolution(convolve, mixed, columns, mixer.d_conv)
     x, b, c = mixed.split([width, groups, groups], dim=-1)
@@ -211,7 +219,7 @@ def _mamba_scan(mixer: MambaMixer, projected: Tensor, state: State | None) -> tu
         dt_softplus=True,
         initial_states=memory,
         return_final_states=True,
-        **({"state_dtype": mixer.mamba_training_ssm_states_dtype} if mamba_mixer.MAMBA_HAS_STATE_DTYPE else {}),
+        **options,
     )
     return output.flatten(2).transpose(0, 1).contiguous(), (columns, memory)
 

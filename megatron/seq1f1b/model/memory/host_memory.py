@@ -26,12 +26,15 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, UntypedStorage
 
-_PROBE, _ROUNDS = 1 << 24, 16  # bytes, and copies each way, that measure the link; milliseconds on a GPU
+# What measures the link takes milliseconds on a GPU.
+_PROBE = 1 << 24  # bytes
+_ROUNDS = 16  # copies each way
 SMALLEST = 1 << 12  # bytes; smaller storages stay, since every copy costs a launch
 _ALIGNMENT = 1 << 9  # bytes
 # Host memory is taken in blocks, since units differ in size. Pinning many small blocks would take long; PyTorch rounds
 # the size of pinned ones up to a power of two.
-_BLOCK, _PINNED_BLOCK = 1 << 20, 1 << 24
+_BLOCK = 1 << 20
+_PINNED_BLOCK = 1 << 24
 
 Wait = Callable[[], object]  # for the end of copies: the running stream waits on a GPU, the running thread on a CPU
 Pairs = list[tuple[Tensor, Tensor]]  # source and target, of one size
@@ -62,7 +65,8 @@ class _Storage:
             if leaf.untyped_storage()._cdata == self.here._cdata:
                 leaf.data = leaf.new_empty(()).expand(leaf.shape)  # the shape of its gradient
         self.leaves.clear()
-        here, self.here = self.here, None
+        here = self.here
+        self.here = None
         return here
 
 
@@ -70,7 +74,8 @@ class _Storage:
 def _references_to_free_leaf() -> int:
     """The count in `_Storage.references` of a leaf that only the graph refers to; versions of PyTorch differ."""
     leaf = torch.ones(1, requires_grad=True)
-    storage, _graph = _Storage(leaf), leaf.sin()
+    storage = _Storage(leaf)
+    _graph = leaf.sin()
     storage.leaves.append(leaf)
     del leaf
     return storage.references()[0]
@@ -169,7 +174,13 @@ class HostMemory:
             kept = self._running[key] = _Storage(tensor)
         if tensor.is_leaf and tensor.requires_grad:
             kept.leaves.append(tensor)
-        return _Handle(kept, tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride())
+        return _Handle(
+            of=kept,
+            dtype=tensor.dtype,
+            offset=tensor.storage_offset(),
+            size=tensor.size(),
+            stride=tensor.stride(),
+        )
 
     @cached_property
     def _is_on_gpu(self) -> bool:
@@ -186,7 +197,12 @@ class HostMemory:
         going = [each for each in self._here.pop(unit).values() if each.may_leave()]
         blocks, after = self._blocks(sum(_aligned(each.num_bytes) for each in going))
         departure = self._lanes[0].copy(_pairs(going, blocks), after, span)
-        self._away[unit] = _Away(going, blocks, departure, [each.leave() for each in going])
+        self._away[unit] = _Away(
+            storages=going,
+            blocks=blocks,
+            departure=departure,
+            leaving=[each.leave() for each in going],
+        )
         self.num_bytes += sum(each.num_bytes for each in going)
         self.most_bytes = max(self.most_bytes, self.num_bytes)
 
@@ -233,7 +249,8 @@ class HostMemory:
         missing = count - len(self._unused)
         if missing > 0:
             self._unused += [(block, None) for block in self._new_blocks(missing, size)]
-        chosen, self._unused = self._unused[:count], self._unused[count:]
+        chosen = self._unused[:count]
+        self._unused = self._unused[count:]
         ends = dict.fromkeys(end for _, end in chosen if end is not None)
 
         def after() -> None:
@@ -272,14 +289,16 @@ def _aligned(num_bytes: int) -> int:
 
 def _pairs(storages: Iterable[_Storage], blocks: list[Tensor]) -> Pairs:
     """The bytes of storages on the device, and their places on the host: one after the other, across blocks."""
-    found, place = [], 0
+    found = []
+    place = 0
     for storage in storages:
         here = storage.empty.new_empty(0, dtype=torch.uint8).set_(storage.here)
         while len(here):
             number, offset = divmod(place, len(blocks[0]))
             there = blocks[number][offset : offset + len(here)]
             found.append((here[: len(there)], there))
-            here, place = here[len(there) :], place + len(there)
+            here = here[len(there) :]
+            place += len(there)
         place = _aligned(place)
     return found
 

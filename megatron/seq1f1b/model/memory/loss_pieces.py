@@ -67,7 +67,15 @@ def _logits(
     num_runs = layer.tp_group.size() if layer.sequence_parallel else 1
     shape = torch.Size((num_runs * len(hidden), hidden.shape[1], layer.output_size_per_partition))
     length = max(1, layer.logits_of_piece // (num_runs * shape[1:].numel()))
-    return Logits(lambda *of_piece: forward(*of_piece)[0], layer, hidden, weight, num_runs, length, shape), None
+    return Logits(
+        of=lambda *of_piece: forward(*of_piece)[0],
+        layer=layer,
+        hidden=hidden,
+        weight=weight,
+        num_runs=num_runs,
+        length=length,
+        shape=shape,
+    ), None
 
 
 def _loss(model: LanguageModule, loss: Callable[[Tensor, Tensor], Tensor], labels: Tensor, logits: Any) -> Tensor:
@@ -91,7 +99,9 @@ class Logits:
 
     def loss(self, labels: Tensor, loss: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """`loss(labels, logits)` [b, n] for labels [b, n]; its backward computes the logits again."""
-        of, num_runs = self.of, self.num_runs  # `self` would keep the hidden states from moving to the host
+        # Without `self`, which would keep the hidden states from moving to the host.
+        of = self.of
+        num_runs = self.num_runs
 
         def by_place(tokens: Tensor) -> Tensor:
             """[n/t, b, t] of [b, n]: the runs side by side, so that a piece is a part of the first dimension."""
@@ -120,7 +130,8 @@ class Logits:
 
     def transpose(self, first: int, second: int) -> Tensor:
         """Logits [b, n, V/t] for a program that gives no labels."""
-        layer, hidden = self.layer, self.hidden
+        layer = self.layer
+        hidden = self.hidden
         if layer.bias is not None or torch.is_autocast_enabled(hidden.device.type) or {first, second} != {0, 1}:
             return self.whole().transpose(first, second)
         head = Head(
@@ -185,7 +196,8 @@ class _LossOfPieces(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, loss: Callable[..., Tensor], length: int, *inputs: Tensor) -> Tensor:
         hidden, ctx.weight, labels = inputs
-        ctx.loss, ctx.length = loss, length
+        ctx.loss = loss
+        ctx.length = length
         ctx.save_for_backward(hidden, labels)
         parts = zip(hidden.split(length), labels.split(length), strict=True)
         return torch.cat([loss(part, ctx.weight, labels_of_part) for part, labels_of_part in parts])
@@ -194,8 +206,10 @@ class _LossOfPieces(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_losses: Tensor) -> tuple[Any, ...]:
         hidden, labels = ctx.saved_tensors
-        grad_hidden, weight = torch.empty_like(hidden), ctx.weight
-        main_grad, dtype = getattr(weight, "main_grad", None), torch.promote_types(weight.dtype, torch.float32)
+        grad_hidden = torch.empty_like(hidden)
+        weight = ctx.weight
+        main_grad = getattr(weight, "main_grad", None)
+        dtype = torch.promote_types(weight.dtype, torch.float32)
         alias = weight.detach().requires_grad_(weight.requires_grad)  # without hooks
         if weight.requires_grad:
             fits = main_grad is not None and main_grad.dtype is dtype

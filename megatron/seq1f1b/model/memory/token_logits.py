@@ -73,7 +73,8 @@ class Head:
         """The gradient for the weight in the backward of a segment; zeros, for the hooks, if `main_grad` has it."""
         if not self.weight.requires_grad:
             return None
-        gradient, self._gradient = self._gradient, None
+        gradient = self._gradient
+        self._gradient = None
         main_grad = getattr(self.weight, "main_grad", None)
         if main_grad is None:
             return None if gradient is None else gradient.to(self.weight.dtype)
@@ -196,7 +197,8 @@ class _AsLogits(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_logits: Tensor) -> tuple[Any, ...]:
         (hidden,) = ctx.saved_tensors
-        rows, gradient = hidden.flatten(0, -2), grad_logits.flatten(0, -2)
+        rows = hidden.flatten(0, -2)
+        gradient = grad_logits.flatten(0, -2)
         return ctx.head.backward([rows], lambda number, piece: gradient).view(hidden.shape), None, None
 
 
@@ -277,7 +279,8 @@ class _Values(torch.autograd.Function):
     def forward(
         ctx: Any, tensor: Tensor, tokens: Tensor, source: Any, group: Group, scale: float, has_entropy: bool
     ) -> tuple[Tensor, ...]:
-        rows, flat = tensor.detach().flatten(0, -2), tokens.flatten()
+        rows = tensor.detach().flatten(0, -2)
+        flat = tokens.flatten()
         pieces = zip(rows.split(source.length), flat.split(source.length), strict=True)
         found = [_values_of_piece(_scaled(source.logits(piece), scale), of, group, has_entropy) for piece, of in pieces]
         log_probs, entropies, log_sums, are_known = (torch.cat(each) for each in zip(*found, strict=True))
@@ -293,7 +296,8 @@ class _Values(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         tensor, tokens, log_sums, entropies, are_known = ctx.saved_tensors
-        source, scale = ctx.source, ctx.scale
+        source = ctx.source
+        scale = ctx.scale
         rows = tensor.detach().flatten(0, -2)
         parts = [each.flatten().split(source.length) for each in (tokens, log_sums, entropies, are_known, *gradients)]
 
