@@ -19,6 +19,7 @@ from unittest import mock
 
 import torch
 
+from megatron.seq1f1b.platform import stand_ins
 from megatron.seq1f1b.process.patches import Patch, patched
 from support import te_operators
 
@@ -54,6 +55,9 @@ def load() -> None:
     package.common.load_framework_extension = lambda framework: None
     package.pytorch = importlib.import_module(f"{PACKAGE}.pytorch")
     patched(_OF_ITS_LAYERS)
+    # These would take Megatron's local layers.
+    local = ("transformer_impl", "gradient_accumulation_fusion")
+    stand_ins.FLAGS = tuple(row for row in stand_ins.FLAGS if row[0] not in local)
     # Kernels have no fp64, in which equality is tested.
     constants = importlib.import_module(f"{PACKAGE}.pytorch.constants")
     constants.TE_DType[torch.float64] = torch.float64
@@ -103,10 +107,4 @@ _OF_ITS_LAYERS = (
     # It requires a visible GPU and then does not use it.
     Patch(f"{_BASE}.__init__", mock.patch("torch.cuda.is_available", lambda: True), "refuses CPUs", wraps=True),
     Patch(f"{_BASE}.prepare_forward", mock.patch("torch.Tensor.is_cuda", True), "refuses CPU tensors", wraps=True),
-    Patch(
-        "megatron.seq1f1b.platform.stand_ins.FLAGS",
-        lambda flags: tuple(row for row in flags if row[0] not in ("transformer_impl", "gradient_accumulation_fusion")),
-        "takes Megatron's local layers",
-        wraps=True,
-    ),
 )

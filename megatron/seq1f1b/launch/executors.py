@@ -14,7 +14,7 @@ from ..arguments import MegatronRun, PipelineConfig, is_on_cpu, run_of_program
 from ..model import PIECE, Documents
 from ..model.kernels import AttentionRule, KernelChoice
 from ..process.ranks import OneCaller, warn_on_rank_0
-from ..runtime import PipelineExecutor, Repacking, Segmentation, Tracer
+from ..runtime import PipelineExecutor, Repacking, Segmentation, Surroundings, Tracer
 from .v_chunks import in_forward_step
 
 
@@ -24,13 +24,16 @@ def training_executor(
     end_of_document: Callable[[], int],
     divides_documents: bool = False,
     tracer: Tracer | None = None,
+    surroundings: Surroundings | None = None,
 ) -> PipelineExecutor:
     """The executor for Megatron's training loop and `args`; `end_of_document()` is the token that ends a document. A
-    script that `divides_documents` gives context-parallel ranks a share of each document, else of whole sequences."""
+    script that `divides_documents` gives context-parallel ranks a share of each document, else of whole sequences. A
+    rehearsal has `surroundings` of its own."""
     return _executor(
         config,
         tracer,
         end_of_document,
+        surroundings=surroundings,
         around_program=partial(_in_a_v if config.schedule.placement == "v" else sequences_of, args),
         divides_documents=divides_documents,
         timeout=timedelta(minutes=args.distributed_timeout_minutes),
@@ -102,18 +105,22 @@ def _executor(
     tracer: Tracer | None,
     end_of_document: Callable[[], int] | None = None,
     from_calls: bool = False,
+    surroundings: Surroundings | None = None,
     **options: Any,
 ) -> PipelineExecutor:
     flags = config.flags
+    surroundings = surroundings or Surroundings()
     warn_on_rank_0(f"steps are run by megatron.seq1f1b: {config.schedule.name}, {_parts(config)}")
     return PipelineExecutor(
         config.schedule,
-        _segmentation(config, end_of_document, from_calls),
+        _segmentation(config, end_of_document, from_calls, surroundings),
         config.costs_of_actions,
         piece=None if flags.keep_logits else PIECE,
         offloads=config.offloads,
         keeps_attention=bool(flags.recompute_keeps_attention),
         tracer=tracer,
+        kernels_of=surroundings.kernels_of,
+        host_memory=surroundings.host_memory(),
         **options,
     )
 
@@ -126,7 +133,12 @@ def _parts(config: PipelineConfig) -> str:
     return f"segments: {config.num_segments}"
 
 
-def _segmentation(config: PipelineConfig, end_of_document: Callable[[], int] | None, from_calls: bool) -> Segmentation:
+def _segmentation(
+    config: PipelineConfig,
+    end_of_document: Callable[[], int] | None,
+    from_calls: bool,
+    surroundings: Surroundings,
+) -> Segmentation:
     kept = lru_cache(config.cut)
     packed = config.follows_documents
     follows = config.partition.follows_documents
@@ -136,7 +148,7 @@ def _segmentation(config: PipelineConfig, end_of_document: Callable[[], int] | N
 
     end = end_of_document() if packed and end_of_document else None
     if config.flags.unit_tokens is not None:
-        return Repacking(cut, config.pack, end)
+        return Repacking(cut, config.pack, end, surroundings.source)
     cuts_sequences = config.num_segments > 1 or config.flags.segment_tokens is not None
     return Segmentation(
         num_segments=0 if config.flags.segment_tokens is not None else config.num_segments,
@@ -145,6 +157,7 @@ def _segmentation(config: PipelineConfig, end_of_document: Callable[[], int] | N
         end_of_document=end,
         from_calls=from_calls and (cuts_sequences or bool(config.run.settings.get("variable_seq_lengths"))),
         segments_for=config.segments_for,
+        read_calls=surroundings.read_calls,
     )
 
 

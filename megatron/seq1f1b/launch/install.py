@@ -70,7 +70,7 @@ def install(add_flags: bool = False, keep_documents_apart: bool = False, **flags
     patches.enter_context(patched(rows))
     patches.enter_context(rebound(upstream, overlay.get_forward_backward_func))
     if is_rehearsal:
-        patches.enter_context(patched(rehearsal.patches()))
+        patches.enter_context(patched(rehearsal.patches(overlay.rehearse_in)))
 
 
 def check_version(version: str) -> None:

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from datetime import timedelta
 from enum import Enum
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..arguments import PipelineConfig, add_arguments
 from ..arguments.config import refuse_unsupported
@@ -20,7 +20,11 @@ from ..platform import cpu
 from ..process.net import Net
 from ..process.patches import Patch, patched, wrapping
 from ..process.ranks import is_rank_0, start_process
+from .of_models import use_segment_attention
 from .validation import configured, validated
+
+if TYPE_CHECKING:
+    from ..runtime import Surroundings
 
 # Of flags that all ranks must have in common.
 _VALUES = (bool, int, float, str, list, tuple, Enum, type(None))
@@ -37,6 +41,7 @@ class Overlay:
         self._runs_own_script = True  # which calls `validate` itself
         self.config: PipelineConfig | None = None
         self.executor: Callable | None = None
+        self.surroundings: Surroundings | None = None  # of a rehearsal
 
     def patches_of_programs(self, options: Namespace, keep_documents_apart: bool) -> list[Patch]:
         """The patches for a program without Megatron's arguments, which has an executor at once."""
@@ -90,6 +95,10 @@ class Overlay:
             rows.append(wrapping(name, communicators_of_segments, "makes buffers for whole sequences"))
         self.patches.enter_context(patched(rows))
 
+    def rehearse_in(self, surroundings: Surroundings) -> None:
+        """Take the surroundings of a rehearsal, before Megatron builds its model."""
+        self.surroundings = surroundings
+
     def get_forward_backward_func(self, *args: Any, **kwargs: Any) -> Callable:
         """Our executor if a schedule flag was given, Megatron's own function otherwise."""
         if self.executor is not None:
@@ -107,7 +116,14 @@ class Overlay:
             return upstream if tracer is None else watched(upstream, tracer)
         # Megatron's scripts divide documents among context-parallel ranks, but for inter-document masking.
         divides_documents = not (self._runs_own_script or parsed.dataloader_inter_document_masking)
-        executor = training_executor(config, parsed, lambda: get_tokenizer().eod, divides_documents, tracer)
+        executor = training_executor(
+            config=config,
+            args=parsed,
+            end_of_document=lambda: get_tokenizer().eod,
+            divides_documents=divides_documents,
+            tracer=tracer,
+            surroundings=self.surroundings,
+        )
         if (config.offloads or config.schedule.has_moves) and not parsed.dry_run:
             rate = executor.host_rate()
             if is_rank_0():
@@ -135,8 +151,6 @@ class Overlay:
                     "without; add --no-create-attention-mask-in-dataloader"
                 )
             if config.wants_segment_attention and cfg_container.model is not None:
-                from ..model import use_segment_attention
-
                 cfg_container.model.pre_wrap_hooks.append(use_segment_attention)
         return pretrain(cfg_container, *args, **kwargs)
 

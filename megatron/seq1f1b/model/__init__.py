@@ -1,13 +1,15 @@
 """A Megatron model on one segment: attention with a KV cache, positions, losses, separate weight gradients."""
 
 from .attach import (
+    KernelsOf,
     attach,
     recompute_behind_frozen_weights,
     refuse_attention_to_later_tokens,
     use_segment_attention,
 )
+from .kernels import KernelChoice
 from .layers.prediction_heads import LookAhead, PredictionHeads
-from .memory.host_memory import link_rate
+from .memory.host_memory import HostMemory, link_rate
 from .memory.loss_pieces import PIECE, compute_loss_in_pieces
 from .memory.token_logits import PieceLogits, token_log_probs, token_log_probs_and_entropy
 from .memory.weight_gradient import add_up_all_weight_gradients, defer_weight_gradients

@@ -1,6 +1,6 @@
 """Connect the modules of a Megatron model to the running segment, whatever layer specification built it."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from math import gcd
 
 import torch
@@ -9,6 +9,7 @@ from megatron.core.transformer.attention import Attention, SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
@@ -26,11 +27,15 @@ from .segment import SegmentContext
 _FOLLOWS = (*experts.FOLLOWS, *recurrent_layers.FOLLOWS, *rotary.FOLLOWS)
 _FOLLOWERS = tuple({owner_of(patch.target)[0] for patch in _FOLLOWS})
 
+KernelsOf = Callable[[TransformerConfig], KernelChoice]  # the choice for a model, by its configuration
 
-def attach(chunks: Iterable[torch.nn.Module], context: SegmentContext) -> None:
+
+def attach(
+    chunks: Iterable[torch.nn.Module], context: SegmentContext, kernels_of: KernelsOf = KernelChoice.of_config
+) -> None:
     """Make the modules of the model chunks follow the running segment of `context`; the latest call wins."""
     others = [chunk for chunk in chunks if getattr(chunk, "segment_context", None) is not context]
-    for chunk in use_segment_attention(others):
+    for chunk in use_segment_attention(others, kernels_of):
         chunk.segment_context = context
         for path, module in chunk.named_modules():
             keep_latents(module)
@@ -50,9 +55,11 @@ def recompute_behind_frozen_weights(chunks: Iterable[torch.nn.Module]) -> None:
             module.register_forward_pre_hook(_with_gradient, with_kwargs=True)
 
 
-def use_segment_attention(model: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
+def use_segment_attention(
+    model: Iterable[torch.nn.Module], kernels_of: KernelsOf = KernelChoice.of_config
+) -> list[torch.nn.Module]:
     """Replace the `core_attention` of every causal self-attention layer in the model chunks, for Megatron's own
-    schedules, too: without a running segment ours is plain causal attention."""
+    schedules, too: without a running segment ours is plain causal attention. Returns the chunks."""
     chunks = list(model)
     kernels = None
     for chunk in chunks:
@@ -62,9 +69,7 @@ def use_segment_attention(model: Iterable[torch.nn.Module]) -> list[torch.nn.Mod
                 continue
             config = layer.config
             old = layer.core_attention
-            kernels = kernels or KernelChoice(
-                config.attention_backend.name, config.flash_attention_version, config.attention_dropout > 0
-            )
+            kernels = kernels or kernels_of(config)
             scale = getattr(layer, "softmax_scale", None)  # multi-latent attention has its own
             has_window = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer.layer_number)
             window = config.window_size[0] if has_window and config.window_size[0] >= 0 else None

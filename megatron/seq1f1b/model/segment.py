@@ -63,8 +63,8 @@ class SegmentContext:
     the attention of first forwards.
     """
 
-    def __init__(self, keeps_attention: bool = False) -> None:
-        self.host_memory = HostMemory()
+    def __init__(self, keeps_attention: bool = False, host_memory: HostMemory | None = None) -> None:
+        self.host_memory = host_memory or HostMemory()
         self.weight_gradients = WeightGradientStore()
         self.segment: Segment | None = None
         self.keeps_for_backward = True

@@ -46,15 +46,16 @@ def prepare(environment: Mapping[str, str]) -> None:
         )
 
 
-def patches() -> PatchTable:
-    """The patches that `install` applies for a rehearsal."""
+def patches(rehearse_in: Callable[[Any], None]) -> PatchTable:
+    """The patches that `install` applies for a rehearsal; `rehearse_in(surroundings)` gives its steps theirs."""
+    rehearse = partial(_rehearse, rehearse_in)
     return (
         wrapping("megatron.training.arguments.parse_args", _parse_for_the_real_device, "looks for a GPU here"),
         Patch("torch.cuda.get_device_capability", lambda *_: (10, 0), "looks for a GPU here"),
         wrapping("megatron.training.global_vars.build_tokenizer", _build_empty_tokenizer, "reads files of the cluster"),
         Patch("megatron.training.arguments._print_args", lambda *_: None, "prints 700 lines ahead of what was found"),
-        wrapping("megatron.training.training.pretrain", _rehearse, "trains instead of rehearsing"),
-        wrapping("megatron.training.pretrain", _rehearse, "trains instead of rehearsing"),
+        wrapping("megatron.training.training.pretrain", rehearse, "trains instead of rehearsing"),
+        wrapping("megatron.training.pretrain", rehearse, "trains instead of rehearsing"),
     )
 
 
@@ -84,7 +85,7 @@ def _build_empty_tokenizer(build_tokenizer: Callable, args: Namespace) -> Any:
         ) from None
 
 
-def _rehearse(pretrain: Callable, *args: Any, **kwargs: Any) -> None:
+def _rehearse(rehearse_in: Callable[[Any], None], pretrain: Callable, *args: Any, **kwargs: Any) -> None:
     from megatron.training import get_args
 
     from ..costs.machine import GIB
@@ -100,7 +101,7 @@ def _rehearse(pretrain: Callable, *args: Any, **kwargs: Any) -> None:
     if launch.use_tp_pp_dp_mapping:
         apart = launch.tensor_model_parallel_size * launch.context_parallel_size
     ranks = range(0, apart * num_stages, apart)  # of one pipeline, from its first stage to its last
-    stages = run_stages(lambda: Stage(launch).run(partial(pretrain, *args, **kwargs)), launch, ranks)
+    stages = run_stages(lambda: Stage(launch, rehearse_in).run(partial(pretrain, *args, **kwargs)), launch, ranks)
     report = RehearsalReport(
         launch=in_words(launch),
         device_memory=int(launch.device_memory * GIB),

@@ -3,6 +3,7 @@
 import math
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -10,10 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..model import HostMemory, KernelChoice
 from ..model.kernels import CudaFlash
 from ..process.patches import Patch, PatchTable, wrapping
+from ..runtime import Surroundings
 from ..runtime.call import Calls
-from ..runtime.repacking import BOUNDS
+from ..runtime.repacking import BOUNDS, SequenceSource
 from ..runtime.segmentation import Sequences
 from ..runtime.step import Step
 from .launch import document_lengths, has_transformer_engine
@@ -48,25 +51,55 @@ def patches(args: Namespace, as_one_kernel: Callable) -> PatchTable:
     return tuple(table)
 
 
-def _of_calls(_: Any, step: Step, calls: Calls) -> list[Sequences]:
+def surroundings(args: Namespace, new_buffer: Callable[[int], Tensor]) -> Surroundings:
+    """Those of a step on fake tensors, on a GPU if the launch is for GPUs; `new_buffer(num_bytes)` is a buffer on the
+    host."""
+    kernels_of = KernelChoice.of_config
+    if args.device != "cpu":
+        # Tensors without values are on no GPU; flash-attn, which may be missing, keeps as much as PyTorch's.
+        kernels_of = partial(KernelChoice.of_config, is_on_gpu=lambda tensor: True, fused=CudaFlash)
+    return Surroundings(
+        read_calls=_documents_of_calls,
+        source=_FakeSource(),
+        host_memory=lambda: HostMemory(copy=_no_copy, new_buffer=new_buffer),
+        kernels_of=kernels_of,
+    )
+
+
+def _no_copy(pairs: list[tuple[Tensor, Tensor]], *_: Any) -> None:
+    pairs.clear()
+
+
+def _documents_of_calls(step: Step, calls: Calls) -> list[Sequences]:
+    """Sequences of a few documents each, since tokens have no values."""
     calls.start_all()
     starts = tuple(accumulate(document_lengths(step.seq_length)[:-1], initial=0))
     number = step.micro_batch_size
     return [Sequences(number, step.seq_length, (starts,) * number)] * step.num_microbatches
 
 
-def _lengths_of_step(step: Step, *_: Any) -> list[list[int]]:
+class _FakeSource(SequenceSource):
     """For units: in each replica one sequence of the full length and the documents of the others."""
-    others = document_lengths(step.seq_length) * (step.num_microbatches - 1)
-    return [[step.seq_length, *others]] * step.groups.dp.size()
 
+    def in_batch(self, *_: Any) -> list[Mapping[str, Tensor]]:
+        return []
 
-def _sequences_of_step(
-    step: Step, sample: Mapping[str, Tensor], read: Any, owners: Mapping[int, int], lengths: Sequence[int], *_: Any
-) -> dict[int, dict[str, Tensor]]:
-    own = (number for number, owner in owners.items() if owner == step.groups.dp.rank())
-    types = {name: leaf.dtype for name, leaf in sample.items() if name not in BOUNDS}
-    return {number: {name: torch.empty(lengths[number], dtype=types[name]) for name in types} for number in own}
+    def lengths(self, step: Step, *_: Any) -> list[list[int]]:
+        others = document_lengths(step.seq_length) * (step.num_microbatches - 1)
+        return [[step.seq_length, *others]] * step.groups.dp.size()
+
+    def exchanged(
+        self,
+        step: Step,
+        sample: Mapping[str, Tensor],
+        read: Mapping[int, Mapping[str, Tensor]],
+        owners: Mapping[int, int],
+        lengths: Sequence[int],
+        readers: Sequence[int],
+    ) -> Mapping[int, Mapping[str, Tensor]]:
+        own = [number for number, owner in owners.items() if owner == step.groups.dp.rank()]
+        types = {name: leaf.dtype for name, leaf in sample.items() if name not in BOUNDS}
+        return {number: {name: torch.empty(lengths[number], dtype=types[name]) for name in types} for number in own}
 
 
 def _fake_group(new_group: Callable, *args: Any, **options: Any) -> Any:
@@ -124,9 +157,6 @@ def _fused_positions(t: Tensor, freqs: Tensor, *_: Any, **__: Any) -> Tensor:
     return _Kernel.apply(t, None, freqs)
 
 
-_SEGMENTATION = "megatron.seq1f1b.runtime.segmentation"
-_REPACKING = "megatron.seq1f1b.runtime.repacking"
-_CHOICE = "megatron.seq1f1b.model.kernels.kernel_choice.KernelChoice"
 _TRAINING = "megatron.training.training"
 _PARALLEL = "megatron.core.tensor_parallel"
 _ROPE = "megatron.core.models.common.embeddings.rope_utils"
@@ -147,17 +177,8 @@ _FOR_FAKES = (
     Patch(
         f"{_PARALLEL}.random._get_share_storage", lambda *_, **__: _share_storage, "compiles, and shares real memory"
     ),
-    Patch(f"{_SEGMENTATION}.Segmentation._of_calls", _of_calls, "looks for documents in tokens"),
-    Patch(f"{_REPACKING}.Repacking._sequences", lambda *_: [], "looks for documents in tokens"),
-    Patch(f"{_REPACKING}._of_all_replicas", _lengths_of_step, "lengths are those of documents in tokens"),
-    Patch(f"{_REPACKING}._exchanged", _sequences_of_step, "moves values"),
-    Patch("megatron.seq1f1b.model.memory.host_memory._copy", lambda pairs, *_: pairs.clear(), "copies values"),
 )
-_ON_A_GPU = (
-    Patch(f"{_CHOICE}.is_on_gpu", lambda *_: True, "tensors without values are on no GPU"),
-    Patch(f"{_CHOICE}._fused", lambda _, rule, *__: CudaFlash(rule), "flash-attn, which may be missing, keeps as much"),
-    Patch("torch.nn.functional.rms_norm", _fused_norm, "keeps more than the kernels of a GPU do"),
-)
+_ON_A_GPU = (Patch("torch.nn.functional.rms_norm", _fused_norm, "keeps more than the kernels of a GPU do"),)
 # Functions that Megatron compiles for a GPU.
 _COMPILED = (
     *("gelu.bias_gelu", "gelu.bias_gelu_back", "dropout.bias_dropout_add_fused_train"),

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ..runtime import StepRecorder, StepTracer
 from ..schedule import MOVE_KINDS, Action, Kind, Shape
 
 _SEND = torch.ops.c10d.send.default
@@ -70,11 +71,11 @@ class _Allocation:
     moment: int
 
 
-class Ledger(TorchDispatchMode):
+class Ledger(TorchDispatchMode, StepTracer, StepRecorder):
     """Counts the bytes of storages while they live, and records messages when they are sent or their receive is posted.
 
     Bytes are those of tensors, not of an allocator's blocks, and those that flash attention allocates during a call.
-    `run(function, args, kwargs)` runs an operator. The ledger replaces the tracer and the recorder of a real step.
+    `run(function, args, kwargs)` runs an operator. The ledger is the tracer and the recorder of the rehearsed step.
     """
 
     def __init__(
@@ -212,7 +213,18 @@ class Ledger(TorchDispatchMode):
             self.label(tensor, Category.MESSAGES)
         dtype = str(tensor.dtype).removeprefix("torch.")
         moment = self._moments[-1][0]
-        messages.append(Message(*ends, group.group_desc, tuple(tensor.shape), dtype, tensor.nbytes, moment))
+        source, destination = ends
+        messages.append(
+            Message(
+                source=source,
+                destination=destination,
+                channel=group.group_desc,
+                shape=tuple(tensor.shape),
+                dtype=dtype,
+                num_bytes=tensor.nbytes,
+                moment=moment,
+            )
+        )
 
     def _forget(self, key: int, _: Any) -> None:
         self._dies(self._alive.pop(key)[0])

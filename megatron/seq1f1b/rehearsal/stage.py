@@ -13,8 +13,8 @@ from megatron.core.rerun_state_machine import RerunDataIterator
 from ..costs.machine import bytes_outside
 from ..model import use_segment_attention
 from ..process.patches import patched, wrapping
-from ..runtime import watched
-from .fakes import fake_batches, patches
+from ..runtime import Surroundings, watched
+from .fakes import fake_batches, patches, surroundings
 from .launch import has_transformer_engine
 from .ledger import Category, Ledger
 from .operators import WithoutValues
@@ -26,26 +26,30 @@ class _Ended(BaseException):
 
 
 class Stage:
-    """Runs Megatron's `pretrain` for one pipeline stage up to the end of its first step."""
+    """Runs Megatron's `pretrain` for one pipeline stage up to the end of its first step; `rehearse_in(surroundings)`
+    gives that step its surroundings."""
 
-    def __init__(self, args: Namespace) -> None:
+    def __init__(self, args: Namespace, rehearse_in: Callable[[Surroundings], None]) -> None:
         self._args = args
+        self._rehearse_in = rehearse_in
         self.ledger = Ledger(WithoutValues(args.moe_router_topk, args.num_experts))
         self._stand_ins = patches(args, self.ledger.as_one_kernel)
-        self._num_parameters = self._host_bytes = 0
+        self._surroundings = surroundings(args, self.new_buffer)
+        self._num_parameters = 0
+        self._host_bytes = 0
 
     def run(self, pretrain: Callable[[], None]) -> StageReport:
         """The report after `pretrain()`, Megatron's own with all its arguments. Raises ValueError if it ends early."""
         training = "megatron.training.training"
         counted = "is counted"
-        table = (
+        table = [
             wrapping(f"{training}.setup_model_and_optimizer", self._set_up, counted),
             wrapping(f"{training}.build_train_valid_test_data_iterators", self._data, "makes batches, on the host"),
             wrapping(f"{training}.train_step", self._step, f"{counted}, and the last"),
             wrapping("torch.UntypedStorage.resize_", self.ledger.resize, counted),
-            wrapping("megatron.seq1f1b.model.memory.host_memory.mapped_buffer", self._buffer, "is counted apart"),
-        )
-        with patched((*table, *self._stand_ins)), suppress(_Ended):
+        ]
+        self._rehearse_in(self._surroundings)
+        with patched([*table, *self._stand_ins]), suppress(_Ended):
             pretrain()
             raise ValueError("the launch ends without a training step")
         return StageReport(
@@ -59,7 +63,8 @@ class Stage:
             host_bytes=self._host_bytes,
         )
 
-    def _buffer(self, _: Callable[[int], torch.Tensor], num_bytes: int) -> torch.Tensor:
+    def new_buffer(self, num_bytes: int) -> torch.Tensor:
+        """A buffer in the memory of the host, which is counted apart."""
         self._host_bytes += num_bytes
         buffer = torch.empty(num_bytes, dtype=torch.uint8)
         self.ledger.label(buffer, None)
@@ -70,7 +75,9 @@ class Stage:
         with self.ledger:
             chunks, optimizer, scheduler = set_up(*args, **kwargs)
         if has_transformer_engine(self._args) and self._args.attention_backend.name != "local":
-            use_segment_attention(chunks)  # a GPU has fused attention for whole sequences, too
+            use_segment_attention(
+                chunks, self._surroundings.kernels_of
+            )  # a GPU has fused attention for whole sequences, too
         gc.collect()
         label = self.ledger.label
         label([group["params"] for group in optimizer.param_groups], Category.OPTIMIZER)

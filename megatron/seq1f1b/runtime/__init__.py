@@ -3,4 +3,5 @@
 from .executor import PipelineExecutor, watched
 from .repacking import Repacking
 from .segmentation import Segmentation
-from .tracer import Reading, Tracer
+from .surroundings import Surroundings
+from .tracer import Reading, StepRecorder, StepTracer, Tracer

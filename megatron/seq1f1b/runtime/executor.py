@@ -14,6 +14,9 @@ from torch.utils._pytree import tree_map_only
 
 from ..model import (
     PIECE,
+    HostMemory,
+    KernelChoice,
+    KernelsOf,
     SegmentContext,
     add_up_all_weight_gradients,
     attach,
@@ -39,7 +42,7 @@ from .prediction import prediction_patches
 from .program import Program, Programs
 from .segmentation import Segmentation
 from .step import Step
-from .tracer import Recorder, Tracer, run_traced
+from .tracer import Recorder, StepRecorder, StepTracer, run_traced
 
 
 class PipelineExecutor:
@@ -49,7 +52,8 @@ class PipelineExecutor:
     of `Calls`. No wait for a message is longer than `timeout`. With `reports_on_last_rank` the last rank gets the
     reports of another one, too. The loss is computed in pieces of `piece` logits (model/memory/loss_pieces.py), or all
     logits are kept if that is None. The share `offloads` of activations moves to the host; with `keeps_attention`
-    recomputation repeats all but attention. A `tracer` records training steps.
+    recomputation repeats all but attention. A `tracer` records training steps. Attention runs on `kernels_of` the
+    configuration of a model; activations on the host are in `host_memory`.
 
     No state of a step survives it. After a step that failed every call raises RuntimeError: the other ranks stopped in
     the middle of it, and their messages no longer match.
@@ -67,7 +71,9 @@ class PipelineExecutor:
         piece: int | None = PIECE,
         offloads: float = 0.0,
         keeps_attention: bool = False,
-        tracer: Tracer | None = None,
+        tracer: StepTracer | None = None,
+        kernels_of: KernelsOf = KernelChoice.of_config,
+        host_memory: HostMemory | None = None,
     ) -> None:
         # A GPU has 8 hardware queues by default, and at most 32, enough for all streams of a process.
         shares_queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "32"
@@ -77,14 +83,15 @@ class PipelineExecutor:
             one_queue=shares_queues,
             offloaded=offloads,
         )
-        self.context = SegmentContext(keeps_attention)
+        self.context = SegmentContext(keeps_attention, host_memory)
         self.segmentation = segmentation
-        self.recorder: Recorder | None = None  # of the last training step
+        self.recorder: StepRecorder | None = None  # of the last training step
         self._around_program = around_program
         self._divides_documents = divides_documents
         self._reports_on_last_rank = reports_on_last_rank
         self._piece = piece
         self._tracer = tracer
+        self._kernels_of = kernels_of
         self._communicator = cache(partial(Communicator, timeout=timeout))
         self._check_agreement = cache(check_agreement)
         self._ran_before: set[tuple] = set()
@@ -92,7 +99,7 @@ class PipelineExecutor:
         self._num_steps = 0
         self._caller = OneCaller()
 
-    def watch(self, tracer: Tracer) -> None:
+    def watch(self, tracer: StepTracer) -> None:
         """Let `tracer`, in place of any other, record the training steps from now on."""
         self._tracer = tracer
 
@@ -138,7 +145,7 @@ class PipelineExecutor:
         kernels = step.placement, lengths, step.micro_batch_size, step.forward_only
         communicator.goes_in_turn = communicator.is_on_device and kernels not in self._ran_before
         if follows_segments or context.kept_attention is not None:
-            attach(step.chunks, context)  # else the model keeps its own attention
+            attach(step.chunks, context, self._kernels_of)  # else the model keeps its own attention
         add_up_all_weight_gradients(step.chunks)
         recompute_behind_frozen_weights(step.chunks)
 
@@ -204,7 +211,7 @@ class PipelineExecutor:
                 )
                 around.enter_context(patched(prediction_patches(step, self.context, calls)))
             if self._tracer is None or step.forward_only:
-                recorder = around.enter_context(Recorder(step.device))
+                recorder: StepRecorder = around.enter_context(Recorder(step.device))
             else:
                 lengths = {tuple(segment.length for segment in segments) for segments in step.segments}
                 tracing = self._tracer.step(self.programs.name, step.shape, step.chunks, step.pipeline, lengths)
@@ -265,7 +272,7 @@ class PipelineExecutor:
         )
 
 
-def watched(function: Callable, tracer: Tracer) -> Callable:
+def watched(function: Callable, tracer: StepTracer) -> Callable:
     """A `forward_backward_func`, ours or Megatron's, that reports every action of every training step to `tracer`."""
     if isinstance(function, PipelineExecutor):
         function.watch(tracer)

@@ -20,7 +20,7 @@ from .gradient_sync import GradientSync
 from .prediction import rows_per_token
 from .program import Program
 from .step import Step
-from .tracer import Recorder
+from .tracer import StepRecorder
 
 _NOTHING = nullcontext()
 
@@ -38,7 +38,7 @@ class Interpreter:
     context: SegmentContext
     forwards: WholeForwards | SegmentForwards
     syncs: Sequence[GradientSync]
-    recorder: Recorder
+    recorder: StepRecorder
 
     def __post_init__(self) -> None:
         placement = self.step.placement

@@ -34,17 +34,24 @@ class Repacking(Segmentation):
     """Units of the sequences or documents of a step.
 
     `pack(lengths, replicas, alike)` gives the micro-batches of each replica, see `packs_of_step`; `cut` the lengths of
-    the segments of a sequence that is alone in its unit.
+    the segments of a sequence that is alone in its unit; `source` the sequences.
     """
 
-    def __init__(self, cut: Cut, pack: Callable[..., Any], end_of_document: int | None = None) -> None:
+    def __init__(
+        self,
+        cut: Cut,
+        pack: Callable[..., Any],
+        end_of_document: int | None = None,
+        source: "SequenceSource | None" = None,
+    ) -> None:
         super().__init__(0, cut, packed=True, end_of_document=end_of_document)
         self._pack = pack
+        self._source = source or SequenceSource()
 
     def cut_step(self, step: Step, calls: Calls) -> None:
         """Give the step micro-batches of one row each, as many as this replica has, before the program reads them."""
         reading = Outcome(lambda: self._read(step))
-        lengths = _of_all_replicas(step, Outcome(lambda: list(map(_length, reading.result()[1]))))
+        lengths = self._source.lengths(step, Outcome(lambda: list(map(_length, reading.result()[1]))))
         sample, sequences = reading.result()
         flat = list(chain(*lengths))
         readers = [reader for reader, each in enumerate(lengths) for _ in each]
@@ -58,7 +65,7 @@ class Repacking(Segmentation):
         owners = {number: owner for owner, share in enumerate(shares) for pack in share for number in pack.sequences}
         if sample is not None:
             read_here = dict(enumerate(sequences, sum(map(len, lengths[:replica]))))
-            own = _exchanged(step, sample, read_here, owners, flat, readers)
+            own = self._source.exchanged(step, sample, read_here, owners, flat, readers)
             whole = [_joined(sample, [own[number] for number in pack.sequences], sum(pack.lengths)) for pack in packs]
             # A copy for each chunk, since Megatron's functions divide a batch in place.
             step.iterators = [iterator and map(dict, whole) for iterator in step.iterators]
@@ -89,21 +96,71 @@ class Repacking(Segmentation):
             if batches:  # the data of all model chunks are the same
                 read = [next(batches) for _ in range(step.num_microbatches)]
         sample = _sample(read[0]) if read else None
-        return sample, [each for batch in read for each in self._sequences(batch, step)]
+        found = [each for batch in read for each in self._source.in_batch(batch, step, self.end_of_document)]
+        return sample, found
 
-    def _sequences(self, batch: Any, step: Step) -> list[_Sequence]:
+
+class SequenceSource:
+    """The sequences of a step: those in the batches of this replica, those of the others, and their exchange. A
+    rehearsal, whose tokens have no values and which runs one rank, has another one."""
+
+    def in_batch(self, batch: Any, step: Step, end_of_document: int | None) -> list[_Sequence]:
         """The sequences of a batch up to their last token with a loss; those without a loss are left out."""
         found = batch
         if isinstance(batch, dict):
             # Without entries of one number per sequence, such as the data set in a blend.
             rows = {name: leaf for name, leaf in batch.items() if name not in BOUNDS and leaf.dim() > 1}
-            starts = document_starts(batch, (step.micro_batch_size, step.seq_length), self.end_of_document)
+            starts = document_starts(batch, (step.micro_batch_size, step.seq_length), end_of_document)
             found = [
                 {name: leaf[row, start:end] for name, leaf in rows.items()}
                 for row, of_row in enumerate(starts)
                 for start, end in pairwise([*of_row.nonzero().view(-1).tolist(), step.seq_length])
             ]
         return [each for each in map(_trimmed, found) if _length(each)]
+
+    def lengths(self, step: Step, own: Outcome) -> list[list[int]]:
+        """The lengths of the sequences that each replica has read, on all ranks; raises the error of any replica."""
+
+        def gathered() -> list[Any]:
+            found: list[Any] = [None] * step.groups.dp.size()
+            dist.all_gather_object(found, own, group=step.groups.dp)
+            return [each.result() for each in found]
+
+        return on_all_ranks(step, gathered)
+
+    def exchanged(
+        self,
+        step: Step,
+        sample: _Sequence,
+        read: Mapping[int, _Sequence],
+        owners: Mapping[int, int],
+        lengths: Sequence[int],
+        readers: Sequence[int],
+    ) -> Mapping[int, _Sequence]:
+        """The sequences that this replica owns, by number, from those that it has `read`."""
+        group = step.groups.dp
+        if group.size() == 1:
+            return read
+        device = torch.device("cpu") if dist.get_backend(group) == "gloo" else step.device
+        outgoing = sorted(read, key=lambda number: owners[number])
+        parts: dict[int, dict[str, Tensor]] = {
+            number: {} for number in sorted(owners) if owners[number] == group.rank()
+        }
+        sent = [0] * group.size()
+        received = [0] * group.size()
+        for number in outgoing:
+            sent[owners[number]] += lengths[number]
+        for number in parts:
+            received[readers[number]] += lengths[number]
+        for name, leaf in sample.items():
+            if name in BOUNDS:
+                continue
+            given = torch.cat([*(read[number][name] for number in outgoing), leaf.new_empty(0)]).to(device)
+            taken = torch.empty(sum(received), dtype=leaf.dtype, device=device)
+            dist.all_to_all_single(taken, given, received, sent, group=group)
+            for number, part in zip(parts, taken.split([lengths[number] for number in parts]), strict=True):
+                parts[number][name] = part.to(leaf.device)
+        return parts
 
 
 def document_starts(batch: Any, shape: tuple[int, int], end_of_document: int | None) -> Tensor:
@@ -196,46 +253,3 @@ def _trimmed(sequence: _Sequence) -> _Sequence:
 def _segments(number: int, pack: Any, lengths: Sequence[int]) -> list[Segment]:
     starts = accumulate((lengths[each] for each in pack.sequences), initial=0)
     return segments_of(number, pack.lengths, (tuple(start for start in starts if start < sum(pack.lengths)),))
-
-
-def _of_all_replicas(step: Step, lengths: Outcome) -> list[list[int]]:
-    """The lengths of the sequences that each replica has read, on all ranks; raises the error of any replica."""
-
-    def gathered() -> list[Any]:
-        found: list[Any] = [None] * step.groups.dp.size()
-        dist.all_gather_object(found, lengths, group=step.groups.dp)
-        return [each.result() for each in found]
-
-    return on_all_ranks(step, gathered)
-
-
-def _exchanged(
-    step: Step,
-    sample: _Sequence,
-    read: Mapping[int, _Sequence],
-    owners: Mapping[int, int],
-    lengths: Sequence[int],
-    readers: Sequence[int],
-) -> Mapping[int, _Sequence]:
-    """The sequences that this replica owns, by number, from those that it has `read`."""
-    group = step.groups.dp
-    if group.size() == 1:
-        return read
-    device = torch.device("cpu") if dist.get_backend(group) == "gloo" else step.device
-    outgoing = sorted(read, key=lambda number: owners[number])
-    parts: dict[int, dict[str, Tensor]] = {number: {} for number in sorted(owners) if owners[number] == group.rank()}
-    sent = [0] * group.size()
-    received = [0] * group.size()
-    for number in outgoing:
-        sent[owners[number]] += lengths[number]
-    for number in parts:
-        received[readers[number]] += lengths[number]
-    for name, leaf in sample.items():
-        if name in BOUNDS:
-            continue
-        given = torch.cat([*(read[number][name] for number in outgoing), leaf.new_empty(0)]).to(device)
-        taken = torch.empty(sum(received), dtype=leaf.dtype, device=device)
-        dist.all_to_all_single(taken, given, received, sent, group=group)
-        for number, part in zip(parts, taken.split([lengths[number] for number in parts]), strict=True):
-            parts[number][name] = part.to(leaf.device)
-    return parts

@@ -28,6 +28,10 @@ class Sequences(NamedTuple):
     documents: Documents | None = None
 
 
+# What the calls of the first stage are for, by micro-batch, on all ranks of the pipeline.
+ReadCalls = Callable[[Step, Calls], list[Sequences]]
+
+
 class Segmentation:
     """How the micro-batches of a step are cut: by default, whole sequences of the length that the step is called with.
 
@@ -39,7 +43,7 @@ class Segmentation:
 
     In `packed` sequences documents are kept apart also if the call names none: they begin where `position_ids` start
     anew, or after a token `end_of_document`. `apart` then holds the number of micro-batches of the last training step
-    and the lengths of all its documents.
+    and the lengths of all its documents. A rehearsal, whose tokens have no values, gives its own `read_calls`.
     """
 
     def __init__(
@@ -50,6 +54,7 @@ class Segmentation:
         end_of_document: int | None = None,
         from_calls: bool = False,
         segments_for: Callable[[int, int], int] | None = None,
+        read_calls: ReadCalls | None = None,
     ) -> None:
         self.num_segments = num_segments
         self.packed = packed
@@ -58,6 +63,7 @@ class Segmentation:
         self.apart: tuple[int, list[int]] | None = None
         self._cut = cut
         self._segments_for = segments_for
+        self._read_calls = read_calls or self._of_calls
 
     @property
     def follows_segments(self) -> bool:
@@ -71,7 +77,7 @@ class Segmentation:
     def cut_step(self, step: Step, calls: Calls) -> None:
         """Set the segments of a step."""
         if self.from_calls:
-            found = self._of_calls(step, calls)
+            found = self._read_calls(step, calls)
             cuts = [self._cut_of_call(*each) for each in zip(found, self._numbers(step, found), strict=True)]
         else:
             found = [Sequences(step.micro_batch_size or 0, step.seq_length)] * step.num_microbatches

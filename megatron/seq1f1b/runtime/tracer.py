@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,24 @@ class Reading(NamedTuple):
     peak_memory: float
 
 
-class Recorder:
+class StepRecorder(Protocol):
+    """Notes the actions of one rank in one step."""
+
+    def span(self, action: Action) -> AbstractContextManager[None]:
+        """A context whose body is `action`; for the copies of an OFFLOAD or RELOAD it is entered in their thread."""
+
+
+class StepTracer(Protocol):
+    """Follows training steps."""
+
+    def step(
+        self, schedule: str, shape: Shape, chunks: Sequence[Any], group: Any, lengths: Collection[Sequence[int]] = ()
+    ) -> AbstractContextManager[StepRecorder]:
+        """A context around one training step of the model `chunks` of this rank in the pipeline `group`, by the
+        `schedule` of this name; `lengths` are the cuts of its sequences, in tokens."""
+
+
+class Recorder(StepRecorder):
     """One rank in one step, which runs inside `with`; nothing in it waits for the device.
 
     A `traced` step begins when the device is idle, at `origin` of this machine's clock. On a GPU only a traced step
@@ -120,7 +137,7 @@ class _Timed:
         self._marks.append((self._action, self._start, self._now()))
 
 
-class Tracer:
+class Tracer(StepTracer):
     """One file per chosen iteration and pipeline: `iteration-4-pipeline-0.json`, named by the pipeline's first rank."""
 
     def __init__(self, directory: Path, iterations: Collection[int], iteration_now: Callable[[], int]) -> None:
@@ -166,7 +183,7 @@ class Tracer:
         write_timeline(timeline, self._directory / f"iteration-{iteration}-pipeline-{first_rank}.json")
 
 
-def run_traced(function: Callable, tracer: Tracer, **options: Any) -> Any:
+def run_traced(function: Callable, tracer: StepTracer, **options: Any) -> Any:
     """A step by `function`, one of Megatron's own schedules, recorded like one of ours."""
     if options.get("forward_only"):
         return function(**options)
@@ -220,7 +237,7 @@ def collectives_timed(chunks: Iterable[torch.nn.Module], stages: Sequence[int], 
         return undo.pop_all()
 
 
-def actions_timed(recorder: Recorder, placement: Placement, rank: int) -> ExitStack:
+def actions_timed(recorder: StepRecorder, placement: Placement, rank: int) -> ExitStack:
     """Inside, forwards and backwards of Megatron's own schedules are recorded as F and B of whole sequences."""
     running: dict[int, Action] = {}
 

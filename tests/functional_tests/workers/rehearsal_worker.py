@@ -18,8 +18,12 @@ from megatron.training import training  # noqa: E402
 from torch.utils._python_dispatch import _disable_current_modes  # noqa: E402
 from torch.utils._pytree import tree_map_only  # noqa: E402
 
+from megatron.seq1f1b.launch.overlay import installed  # noqa: E402
+from megatron.seq1f1b.model import HostMemory  # noqa: E402
+from megatron.seq1f1b.model.memory.host_memory import mapped_buffer  # noqa: E402
 from megatron.seq1f1b.rehearsal.ledger import Ledger  # noqa: E402
 from megatron.seq1f1b.rehearsal.stage import Stage  # noqa: E402
+from megatron.seq1f1b.runtime import Surroundings  # noqa: E402
 from megatron.seq1f1b.runtime.communication import Communicator  # noqa: E402
 
 
@@ -27,10 +31,12 @@ class RealStage(Stage):
     """Its tensors are real, and the other ranks run, too."""
 
     def __init__(self, args) -> None:
-        super().__init__(args)
-        self.ledger, self._stand_ins = Ledger(), ()
+        super().__init__(args, installed().rehearse_in)
+        self.ledger = Ledger()
+        self._stand_ins = ()
+        self._surroundings = Surroundings(host_memory=lambda: HostMemory(new_buffer=self.new_buffer))
 
-    def _buffer(self, mapped_buffer, num_bytes):
+    def new_buffer(self, num_bytes):
         self._host_bytes += num_bytes
         buffer = mapped_buffer(num_bytes)
         self.ledger.label(buffer, None)

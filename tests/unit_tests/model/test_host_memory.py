@@ -15,17 +15,19 @@ SIZE = 64  # x 64 x 4 bytes are above the smallest that move
 
 
 @pytest.fixture
-def memory(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
-    return HostMemory()
+def made():
+    """The sizes of the blocks that are made."""
+    return []
 
 
 @pytest.fixture
-def made(monkeypatch):
-    """The sizes of the blocks that are made."""
-    sizes, make = [], host_memory.mapped_buffer
-    monkeypatch.setattr(host_memory, "mapped_buffer", lambda size: sizes.append(size) or make(size))
-    return sizes
+def memory(monkeypatch, made):
+    def new_buffer(size):
+        made.append(size)
+        return host_memory.mapped_buffer(size)
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    return HostMemory(new_buffer=new_buffer)
 
 
 def test_only_what_nothing_else_refers_to_moves(memory):
@@ -159,8 +161,9 @@ def test_what_is_away_cannot_be_read(memory):
         memory.assert_empty()
 
 
-def test_a_copy_that_fails_ends_the_wait(memory, monkeypatch):
-    monkeypatch.setattr(host_memory, "_copy", Mock(side_effect=RuntimeError("the link is down")))
+def test_a_copy_that_fails_ends_the_wait(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    memory = HostMemory(copy=Mock(side_effect=RuntimeError("the link is down")))
     output = left(memory, "unit", torch.randn(SIZE, SIZE, requires_grad=True))
     memory.offload("unit", nullcontext())
     with pytest.raises(RuntimeError, match="the link is down"):

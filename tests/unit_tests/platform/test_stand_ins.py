@@ -27,11 +27,7 @@ PATCHES = (
 OF_PACKAGES = {
     f"megatron.core.ssm.{name}" for name, new in recurrent.KERNELS.items() if new is not recurrent.mamba_training
 }
-REPLACED = {
-    patch.target: patch
-    for patch in PATCHES
-    if patch.target not in OF_PACKAGES and not patch.target.startswith("megatron.seq1f1b")
-}
+REPLACED = {patch.target: patch for patch in PATCHES if patch.target not in OF_PACKAGES}
 
 
 def names_of(function) -> tuple[list[str], list[str]]:

@@ -26,11 +26,13 @@ def test_a_step_records_its_moves_and_evaluation_has_none(offloading):
     assert reading.busy == pytest.approx(sum(span.end - span.start for span in compute))
 
 
-def test_a_failing_move_names_its_action(offloading, monkeypatch):
+def test_a_failing_move_names_its_action(alone, monkeypatch):
     def broken(num_bytes):
         raise OSError("no space")
 
-    monkeypatch.setattr(host_memory, "mapped_buffer", broken)
+    monkeypatch.setattr(host_memory, "SMALLEST", 1)
+    memory = host_memory.HostMemory(new_buffer=broken)
+    offloading = executor("gpipe", k=4, offloads=1.0, host_memory=memory)
     with pytest.raises(MemoryError, match="no room .* lower --offload-activations") as failure:
         run(offloading, Stage())
     assert "failed at 0OFFLOAD0.0, among" in "\n".join(failure.value.__notes__)

@@ -1,9 +1,12 @@
 """The choice of a kernel for a layer, by Megatron's own flags for attention."""
 
+from collections.abc import Callable
 from functools import cache
+from operator import attrgetter
 
 import torch
 import torch.nn.attention
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from ...process.ranks import warn_on_rank_0
@@ -24,26 +27,41 @@ class KernelChoice:
     Engine's attention on GPUs, anything else FlashAttention. `flash_attention_version` is Megatron's flag: 2 for
     PyTorch's operators, 3 for these on FlashAttention 3, 4 for flash-attn-4; None takes 3 on Hopper GPUs if it is
     installed, else 2, also for a model that `has_dropout`, which 3 and 4 lack. A process runs on one version.
+
+    A rehearsal, whose tensors are on no device, says itself whether a tensor `is_on_gpu`, and which `fused` kernel
+    stands for those of GPUs.
     """
 
     def __init__(
-        self, backend: str = "auto", flash_attention_version: int | None = None, has_dropout: bool = False
+        self,
+        backend: str = "auto",
+        flash_attention_version: int | None = None,
+        has_dropout: bool = False,
+        is_on_gpu: Callable[[Tensor], bool] = attrgetter("is_cuda"),
+        fused: Callable[[AttentionRule], Kernel] | None = None,
     ) -> None:
         self._backend = backend
         self._given_version = flash_attention_version
         self._has_dropout = has_dropout
+        self._is_on_gpu = is_on_gpu
+        self._fused = fused or self._installed
         self._chosen = cache(self._choose)
         self._version = cache(self._best_version)
         self._warn_once = cache(warn_on_rank_0)
 
+    @classmethod
+    def of_config(cls, config: TransformerConfig, **of_rehearsal: Callable) -> "KernelChoice":
+        """By the flags in Megatron's configuration of a model."""
+        return cls(
+            backend=config.attention_backend.name,
+            flash_attention_version=config.flash_attention_version,
+            has_dropout=config.attention_dropout > 0,
+            **of_rehearsal,
+        )
+
     def kernel(self, rule: AttentionRule, query: Tensor, value: Tensor) -> Kernel:
         """The kernel of `rule` for queries [n, b, h, d] and values [m, b, g, e]."""
-        return self._chosen(rule, self.is_on_gpu(query), query.dtype, query.shape[3], value.shape[3])
-
-    @staticmethod
-    def is_on_gpu(tensor: Tensor) -> bool:
-        """A rehearsal replaces this, since its tensors are not on a GPU."""
-        return tensor.is_cuda
+        return self._chosen(rule, self._is_on_gpu(query), query.dtype, query.shape[3], value.shape[3])
 
     def name(self, rule: AttentionRule, is_cuda: bool, dtype: torch.dtype, size: int, value_size: int) -> str:
         """The choice of `kernel` in words."""
@@ -79,7 +97,7 @@ class KernelChoice:
             return f"attention in {dtype} on a GPU"
         return f"attention heads of more than {_LARGEST_HEAD}" if size > _LARGEST_HEAD else None
 
-    def _fused(self, rule: AttentionRule) -> Kernel:
+    def _installed(self, rule: AttentionRule) -> Kernel:
         if self._backend == "fused":
             return TransformerEngineFused(rule)
         return FlashAttention4(rule) if self._version() == 4 and rule.window is None else CudaFlash(rule)

@@ -38,6 +38,7 @@ _PINNED_BLOCK = 1 << 24
 
 Wait = Callable[[], object]  # for the end of copies: the running stream waits on a GPU, the running thread on a CPU
 Pairs = list[tuple[Tensor, Tensor]]  # source and target, of one size
+Copy = Callable[[Pairs, Wait | None, AbstractContextManager], None]
 
 
 class _Storage:
@@ -113,23 +114,26 @@ class _Away(NamedTuple):
 
 
 class Lane:
-    """The copies of one direction, which run one after another: in a stream of a GPU, or in a thread on a CPU."""
+    """The copies of one direction, which run one after another: in a stream of a GPU, or in a thread on a CPU. A
+    `copy(pairs, after, span)` does what `_copy` does."""
 
-    def __init__(self, is_on_gpu: bool) -> None:
+    def __init__(self, is_on_gpu: bool, copy: Copy | None = None) -> None:
+        self._copy = copy or _copy
         self._stream = torch.cuda.Stream() if is_on_gpu else None
         self._thread = None if is_on_gpu else ThreadPoolExecutor(1, "seq1f1b-copies")
 
     def copy(self, pairs: Pairs, after: Wait | None, span: AbstractContextManager) -> Wait:
         """Start copies once `after` is over, inside `span`; they empty `pairs`. Tensors must outlive the wait."""
         if self._stream is None:
-            return self._thread.submit(_copy, pairs, after, span).result
+            return self._thread.submit(self._copy, pairs, after, span).result
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            _copy(pairs, after, span)
+            self._copy(pairs, after, span)
             return self._stream.record_event().wait
 
 
 def _copy(pairs: Pairs, after: Wait | None, span: AbstractContextManager) -> None:
+    """Copy each pair once `after` is over, inside `span`; empties `pairs`."""
     if after is not None:
         after()
     with span:
@@ -139,9 +143,14 @@ def _copy(pairs: Pairs, after: Wait | None, span: AbstractContextManager) -> Non
 
 
 class HostMemory:
-    """The tensors that forwards keep for their backwards, on device or host, by unit; each unit moves once."""
+    """The tensors that forwards keep for their backwards, on device or host, by unit; each unit moves once.
 
-    def __init__(self) -> None:
+    A rehearsal, which has no values to move, gives its own `copy` and `new_buffer(num_bytes)`, that of a CPU.
+    """
+
+    def __init__(self, copy: Copy | None = None, new_buffer: Callable[[int], Tensor] | None = None) -> None:
+        self._copy = copy
+        self._new_buffer = new_buffer or mapped_buffer
         # Storages by address: of the unit that runs forward, and of those on the device.
         self._running: WeakValueDictionary[int, _Storage] | None = None
         self._here: dict[Hashable, WeakValueDictionary[int, _Storage]] = {}
@@ -188,7 +197,7 @@ class HostMemory:
 
     @cached_property
     def _lanes(self) -> tuple[Lane, Lane]:
-        return Lane(self._is_on_gpu), Lane(self._is_on_gpu)  # out, and back
+        return Lane(self._is_on_gpu, self._copy), Lane(self._is_on_gpu, self._copy)  # out, and back
 
     def offload(self, unit: Hashable, span: AbstractContextManager) -> None:
         """Start moving the tensors of `unit`; the copies run inside `span`. Raises MemoryError if the host is full."""
@@ -261,7 +270,7 @@ class HostMemory:
 
     def _new_blocks(self, number: int, size: int) -> list[Tensor]:
         if not self._is_on_gpu:
-            return _made(number, size, mapped_buffer)
+            return _made(number, size, self._new_buffer)
         if self._may_pin:
             return _made(number, size, pinned_buffer)
         blocks = _made(number, size, pageable_buffer)

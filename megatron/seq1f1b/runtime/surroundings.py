@@ -1,0 +1,20 @@
+"""What a step finds around the model; a rehearsal has its own."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..model import HostMemory, KernelChoice, KernelsOf
+from .repacking import SequenceSource
+from .segmentation import ReadCalls
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """`read_calls` tells what the program's calls of its model are for, see `Segmentation`; `source` has the sequences
+    of all replicas, for units; `host_memory()` makes the memory of activations; `kernels_of(configuration)` chooses the
+    kernels of attention for a model."""
+
+    read_calls: ReadCalls | None = None
+    source: SequenceSource | None = None
+    host_memory: Callable[[], HostMemory] = HostMemory
+    kernels_of: KernelsOf = KernelChoice.of_config
