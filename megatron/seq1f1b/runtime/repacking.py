@@ -6,7 +6,7 @@ after the last one with a loss are left out of a sequence: causal attention hide
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, chain, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -51,27 +51,43 @@ class Repacking(Segmentation):
     def cut_step(self, step: Step, calls: Calls) -> None:
         """Give the step micro-batches of one row each, as many as this replica has, before the program reads them."""
         reading = Outcome(lambda: self._read(step))
-        lengths = self._source.lengths(step, Outcome(lambda: list(map(_length, reading.result()[1]))))
+        of_replicas = self._source.lengths(step, Outcome(lambda: list(map(_length, reading.result()[1]))))
         sample, sequences = reading.result()
-        flat = list(chain(*lengths))
-        readers = [reader for reader, each in enumerate(lengths) for _ in each]
+        plan = self._plan(step, of_replicas)
+        if not step.forward_only:
+            self.apart = len(plan.packs), [plan.lengths[number] for pack in plan.packs for number in pack.sequences]
+        if sample is not None:
+            batches = self._batches(step, plan, sample, sequences)
+            # A copy for each chunk, since Megatron's functions divide a batch in place.
+            step.iterators = [iterator and map(dict, batches) for iterator in step.iterators]
+        step.num_microbatches = len(plan.packs)
+        step.num_sequences = [1] * len(plan.packs)
+        step.segments = [_segments(number, pack, plan.lengths) for number, pack in enumerate(plan.packs)]
+
+    def _plan(self, step: Step, of_replicas: Sequence[Sequence[int]]) -> "_Plan":
+        """The units of a step, by the lengths of the sequences that each replica has read."""
+        lengths = list(chain(*of_replicas))
         # Replicas exchange tokens, or weights and gradients of chunks, within a step: after equally many actions.
         alike = getattr(step.config, "expert_model_parallel_size", 1) > 1 or is_partitioned(step.chunks)
+        shares = self._pack(lengths, len(of_replicas), alike)
         replica = step.groups.dp.rank()
-        shares = self._pack(flat, len(lengths), alike)
-        packs = shares[replica]
-        if not step.forward_only:
-            self.apart = len(packs), [flat[number] for pack in packs for number in pack.sequences]
-        owners = {number: owner for owner, share in enumerate(shares) for pack in share for number in pack.sequences}
-        if sample is not None:
-            read_here = dict(enumerate(sequences, sum(map(len, lengths[:replica]))))
-            own = self._source.exchanged(step, sample, read_here, owners, flat, readers)
-            whole = [_joined(sample, [own[number] for number in pack.sequences], sum(pack.lengths)) for pack in packs]
-            # A copy for each chunk, since Megatron's functions divide a batch in place.
-            step.iterators = [iterator and map(dict, whole) for iterator in step.iterators]
-        step.num_microbatches = len(packs)
-        step.num_sequences = [1] * len(packs)
-        step.segments = [_segments(number, pack, flat) for number, pack in enumerate(packs)]
+        return _Plan(
+            lengths=lengths,
+            readers=[reader for reader, each in enumerate(of_replicas) for _ in each],
+            owners={number: owner for owner, share in enumerate(shares) for pack in share for number in pack.sequences},
+            packs=shares[replica],
+            first_read=sum(len(each) for each in of_replicas[:replica]),
+        )
+
+    def _batches(
+        self, step: Step, plan: "_Plan", sample: _Sequence, sequences: Sequence[_Sequence]
+    ) -> list[dict[str, Tensor]]:
+        """The batches of this replica's units, from the `sequences` that it has read and those of the others."""
+        read = dict(enumerate(sequences, start=plan.first_read))
+        own = self._source.exchanged(step, sample, read, plan.owners, plan.lengths, plan.readers)
+        return [
+            _joined(sample, [own[number] for number in pack.sequences], length=sum(pack.lengths)) for pack in plan.packs
+        ]
 
     def reports(self, of_microbatches: list[Any], step: Step) -> list[Any]:
         """For an evaluation, one report with this replica's share of the sums over all: for --sft Megatron averages the
@@ -100,6 +116,16 @@ class Repacking(Segmentation):
         return sample, found
 
 
+class _Plan(NamedTuple):
+    """The units of a step. Sequences are numbered through all replicas, those that the first one has read first."""
+
+    lengths: list[int]  # tokens of each sequence
+    readers: list[int]  # the replica that has read it
+    owners: dict[int, int]  # the replica that computes it, by its number
+    packs: Sequence[Any]  # the units of this replica
+    first_read: int  # number of the first sequence that this replica has read
+
+
 class SequenceSource:
     """The sequences of a step: those in the batches of this replica, those of the others, and their exchange. A
     rehearsal, whose tokens have no values and which runs one rank, has another one."""
@@ -111,11 +137,11 @@ class SequenceSource:
             # Without entries of one number per sequence, such as the data set in a blend.
             rows = {name: leaf for name, leaf in batch.items() if name not in BOUNDS and leaf.dim() > 1}
             starts = document_starts(batch, (step.micro_batch_size, step.seq_length), end_of_document)
-            found = [
-                {name: leaf[row, start:end] for name, leaf in rows.items()}
-                for row, of_row in enumerate(starts)
-                for start, end in pairwise([*of_row.nonzero().view(-1).tolist(), step.seq_length])
-            ]
+            found = []
+            for row, is_start in enumerate(starts):
+                bounds = [*is_start.nonzero().view(-1).tolist(), step.seq_length]
+                for start, end in pairwise(bounds):
+                    found.append({name: leaf[row, start:end] for name, leaf in rows.items()})
         return [each for each in map(_trimmed, found) if _length(each)]
 
     def lengths(self, step: Step, own: Outcome) -> list[list[int]]:
@@ -137,11 +163,14 @@ class SequenceSource:
         lengths: Sequence[int],
         readers: Sequence[int],
     ) -> Mapping[int, _Sequence]:
-        """The sequences that this replica owns, by number, from those that it has `read`."""
+        """The sequences that this replica owns, by number, from those that it has `read`: one all-to-all for each entry
+        of `sample`, of as many tokens as `sent[replica]` and `received[replica]` say."""
         group = step.groups.dp
         if group.size() == 1:
             return read
         device = torch.device("cpu") if dist.get_backend(group) == "gloo" else step.device
+        # Sent by owner, then by number. So a replica receives its sequences by reader, then by number, and that is by
+        # number alone, since each reader's follow those of the reader before it.
         outgoing = sorted(read, key=lambda number: owners[number])
         parts: dict[int, dict[str, Tensor]] = {
             number: {} for number in sorted(owners) if owners[number] == group.rank()

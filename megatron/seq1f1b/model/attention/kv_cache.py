@@ -63,10 +63,14 @@ class Rows:
         and what later segments left for it. The rest of `grad` is left for earlier segments: it comes from the
         segment's own queries, for the last u rows up to `end`, [u, ...]."""
         assert end == self._start, "segments went backward out of order"
+        # With grad_t[s] the gradient of the rows of segment s that comes from the queries of segment t:
+        # complete[s] = sum of grad_t[s] over t >= s. `left` is the sum over the t that went backward before, t > s.
         left = self._sum
         self._start = start
         before, own = _parted(grad, end - start)
         if left is not None:
+            # left[s' <= s] is parted like grad: into what stays for s' < s, and the part of s itself. With a window it
+            # may begin, and `own` may have rows, only behind the start of the segment.
             left, of_own = _parted(left, len(own))
             _last(own, len(of_own)).add_(of_own)
         self._sum = left if before is None else _added(before, left)
