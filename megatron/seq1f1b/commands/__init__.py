@@ -25,6 +25,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "gain-map": ("gain_map", "find where segments pay, by network, number of GPUs and batch"),
         "train-time": ("train_time", "find how soon a model can be trained, by the number of GPUs"),
         "plan-split": ("plan_split", "compare where sequences can be cut, for a model of your size"),
+        "enable": ("enable", "let programs run on segments by the variable SEQ1F1B, without a change of their code"),
         "compare": ("compare", "lay training runs side by side"),
         "profile": ("profile", "measure this machine, for predictions of plan"),
         "preprocess": ("preprocess", "turn text into the .bin/.idx pair that Megatron trains on"),

@@ -15,6 +15,7 @@ from ..platform import cpu
 from ..process.net import Net
 from ..process.patches import Patch, patched, rebound
 from ..process.ranks import warn_on_rank_0
+from . import environment
 from .overlay import Overlay, installed, patches_of_megatron
 from .validation import validated
 
@@ -36,6 +37,14 @@ def install(add_flags: bool = False, keep_documents_apart: bool = False, **flags
 
     Without a GPU, or with `--device cpu`, Megatron moves to the CPU.
     """
+    environment.stop_watching()  # the program decides
+    bind(flags, keep_documents_apart, add_flags)
+
+
+def bind(
+    flags: dict[str, Any], keep_documents_apart: bool = False, add_flags: bool = False, looks_for_gpu: bool = True
+) -> None:
+    """What `install` does. If it does not look for a GPU, Megatron moves to the CPU with `device="cpu"` only."""
     keywords = flags | ({"keep_documents_apart": True} if keep_documents_apart else {})
     if (before := installed()) is not None:
         if keywords not in ({}, before.keywords):
@@ -52,7 +61,9 @@ def install(add_flags: bool = False, keep_documents_apart: bool = False, **flags
             rehearsal.prepare(os.environ)
         else:
             net.connect()
-    if is_rehearsal or cpu.wanted(sys.argv[1:] if options is None else ["--device", options.device]):
+    words = sys.argv[1:] if options is None else ["--device", options.device]
+    moves_to_cpu = cpu.wanted(words) if looks_for_gpu else options is not None and options.device == "cpu"
+    if is_rehearsal or moves_to_cpu:
         _silence_imports()
         cpu.activate()
     from megatron.core import package_info
