@@ -1,8 +1,8 @@
 """Programs that nobody edits: the variable SEQ1F1B in the environment stands for a call of `install`.
 
 `seq1f1b enable` (commands/enable.py) adds a line to this Python's site-packages. It calls `watch` in every process that
-has the variable, so also in those that a framework starts. When such a process has imported megatron.core, our schedules
-are installed.
+has the variable, so also in those that a framework starts. When such a process has imported megatron.core, our
+schedules are installed.
 """
 
 import importlib.util
