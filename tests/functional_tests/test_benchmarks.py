@@ -80,7 +80,7 @@ def test_the_longest_sequence_in_a_given_memory(launch):
 
 @pytest.mark.exhaustive
 def test_two_ranks_measure_their_device_and_their_link(tmp_path):
-    """That the constants are right: unit_tests/tools/test_profile.py."""
+    """That the constants are right: unit_tests/commands/test_profile.py."""
     output, command = tmp_path / "mine.toml", Path(sys.executable).with_name("seq1f1b")
     job = torchrun(command, 2, ["profile", "--output", output], timeout=600).check()
     machine = read_machine(output)
