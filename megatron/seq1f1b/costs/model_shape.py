@@ -1,4 +1,7 @@
-"""The sizes of a model that decide what a segment costs."""
+"""The sizes of a model that decide what a segment costs.
+
+Tested in arguments/test_model_sizes.py.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields

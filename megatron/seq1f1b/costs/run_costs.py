@@ -1,4 +1,7 @@
-"""The costs of one run for the core (`Predictions`), by formulas or measured."""
+"""The costs of one run for the core (`Predictions`), by formulas or measured.
+
+Tested in arguments/test_config.py.
+"""
 
 import argparse
 from bisect import bisect_left

@@ -1,4 +1,7 @@
-"""What a training step computes, and on which ranks. Its time and memory follow from this and a machine."""
+"""What a training step computes, and on which ranks. Its time and memory follow from this and a machine.
+
+Tested in commands/test_launch_flags.py.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace

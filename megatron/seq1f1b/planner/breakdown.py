@@ -1,4 +1,7 @@
-"""Where the time of a predicted step goes."""
+"""Where the time of a predicted step goes.
+
+Tested in planner/test_search.py.
+"""
 
 from ..costs.layer_times import layer_time, repeated_time
 from ..costs.simulator import Prediction

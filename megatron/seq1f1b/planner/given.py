@@ -1,4 +1,7 @@
-"""A launch as its flags give it, as a configuration that can be predicted beside the planner's own."""
+"""A launch as its flags give it, as a configuration that can be predicted beside the planner's own.
+
+Tested in commands/test_launch_flags.py.
+"""
 
 import argparse
 from dataclasses import replace

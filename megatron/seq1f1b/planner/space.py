@@ -1,4 +1,7 @@
-"""A question to the planner, and all that Megatron's rules and ours allow as an answer."""
+"""A question to the planner, and all that Megatron's rules and ours allow as an answer.
+
+Tested in planner/test_search.py.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace

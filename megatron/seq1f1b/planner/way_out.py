@@ -1,4 +1,7 @@
-"""Why a question has no plan, and the nearest question that has one."""
+"""Why a question has no plan, and the nearest question that has one.
+
+Tested in planner/test_search.py.
+"""
 
 from dataclasses import replace
 from itertools import islice, takewhile
