@@ -27,6 +27,16 @@ class Reading(NamedTuple):
     peak_memory: float
 
 
+class RankTrace(NamedTuple):
+    """One rank in one traced step: its machine, and when it left the barrier before the step, in seconds of that
+    machine's clock, in which its spans are, too; bytes above those at the start."""
+
+    machine: str
+    origin: float
+    spans: list[Span]
+    peak_memory: float
+
+
 class StepRecorder(Protocol):
     """Notes the actions of one rank in one step."""
 
@@ -169,7 +179,12 @@ class Tracer(StepTracer):
             yield recorder
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        measured = socket.gethostname(), recorder.origin, recorder.spans(), recorder.reading().peak_memory
+        measured = RankTrace(
+            machine=socket.gethostname(),
+            origin=recorder.origin,
+            spans=recorder.spans(),
+            peak_memory=recorder.reading().peak_memory,
+        )
         gathered = [None] * group.size() if group.rank() == 0 else None
         first_rank = dist.get_process_group_ranks(group)[0]
         dist.gather_object(measured, gathered, dst=first_rank, group=group)
@@ -196,24 +211,21 @@ def run_traced(function: Callable, tracer: StepTracer, **options: Any) -> Any:
         return function(**options)
 
 
-def from_barrier(
-    shape: Shape, measured: Sequence[tuple[str, float, list[Span], float]], meta: dict[str, Any]
-) -> Timeline:
-    """One timeline of all ranks, each with its machine, when it left the barrier before the step by the clock of that
-    machine, its spans, and its peak memory. Clocks share only the barrier, which a rank may leave late: the earliest
+def from_barrier(shape: Shape, measured: Sequence[RankTrace], meta: dict[str, Any]) -> Timeline:
+    """One timeline of all ranks, in seconds. Clocks share only the barrier, which a rank may leave late: the earliest
     departure by a clock is the origin of its ranks."""
     left: dict[str, float] = {}
-    for machine, origin, _, _ in measured:
-        left[machine] = min(origin, left.get(machine, origin))
+    for each in measured:
+        left[each.machine] = min(each.origin, left.get(each.machine, each.origin))
     ranks = tuple(
-        tuple(Span(span.action, span.start - left[machine], span.end - left[machine]) for span in spans)
-        for machine, _, spans, _ in measured
+        tuple(Span(span.action, span.start - left[each.machine], span.end - left[each.machine]) for span in each.spans)
+        for each in measured
     )
     return Timeline(
         shape=shape,
         ranks=ranks,
         time_unit="s",
-        meta=meta | {"peak_memory_bytes": [peak for *_, peak in measured]},
+        meta=meta | {"peak_memory_bytes": [each.peak_memory for each in measured]},
     )
 
 

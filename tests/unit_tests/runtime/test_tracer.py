@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron.seq1f1b.runtime import Tracer
-from megatron.seq1f1b.runtime.tracer import Recorder, from_barrier
+from megatron.seq1f1b.runtime.tracer import RankTrace, Recorder, from_barrier
 from megatron.seq1f1b.schedule import Action, Kind, Placement, Shape, Span, parse_action
 from support.linear_stages import Stage, executor, run
 
@@ -83,8 +83,9 @@ def test_collectives_of_several_buckets_are_one_span(memory_of_the_process):
 SHAPE = Shape(Placement(3), 1)
 
 
-def rank(clock: str, origin: float, start: float, rank: int) -> tuple:
-    return clock, origin, [Span(parse_action(f"{rank}F0"), start, start + 1.0)], 7
+def rank(clock: str, origin: float, start: float, rank: int) -> RankTrace:
+    spans = [Span(parse_action(f"{rank}F0"), start, start + 1.0)]
+    return RankTrace(machine=clock, origin=origin, spans=spans, peak_memory=7)
 
 
 def test_clocks_apart_count_from_the_barrier():

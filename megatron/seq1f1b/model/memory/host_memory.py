@@ -113,6 +113,13 @@ class _Away(NamedTuple):
             self.leaving.clear()
 
 
+class _UnusedBlock(NamedTuple):
+    """Host memory for later units and steps. `end` waits for the last copy from it, if one may still run."""
+
+    block: Tensor
+    end: Wait | None
+
+
 class Lane:
     """The copies of one direction, which run one after another: in a stream of a GPU, or in a thread on a CPU. A
     `copy(pairs, after, span)` does what `_copy` does."""
@@ -156,8 +163,7 @@ class HostMemory:
         self._here: dict[Hashable, WeakValueDictionary[int, _Storage]] = {}
         self._away: dict[Hashable, _Away] = {}
         self._arriving: dict[Hashable, Wait] = {}
-        # Unused blocks with the end of their last copy, for later units and steps; the longest unused come first.
-        self._unused: list[tuple[Tensor, Wait | None]] = []
+        self._unused: list[_UnusedBlock] = []  # the longest unused come first
         self._may_pin = True  # no step that moves anything has ended
         self._unpinned: set[int] = set()  # blocks to be pinned at the end of the step, by their address
         self.num_bytes = self.most_bytes = 0
@@ -224,7 +230,7 @@ class HostMemory:
             self.num_bytes -= storage.num_bytes
         back = [(there, here) for here, there in _pairs(storages, blocks)]
         arrival = self._arriving[unit] = self._lanes[1].copy(back, departure, span)
-        self._unused += [(block, arrival) for block in blocks]
+        self._unused += [_UnusedBlock(block, arrival) for block in blocks]
 
     def wait(self, unit: Hashable) -> None:
         """Wait until all of `unit` is back, before its backward."""
@@ -235,7 +241,7 @@ class HostMemory:
         for arrival in self._arriving.values():  # else a late copy might overwrite later results
             arrival()
         # Copies to the host run one after another, so later ones need not wait.
-        self._unused += [(block, None) for each in self._away.values() for block in each.blocks]
+        self._unused += [_UnusedBlock(block, None) for each in self._away.values() for block in each.blocks]
         for units in (self._here, self._away, self._arriving):
             units.clear()
         self.num_bytes = 0
@@ -243,9 +249,9 @@ class HostMemory:
             self._may_pin = False
         if self._unpinned:
             number = len(self._unpinned)
-            self._unused = [each for each in self._unused if each[0].data_ptr() not in self._unpinned]
+            self._unused = [each for each in self._unused if each.block.data_ptr() not in self._unpinned]
             self._unpinned.clear()
-            self._unused += [(block, None) for block in _made(number, _PINNED_BLOCK, pinned_buffer)]
+            self._unused += [_UnusedBlock(block, None) for block in _made(number, _PINNED_BLOCK, pinned_buffer)]
 
     def assert_empty(self) -> None:
         units = [*self._here, *self._away, *self._arriving]
@@ -257,16 +263,16 @@ class HostMemory:
         count = -(-num_bytes // size)
         missing = count - len(self._unused)
         if missing > 0:
-            self._unused += [(block, None) for block in self._new_blocks(missing, size)]
+            self._unused += [_UnusedBlock(block, None) for block in self._new_blocks(missing, size)]
         chosen = self._unused[:count]
         self._unused = self._unused[count:]
-        ends = dict.fromkeys(end for _, end in chosen if end is not None)
+        ends = dict.fromkeys(each.end for each in chosen if each.end is not None)
 
         def after() -> None:
             for end in ends:
                 end()
 
-        return [block for block, _ in chosen], after
+        return [each.block for each in chosen], after
 
     def _new_blocks(self, number: int, size: int) -> list[Tensor]:
         if not self._is_on_gpu:
