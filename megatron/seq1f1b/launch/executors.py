@@ -148,7 +148,7 @@ def _segmentation(
 
     end = end_of_document() if packed and end_of_document else None
     if config.flags.unit_tokens is not None:
-        return Repacking(cut, config.pack, end, surroundings.source)
+        return Repacking(cut=cut, pack=config.pack, end_of_document=end, source=surroundings.source)
     cuts_sequences = config.num_segments > 1 or config.flags.segment_tokens is not None
     return Segmentation(
         num_segments=0 if config.flags.segment_tokens is not None else config.num_segments,
