@@ -1,7 +1,9 @@
 """Our schedules in programs without Megatron's training loop and arguments."""
 
+import sys
 from argparse import Namespace
 from collections import Counter
+from types import ModuleType
 
 import megatron.core.pipeline_parallel as of_megatron
 import pytest
@@ -124,7 +126,7 @@ def compile_helpers() -> None:
 
 def install_twice_and_uninstall() -> None:
     """As a program and its framework may, another install without keywords or with the same does nothing. After an
-    uninstall, also of what imported the function before, it may have others."""
+    uninstall, also of what imported the function before or since, it may have others."""
     upstream = [imported_before]  # in a list, where no name is bound anew
     megatron.seq1f1b.uninstall()
     for segments in (2, 4):
@@ -133,8 +135,11 @@ def install_twice_and_uninstall() -> None:
         with pytest.raises(ValueError, match="install was called before with other keywords; call it once"):
             megatron.seq1f1b.install(sequence_splits=3)
         assert upstream[0] is not imported_before is of_megatron.get_forward_backward_func
+        imports = ModuleType("a_module_that_imports_it_after_an_install")
+        imports.name = of_megatron.get_forward_backward_func
+        sys.modules[imports.__name__] = imports
         megatron.seq1f1b.uninstall()
-        assert upstream[0] is imported_before is of_megatron.get_forward_backward_func
+        assert upstream[0] is imported_before is imports.name is of_megatron.get_forward_backward_func
 
 
 @pytest.mark.parametrize("program", [compile_helpers, install_twice_and_uninstall])

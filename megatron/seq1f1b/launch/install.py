@@ -79,7 +79,9 @@ def bind(
     else:
         rows += overlay.patches_of_programs(options, keep_documents_apart)
     patches.enter_context(patched(rows))
-    patches.enter_context(rebound(upstream, overlay.get_forward_backward_func))
+    ours = overlay.get_forward_backward_func
+    patches.enter_context(rebound(upstream, ours))
+    patches.callback(rebound, ours, upstream)  # in modules that import it from now on
     if is_rehearsal:
         patches.enter_context(patched(rehearsal.patches(overlay.rehearse_in)))
 
