@@ -62,8 +62,13 @@ def bind(
         else:
             net.connect()
     words = sys.argv[1:] if options is None else ["--device", options.device]
-    moves_to_cpu = cpu.wanted(words) if looks_for_gpu else options is not None and options.device == "cpu"
-    if is_rehearsal or moves_to_cpu:
+    if is_rehearsal:
+        moves_to_cpu = True
+    elif looks_for_gpu:
+        moves_to_cpu = cpu.wanted(words)
+    else:
+        moves_to_cpu = options is not None and options.device == "cpu"
+    if moves_to_cpu:
         _silence_imports()
         cpu.activate()
     from megatron.core import package_info
