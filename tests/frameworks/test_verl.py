@@ -1,0 +1,43 @@
+"""verl's Megatron engine by segments: losses, gradient norms and log-probabilities are those of whole sequences.
+
+Run by `bash scripts/frameworks.sh verl`, in an environment of its own. See verl_engine.py for what is verl's.
+"""
+
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from frameworks import verl_engine
+
+pytestmark = [
+    pytest.mark.exhaustive,
+    pytest.mark.skipif(find_spec("verl") is None, reason="verl is not installed here: bash scripts/frameworks.sh verl"),
+]
+
+
+@pytest.fixture(scope="module")
+def trainings(launch, tmp_path_factory):
+    """Of each case on the two ranks: with segments and without."""
+    results = launch.call(2, verl_engine.with_segments_and_without, 900, folder=tmp_path_factory.mktemp("qwen"))
+    steps = "steps are run by megatron.seq1f1b: 1f1b, segments of at most 16 tokens"
+    assert launch.last.log.count(steps) == len(verl_engine.CASES)
+    return results
+
+
+@pytest.mark.parametrize("case", verl_engine.CASES)
+def test_steps_are_those_of_whole_sequences(trainings, case):
+    ours, own = trainings[1][case]  # of the last stage, which alone has losses
+    assert len(own.losses) == len(own.norms) == verl_engine.STEPS
+    assert ours.losses == pytest.approx(own.losses, rel=1e-5)
+    assert ours.norms == pytest.approx(own.norms, rel=1e-5)
+
+
+@pytest.mark.parametrize("case", verl_engine.CASES)
+def test_log_probabilities_and_values_are_those_of_whole_sequences(trainings, case):
+    ours, own = trainings[1][case]
+    names = {"values"} if "critic" in case else {"log_probs", "entropy"}
+    for mine, others in ((ours.before, own.before), (ours.after, own.after)):
+        assert mine.keys() == others.keys() == names
+        for name in names:
+            torch.testing.assert_close(mine[name], others[name], rtol=1e-5, atol=1e-5)

@@ -1,0 +1,258 @@
+"""Steps of verl's Megatron engine on two pipeline stages of a CPU.
+
+verl's classes run unmodified: the engine from its `__init__` and `initialize` to `train_batch` and `infer_batch`, its
+optimizer, its micro-batches, forwards, and losses. What the program around it does here and what a CPU needs:
+
+- There are no Ray workers: every rank makes its engine, as a worker does.
+- mbridge builds the model of Megatron's local layers, not of Transformer Engine's, and is told the names of their
+  norms; a type of model that it compares with, and that Megatron 0.19 no longer has, is there again.
+- `McoreEngineConfig` takes bfloat16 or float16, and gets float32 after its checks.
+- The memory of the GPU, which verl logs, has no bytes.
+- Rollouts and advantages are random numbers.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.enums import ModelType
+
+import megatron.seq1f1b
+from frameworks.live_bytes import LiveBytes
+from megatron.seq1f1b.process.patches import patched, wrapping
+
+VOCABULARY, STEPS = 64, 5
+# Tokens of the prompts and responses of a batch: a few long rollouts among short ones.
+LENGTHS = ((5, 90), (9, 20), (3, 7), (12, 60), (6, 33), (10, 5), (4, 71), (8, 16))
+
+
+# Name of a case -> verl's loss, whether padding is removed, whether micro-batches are filled up to so many tokens.
+CASES = {
+    "sft": ("sft", True, True),
+    "sft-padded": ("sft", False, False),
+    "token-mean": ("token-mean", True, True),
+    "token-mean-fixed-batches": ("token-mean", True, False),
+    "token-mean-padded": ("token-mean", False, False),
+    "sequence-mean": ("seq-mean-token-mean", True, True),
+    "sequence-mean-padded": ("seq-mean-token-mean", False, True),
+    "critic": ("value", True, True),
+    "critic-padded": ("value", False, False),
+}
+
+
+@dataclass(frozen=True)
+class Training:
+    """Of one rank; only the last stage has losses, gradient norms, and what it infers before and after the steps."""
+
+    losses: list[float]
+    norms: list[float]
+    before: dict[str, torch.Tensor]
+    after: dict[str, torch.Tensor]
+    peak_bytes: int  # of tensors that live at once in the last step
+
+
+def with_segments_and_without(folder: Path) -> dict[str, tuple[Training, Training]]:
+    """Every case, with segments of 16 tokens and without segments."""
+    if dist.get_rank() == 0:
+        save_qwen(folder)
+    dist.barrier()
+    results = {}
+    for name, (loss, remove_padding, dynamic) in CASES.items():
+        options = {"loss": loss, "remove_padding": remove_padding, "dynamic": dynamic}
+        with installed(segment_tokens=16):
+            ours = train(folder, **options)
+        # Megatron's local attention knows no packs on a CPU, so that there whole packs run by this package.
+        with installed(segment_tokens=4096) if remove_padding else patched([PADDING]):
+            own = train(folder, **options)
+        results[name] = ours, own
+        print(name, ours.losses, own.losses, ours.norms, own.norms, ours.peak_bytes, own.peak_bytes, flush=True)
+    return results
+
+
+@contextmanager
+def installed(**options: int) -> Iterator[None]:
+    megatron.seq1f1b.install(**options)
+    try:
+        yield
+    finally:
+        megatron.seq1f1b.uninstall()
+
+
+def _causal(forward: Any, attention: Any, query: Any, key: Any, value: Any, attention_mask: Any, **options: Any) -> Any:
+    return forward(attention, query, key, value, None, **options)
+
+
+# verl's padding is at the end, so that its mask of tokens [b, s] says nothing to causal attention.
+PADDING = wrapping(
+    "megatron.core.transformer.dot_product_attention.DotProductAttention.forward",
+    _causal,
+    "reads a mask [b, 1, s, s], where that of Transformer Engine reads none if it is causal",
+)
+
+
+def train(folder: Path, loss: str, remove_padding: bool, dynamic: bool) -> Training:
+    engine = engine_of(folder, is_critic=loss == "value", remove_padding=remove_padding)
+    loss_function = loss_of(loss)
+    before = inferred(engine, loss, dynamic)
+    losses, norms = [], []
+    memory = LiveBytes()
+    for step in range(STEPS):
+        data = batch(loss, step, dynamic)
+        with engine.train_mode(), memory if step == STEPS - 1 else nullcontext():
+            result = engine.train_batch(data, loss_function)
+        engine.lr_scheduler_step()
+        if result:
+            losses.append(sum(result["loss"]))
+            norms.append(float(result["metrics"]["grad_norm"]))
+    return Training(losses, norms, before, inferred(engine, loss, dynamic), memory.peak)
+
+
+def engine_of(folder: Path, is_critic: bool, remove_padding: bool) -> Any:
+    """verl's engine with the weights in `folder`, on two pipeline stages."""
+    from verl.trainer.config import CheckpointConfig
+    from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizerConfig
+    from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead, MegatronEngineWithValueHead
+
+    build_local_layers()
+    torch.cuda.mem_get_info = lambda device=None: (0, 0)
+    model_config = HFModelConfig(
+        path=str(folder),
+        model_type="value_model" if is_critic else "language_model",
+        override_config={"attn_implementation": "eager"},
+    )
+    engine_config = McoreEngineConfig(
+        pipeline_model_parallel_size=2,
+        vanilla_mbridge=True,
+        use_remove_padding=remove_padding,
+        use_distributed_optimizer=False,
+        override_transformer_config={"masked_softmax_fusion": False, "gradient_accumulation_fusion": False},
+    )
+    object.__setattr__(engine_config, "dtype", "float32")
+    # Not Adam, whose step for a gradient of rounding errors alone is as long as for any other.
+    optimizer_config = McoreOptimizerConfig(
+        optimizer="sgd", lr=0.1, total_training_steps=STEPS, lr_decay_style="constant"
+    )
+    kind = MegatronEngineWithValueHead if is_critic else MegatronEngineWithLMHead
+    engine = kind(model_config, engine_config, optimizer_config, CheckpointConfig())
+    engine.initialize()
+    return engine
+
+
+def build_local_layers() -> None:
+    """Have mbridge build Megatron's own layers, and load their weights."""
+    from mbridge.core import llm_bridge
+    from mbridge.models.qwen3 import Qwen3Bridge
+
+    def local_layers(config: Any, use_transformer_engine: bool, **options: Any) -> Any:
+        return get_gpt_decoder_block_spec(config, use_transformer_engine=False, **options)
+
+    llm_bridge.get_gpt_decoder_block_spec = local_layers
+    layer = "model.layers.{layer_number}."
+    Qwen3Bridge._OTHER_MAPPING = {"input_layernorm.weight": [layer + "input_layernorm.weight"]}
+    Qwen3Bridge._MLP_MAPPING["pre_mlp_layernorm.weight"] = [layer + "post_attention_layernorm.weight"]
+    ModelType.encoder_and_decoder = None
+
+
+def save_qwen(folder: Path) -> None:
+    """A Qwen3 of four layers with a tokenizer of numbers, in Hugging Face's format."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        num_hidden_layers=4,
+        hidden_size=32,
+        intermediate_size=64,
+        vocab_size=VOCABULARY,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        initializer_range=0.2,
+        tie_word_embeddings=False,
+        max_position_embeddings=512,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    words = Tokenizer(WordLevel({str(number): number for number in range(VOCABULARY)}, unk_token="0"))
+    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", eos_token="1").save_pretrained(folder)
+
+
+def loss_of(name: str) -> Any:
+    """One of verl's loss functions, as its workers bind it to their configuration."""
+    from verl.workers.config import ActorConfig, CriticConfig
+    from verl.workers.utils.losses import ppo_loss, sft_loss, value_loss
+
+    if name == "value":
+        return partial(value_loss, config=CriticConfig(strategy="megatron", use_dynamic_bsz=True))
+    actor = {"strategy": "megatron", "rollout_n": 1, "use_dynamic_bsz": True}
+    if name == "sft":
+        return partial(sft_loss, config=ActorConfig(**actor))
+    config = ActorConfig(**actor, loss_agg_mode=name, entropy_coeff=0.01, use_kl_loss=True, kl_loss_coef=0.1)
+    return partial(ppo_loss, config=config)
+
+
+def batch(loss: str, seed: int, dynamic: bool) -> Any:
+    """Random rollouts, as verl's trainer hands them to a worker: prompts padded at the left, responses at the right,
+    then without padding."""
+    from verl.utils import tensordict_utils as tu
+    from verl.workers.utils.padding import left_right_2_no_padding
+
+    random = torch.Generator().manual_seed(seed)
+    longest_prompt, longest_response = (max(lengths) for lengths in zip(*LENGTHS, strict=True))
+    attention_mask = torch.zeros(len(LENGTHS), longest_prompt + longest_response, dtype=torch.long)
+    for row, (prompt, response) in enumerate(LENGTHS):
+        attention_mask[row, longest_prompt - prompt : longest_prompt + response] = 1
+    tokens = torch.randint(2, VOCABULARY, attention_mask.shape, generator=random) * attention_mask
+    response_mask = attention_mask[:, longest_prompt:]
+
+    def of_responses() -> torch.Tensor:
+        return torch.randn(response_mask.shape, generator=random) * response_mask
+
+    data = tu.get_tensordict(
+        {
+            "input_ids": tokens,
+            "attention_mask": attention_mask,
+            "position_ids": (attention_mask.cumsum(1) - 1).clamp(min=0),
+            "prompts": tokens[:, :longest_prompt],
+            "responses": tokens[:, longest_prompt:],
+            "response_mask": response_mask,
+            "old_log_probs": of_responses() - 4,
+            "ref_log_prob": of_responses() - 4,
+            "advantages": of_responses(),
+            "values": of_responses(),
+            "returns": of_responses(),
+        }
+    )
+    data = left_right_2_no_padding(data)
+    if loss == "sft":
+        # Of whole sequences, as verl's dataset for fine-tuning has it.
+        masks = [torch.tensor([0] * prompt + [1] * response) for prompt, response in LENGTHS]
+        data["loss_mask"] = torch.nested.as_nested_tensor(masks, layout=torch.jagged)
+    tu.assign_non_tensor(
+        data,
+        temperature=0.9,
+        calculate_entropy=loss not in ("sft", "value"),
+        global_batch_size=len(LENGTHS),
+        use_dynamic_bsz=dynamic,
+        max_token_len_per_gpu=128,
+        micro_batch_size_per_gpu=2,
+    )
+    return data
+
+
+def inferred(engine: Any, loss: str, dynamic: bool) -> dict[str, torch.Tensor]:
+    """Log-probabilities and entropies, or values, of a batch, by a forward alone, on the last stage."""
+    from verl.utils import tensordict_utils as tu
+
+    data = batch(loss, STEPS, dynamic)
+    if loss != "value":
+        tu.assign_non_tensor(data, calculate_entropy=True)
+    with engine.eval_mode():
+        result = engine.infer_batch(data)
+    return {name: value.values() for name, value in result["model_output"].items()} if result else {}
