@@ -14,7 +14,9 @@ TESTS = ROOT / "tests"
 # Commands, without settings in front of them, and the file of the tests that run them.
 ELSEWHERE = {
     r"torchrun --no-python .* seq1f1b profile .*": "functional_tests/test_benchmarks.py",
-    r"seq1f1b (?!compare).*": "unit_tests/test_docs_site.py",
+    r"seq1f1b (?!compare|enable).*": "unit_tests/test_docs_site.py",
+    r"seq1f1b enable": "functional_tests/test_environment.py",
+    r"python examples/seq1f1b_from_scratch\.py": "functional_tests/test_teaching_file.py",
     r"seq1f1b compare .*": "functional_tests/test_quickstart.py",
     r"bash scripts/quickstart\.sh": "functional_tests/test_quickstart.py",
     r"bash scripts/(pack_)?gpu_test\.sh.*": "functional_tests/test_gpu_suite.py",
@@ -29,7 +31,7 @@ ELSEWHERE = {
 }
 BENCHMARK = re.compile(r"torchrun --nproc-per-node (\d+) tools/benchmark\.py (.*)")
 # Of other projects, or with parts for the reader to fill in.
-NOT_OURS = (r"pip install .*", r"mkdir .*", r"printf .*", r"pre-commit install", r"torchrun \.\.\. .*", r".* \.\.\.")
+NOT_OURS = (r"pip install .*", r"mkdir .*", r"export .*", r"printf .*", r"pre-commit install", r"torchrun \.\.\. .*", r".* \.\.\.")
 # At these sizes a documented benchmark takes seconds.
 SHRUNK = ("--seq-length", "64", "--hidden-size", "32", "--repeats", "1")
 

@@ -31,6 +31,7 @@ COMMANDS = [
     ["gain-map", *MODEL, "--seq-length", "4096", "--tokens", "8192", "--output", "gains.csv", "--picture"],
     ["train-time", *MODEL, "--seq-length", "4096", "--tokens", "1e9"],
     ["plan-split", "--seq-length", "4096", "--sequence-splits", "2", "--output", "split.png"],
+    ["enable", "--folder", "."],
     ["compare", "run", "run", "--output", "compared.png"],
 ]
 LOG = """\
