@@ -31,7 +31,15 @@ ELSEWHERE = {
 }
 BENCHMARK = re.compile(r"torchrun --nproc-per-node (\d+) tools/benchmark\.py (.*)")
 # Of other projects, or with parts for the reader to fill in.
-NOT_OURS = (r"pip install .*", r"mkdir .*", r"export .*", r"printf .*", r"pre-commit install", r"torchrun \.\.\. .*", r".* \.\.\.")
+NOT_OURS = (
+    r"pip install .*",
+    r"mkdir .*",
+    r"export .*",
+    r"printf .*",
+    r"pre-commit install",
+    r"torchrun \.\.\. .*",
+    r".* \.\.\.",
+)
 # At these sizes a documented benchmark takes seconds.
 SHRUNK = ("--seq-length", "64", "--hidden-size", "32", "--repeats", "1")
 
