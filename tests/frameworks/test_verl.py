@@ -34,7 +34,7 @@ def test_steps_are_those_of_whole_sequences(trainings, case):
 
 
 @pytest.mark.parametrize("case", verl_engine.CASES)
-def test_log_probabilities_and_values_are_those_of_whole_sequences(trainings, case):
+def test_log_probabilities_are_those_of_whole_sequences(trainings, case):
     ours, own = trainings[1][case]
     names = {"values"} if "critic" in case else {"log_probs", "entropy"}
     for mine, others in ((ours.before, own.before), (ours.after, own.after)):
