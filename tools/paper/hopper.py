@@ -22,6 +22,7 @@ from megatron.seq1f1b.costs.training_setup import TrainingSetup
 from megatron.seq1f1b.schedule import Placement
 
 from .row import REFERENCE, Row, read
+from .shapes import LLAMA_7B
 
 WITHOUT_OFFLOAD = "Kwai without offload"
 WITH_OFFLOAD = "Kwai with offload"
@@ -59,15 +60,6 @@ _KWAI = {
         is_gated=True,
     ),
 }
-_LLAMA2_7B = ModelShape(
-    num_layers=32,
-    hidden_size=4096,
-    ffn_hidden_size=11008,
-    num_heads=32,
-    head_dim=128,
-    vocab_size=32000,
-    is_gated=True,
-)
 
 
 def h800(machine: Machine) -> Machine:
@@ -178,7 +170,7 @@ def long(folder: Path = REFERENCE) -> Iterator[Row]:
         devices = int(row["gpus"])
         stages = int(row["pp"])
         setup = _setup(
-            _LLAMA2_7B,
+            LLAMA_7B,
             length,
             8 * int(row["dp"]),
             devices,
@@ -188,6 +180,6 @@ def long(folder: Path = REFERENCE) -> Iterator[Row]:
             placement=Placement(stages),
             overlaps_data_parallel=True,
         )
-        flops = model_flops(_LLAMA2_7B, length, 1) / length
+        flops = model_flops(LLAMA_7B, length, 1) / length
         published = 1e12 * devices * float(row["tflops_per_gpu"]) / flops
         yield _predicted(LONG, f"{row['model']}, {length // 1024}K, {devices} GPUs, fp8", published, setup)

@@ -14,16 +14,8 @@ from megatron.seq1f1b.planner.search import fits
 from megatron.seq1f1b.schedule import Placement, build
 
 from .row import REFERENCE, Row, read
+from .shapes import LLAMA_7B
 
-_LLAMA_7B = ModelShape(
-    num_layers=32,
-    hidden_size=4096,
-    ffn_hidden_size=11008,
-    num_heads=32,
-    head_dim=128,
-    vocab_size=32000,
-    is_gated=True,
-)
 # It counts a vocabulary of 128,000.
 _SLIMPIPE = {
     "LLaMA-13B": ModelShape(
@@ -89,7 +81,7 @@ def longest_sequence(folder: Path = REFERENCE) -> Iterator[Row]:
 
         def setup_of(thousands: int, stages: int = stages, tensor: int = int(row["tp"])) -> TrainingSetup:
             return TrainingSetup(
-                _LLAMA_7B,
+                LLAMA_7B,
                 1024 * thousands,
                 2 * stages,
                 tensor_parallel=tensor,

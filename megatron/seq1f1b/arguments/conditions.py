@@ -110,7 +110,7 @@ def repeats_embeddings_on_a_rank(settings: Settings) -> bool:
     if layout is None or settings.get("pipeline_placement") == "v":
         return False
     stages = stages_of_layout(layout)
-    is_tied = not settings.get("untie_embeddings_and_output_weights", True)
+    is_tied = ties_embeddings(settings)
     holding = [number for number, stage in enumerate(stages) if {"E", "m"} & {*stage} or (is_tied and "L" in stage)]
     ranks = {number % settings["pipeline_model_parallel_size"] for number in holding}
     return any("m" in stage for stage in stages) and len(ranks) < len(holding)

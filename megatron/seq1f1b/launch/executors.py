@@ -84,8 +84,8 @@ class ProgramExecutor:
             size = step.get("micro_batch_size")
             run = run_of_program(model, num_microbatches, seq_length, size, self._keep_documents_apart)
             config = self._configure(run)
-            # Programs divide packs among context-parallel ranks by documents, as Transformer Engine wants them.
             tracer = tracer_of(config, lambda: self._training_steps)
+            # Programs divide packs among context-parallel ranks by documents, as Transformer Engine wants them.
             executor = _executor(config, tracer, from_calls=True, divides_documents=True)
             self._run = self._run or executor
             self._checked.append(of_model)

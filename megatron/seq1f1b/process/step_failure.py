@@ -1,7 +1,7 @@
 """The reason why a step failed, told to the ranks that only see the failed one go.
 
-A program has no net that ends its ranks together (net.py): a rank that waits for a message of one that failed
-gets an error of the transport, which names nothing. The store of torch.distributed brings it the words of the other.
+A program has no net that ends its ranks together (net.py): a rank that waits for a message of one that failed gets an
+error of the transport, which names nothing. The store of torch.distributed brings it the words of the other.
 """
 
 import time

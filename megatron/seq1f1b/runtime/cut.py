@@ -147,8 +147,8 @@ def size_of(arguments: Arguments) -> tuple[int, int] | None:
         return tokens.shape[0], tokens.shape[1]
     if isinstance(packed, PackedSeqParams):
         return 1, bounds_of(packed)[-1]
-    embedded = named.get("decoder_input")
-    if isinstance(embedded, Tensor) and embedded.dim() == 3:
+    embedded = arguments.embeddings()
+    if embedded is not None and embedded.dim() == 3:
         return embedded.shape[1], embedded.shape[0]
     for leaf in tree_flatten([value for name, value in named.items() if name not in _OF_ATTENTION])[0]:
         if isinstance(leaf, Tensor) and not leaf.is_nested and leaf.dim() >= 2:

@@ -29,7 +29,7 @@ class Losses:
         """Compute the loss of a micro-batch from what its forward step returned; its gradient goes back to the joined
         output of the model."""
         step = self._step
-        config = self._step.config
+        config = step.config
         if config.timers is not None:
             config.timers("forward-compute", log_level=2).start()  # Megatron's function stops it
         loss, num_tokens = forward_step_calc_loss(
