@@ -100,7 +100,8 @@ def train(folder: Path, loss: str, remove_padding: bool, dynamic: bool) -> Train
     engine = engine_of(folder, is_critic=loss == "value", remove_padding=remove_padding)
     loss_function = loss_of(loss)
     before = inferred(engine, loss, dynamic)
-    losses, norms = [], []
+    losses = []
+    norms = []
     memory = LiveBytes()
     for step in range(STEPS):
         data = batch(loss, step, dynamic)

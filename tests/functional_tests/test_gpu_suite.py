@@ -243,7 +243,9 @@ def test_an_older_nccl_is_told_what_is_needed(monkeypatch, tmp_path, version, wo
 
 def test_what_is_packed_is_used_in_place_of_what_python_lacks(tmp_path):
     """A Python with torch alone finds Megatron in the packed wheel, and NCCL in the packed library."""
-    packed, bare, image = tmp_path / "packed", tmp_path / "python", tmp_path / "image"
+    packed = tmp_path / "packed"
+    bare = tmp_path / "python"
+    image = tmp_path / "image"
     (image / "torch").mkdir(parents=True)
     (image / "torch" / "__init__.py").touch()
     packed.mkdir()

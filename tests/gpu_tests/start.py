@@ -95,7 +95,9 @@ def main() -> None:
     warm_up(args.device)
     ceilings(report, args.device, args.tiny)
     (found,) = (figure for figure in report.figures if figure["table"] == "ceilings")
-    product, copy, link = found["product_tflops"], found["copy_gb_per_s"], found["link_gb_per_s"]
+    product = found["product_tflops"]
+    copy = found["copy_gb_per_s"]
+    link = found["link_gb_per_s"]
     report.check(
         "the device computes and copies",
         min(product, copy, link) > 0,

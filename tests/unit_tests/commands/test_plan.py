@@ -25,7 +25,8 @@ SMALL = "--num-layers 8 --hidden-size 1024 --num-attention-heads 8 --gpus 4 --se
 
 def test_a_launch_is_planned_predicted_as_it_is_and_explained(tmp_path, monkeypatch, capsys):
     """Where Megatron alone does as well, its flags come first, and the picture has it."""
-    plot_frontier, drawn = plan_figures.plot_frontier, []
+    plot_frontier = plan_figures.plot_frontier
+    drawn = []
 
     def plot_and_keep(groups, advised, *others):
         drawn.append(advised)

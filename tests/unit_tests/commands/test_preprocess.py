@@ -225,7 +225,8 @@ def in_own_session(words: list[str], number: int, after_fork: bool) -> None:
     """Run the command; `after_fork` it is sent the signal as soon as it has started its second process."""
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if the tests run in the background of a shell
-    fork, children = os.fork, []
+    fork = os.fork
+    children = []
 
     def fork_and_signal() -> int:
         children.append(fork())

@@ -155,7 +155,8 @@ def test_other_gradients_of_the_weight_are_added_too(groups, monkeypatch, is_tie
     under_ddp(weight, weight.dtype)
     for loss in units():
         loss.backward()
-    torch.testing.assert_close(weight.main_grad, expected, rtol=1e-5 if fused else 1e-12, atol=1e-5 if fused else 1e-12)
+    tolerance = 1e-5 if fused else 1e-12
+    torch.testing.assert_close(weight.main_grad, expected, rtol=tolerance, atol=tolerance)
 
 
 def test_a_unit_adds_its_weight_gradient_once_for_each_piece():

@@ -112,13 +112,13 @@ def test_plain_logits_are_taken_as_they_are(groups):
     logits = torch.randn(SEQUENCES, TOKENS, WORDS, dtype=torch.float64)
     logits[..., -2:] = -torch.inf
     tokens %= WORDS - 2
-    found, wanted = logits.clone().requires_grad_(), logits.clone().requires_grad_()
-    pairs = []
-    for given, values in ((found, in_pieces), (wanted, by_torch)):
-        log_probs, _ = values(given, tokens)
-        log_probs.square().sum().backward()
-        pairs.append((log_probs.detach(), given.grad))
-    assert_same(*pairs)
+    found = logits.clone().requires_grad_()
+    wanted = logits.clone().requires_grad_()
+    found_log_probs, _ = in_pieces(found, tokens)
+    wanted_log_probs, _ = by_torch(wanted, tokens)
+    found_log_probs.square().sum().backward()
+    wanted_log_probs.square().sum().backward()
+    assert_same((found_log_probs.detach(), found.grad), (wanted_log_probs.detach(), wanted.grad))
     assert in_pieces(logits, tokens)[1].isfinite().all()
 
 
@@ -162,7 +162,8 @@ def test_the_hook_of_the_weight_fires_once_a_segment(groups, main_grad, is_away)
     """In fp32, which no piece rounds; never before the backward of a segment where `main_grad` is away."""
     head = Head(dtype=torch.bfloat16)
     compute_loss_in_pieces([head], MANY, WORDS)
-    weight, fired = head.output_layer.weight, []
+    weight = head.output_layer.weight
+    fired = []
     head.output_layer.gradient_is_away = is_away
     hidden, tokens, scales = batch(torch.bfloat16)
     weight.main_grad = torch.ones_like(weight, dtype=main_grad)

@@ -46,7 +46,8 @@ def test_what_is_written_through_a_link_is_where_it_points(tmp_path):
 
 def test_a_kill_between_two_files_leaves_no_mixture(tmp_path, monkeypatch):
     """The last of them tells that all are complete, and none of the earlier ones tells that of the new."""
-    first, last = tmp_path / "first", tmp_path / "last"
+    first = tmp_path / "first"
+    last = tmp_path / "last"
     for path in (first, last):
         path.write_text("old")
     kills = RuntimeError("killed")

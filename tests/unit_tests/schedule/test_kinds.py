@@ -31,7 +31,8 @@ def test_both_ways_through_a_unit_begin_and_end_with_nothing():
 
 
 def test_the_halves_of_a_backward_are_the_whole():
-    whole, halves = Kind.B.facts, (Kind.I.facts, Kind.W.facts)
+    whole = Kind.B.facts
+    halves = Kind.I.facts, Kind.W.facts
     for fact in ("gives_input_gradient", "gives_weight_gradient"):
         assert Counter(getattr(half, fact) for half in halves) == {True: 1, False: 1}
         assert getattr(whole, fact)

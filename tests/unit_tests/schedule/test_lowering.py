@@ -68,7 +68,8 @@ def test_a_rank_of_a_large_step_makes_three_orders_only(family, monkeypatch):
 
 def test_the_messages_of_a_step_are_found_once(monkeypatch):
     """Not by the rank that sends and again by the one that receives: that is most of the time of a plan."""
-    found, transfers = [], lowering._transfers
+    found = []
+    transfers = lowering._transfers
     monkeypatch.setattr(lowering, "_transfers", lambda *given: found.append(given[2:]) or transfers(*given))
     lower(build("1f1b", Shape(Placement(4), 8)))
     assert len(found) == len({*found}) == 6
