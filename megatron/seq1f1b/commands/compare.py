@@ -86,6 +86,7 @@ def latest_trace(folder: Path) -> tuple[Timeline, Trace]:
 def column(name: str, log: TrainingLog, timeline: Timeline, trace: Trace, first: TrainingLog) -> dict[str, str]:
     """The column of a run in the table."""
     peaks = enumerate(trace.peak_memory_bytes)
+    latest = min(_LATEST, len(first.losses))
     return {
         "": name,
         "schedule": trace.schedule,
@@ -97,7 +98,7 @@ def column(name: str, log: TrainingLog, timeline: Timeline, trace: Trace, first:
         **{f"peak activation memory, rank {rank}": f"{peak / 2**20:.0f} MiB" for rank, peak in peaks},
         "loss of the first iteration": f"{log.losses[0]:.4f}",
         "loss of the last iteration": f"{log.losses[-1]:.4f}",
-        f"  mean of the last {_LATEST}": f"{mean(log.losses[-_LATEST:]):.4f}",
+        f"  mean of the last {latest}": f"{mean(log.losses[-latest:]):.4f}",
     }
 
 
