@@ -143,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = plan_as_given(launch, search)
     found = search.best(args.best)
     if not found:
-        raise search.way_out() if in_units else way_out(asked)
+        raise search.way_out() if in_units else way_out(asked, [*rules.left_out()])
     show(1, 2)
     megatron = search.of_megatron()
     show(2, 2)

@@ -3,13 +3,14 @@
 Tested in planner/test_search.py.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice, takewhile
 
 from ..costs.machine import GIB
 from ..costs.step_memory import Memory
 from ..costs.training_setup import TrainingSetup
-from .search import host_in_flight, least_bytes, memory_in_flight
+from .search import Search, host_in_flight, least_bytes, memory_in_flight
 from .space import Question, Room, cuts, numbers_of_segments, setups
 
 _DOUBLINGS = 12
@@ -18,9 +19,15 @@ _NUMBERS = (1, 8, 64)  # of segments
 _SHORTEST = 1024
 
 
-def way_out(question: Question) -> ValueError:
-    """The error for a question without a plan: no layout, or none that fits, with the uses of the fullest rank."""
+def way_out(question: Question, left_out: Sequence[str] = ()) -> ValueError:
+    """The error for a question without a plan: no layout, or none that fits, with the uses of the fullest rank. The
+    sentences `left_out` name features that its flags exclude: the answer where a plan with these would fit."""
     model = question.model
+    if left_out and Search(replace(question, accepts=lambda candidate: True)).best(1):
+        return ValueError(
+            f"a plan that fits {question.memory_limit:.3g} GiB a device needs what the flags of the launch exclude; "
+            f"drop one of these. {' '.join(left_out)}"
+        )
     most = _leanest(question)
     if most is None:
         batch = -(-question.global_batch_size // question.num_devices) * question.num_devices
@@ -30,7 +37,7 @@ def way_out(question: Question) -> ValueError:
             "can be divided"
         )
     return ValueError(
-        f"no configuration fits {question.memory_limit:.0f} GiB a device; the fullest rank of the leanest takes "
+        f"no configuration fits {question.memory_limit:.3g} GiB a device; the fullest rank of the leanest takes "
         f"{by_use(most)}; {_nearest(question)}"
     )
 

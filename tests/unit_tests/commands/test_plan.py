@@ -76,6 +76,16 @@ def test_what_every_run_refuses_is_in_no_plan(capsys):
     assert {*re.findall("--pipeline-model-parallel-size ([0-9]+)", printed)} == {"1"}
 
 
+def test_nothing_fits_for_what_the_flags_exclude(capsys):
+    """With several pipeline ranks it would fit, and more memory is not the answer."""
+    words = "--num-layers 32 --hidden-size 1024 --num-attention-heads 1 --gpus 4 --seq-length 2048"
+    words += " --global-batch-size 4 --best 1 --mtp-num-layers 1 --save here --host-memory 0 --device-memory 5"
+    assert commands.main(["plan", *words.split()]) != 0
+    sentence = capsys.readouterr().err
+    assert "needs what the flags of the launch exclude" in sentence
+    assert "--mtp-num-layers with tied embeddings" in sentence
+
+
 def test_what_a_prediction_ignores_is_listed_and_comes_back(capsys):
     words = "--gpus 1 --seq-length 2048 --global-batch-size 1 --model 2.7b"
     words += " --lr 1e-4 --foo --fp8-format hybrid --eval-global-batch-size 4"
