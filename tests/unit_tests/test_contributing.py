@@ -191,6 +191,6 @@ def test_the_new_layer_carries_its_state_over_segments(tmp_path):
     attach = package / files[1]
     edited(attach, "from .segment import SegmentContext", imported)
     lines = attach.read_text().splitlines(keepends=True)
-    attach.write_text("".join(follows if line.startswith("_FOLLOWS = ") else line for line in lines))
+    attach.write_text("".join(follows if line.startswith("_PATCHES = ") else line for line in lines))
     (tmp_path / "my_model.py").write_text(MY_MODEL)
     python(tmp_path, "-c", SHIFTED)

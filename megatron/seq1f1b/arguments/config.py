@@ -35,6 +35,11 @@ class PipelineConfig:
         return len(self.lengths)
 
     @property
+    def is_v(self) -> bool:
+        """Whether the model chunks of our schedule are placed in a V."""
+        return self.schedule is not None and self.schedule.placement == "v"
+
+    @property
     def costs_of_actions(self) -> CostsOfLengths | None:
         """What `auto` plans for; None if the sizes of the model are not known."""
         return self.partition.costs.of_actions if self.run.has_sizes else None

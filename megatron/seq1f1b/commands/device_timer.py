@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Callable
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,12 +22,13 @@ class DeviceTimer:
     def __init__(self) -> None:
         self._is_on_gpu = torch.cuda.is_available()
         self._device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if self._is_on_gpu else "cpu")
-        self._type = {"device": self._device, "dtype": torch.bfloat16 if self._is_on_gpu else torch.float32}
+        dtype = torch.bfloat16 if self._is_on_gpu else torch.float32
+        self._type: dict[str, Any] = {"device": self._device, "dtype": dtype}
         # The length of the sequences to time attention with, and the side of matrices.
         self.longest = 8192 if self._is_on_gpu else 2048
         self.name = "one core of this machine"
         self.nearest = "cpu"
-        self.sizes = {}
+        self.sizes: dict[str, float] = {}
         if self._is_on_gpu:
             torch.cuda.set_device(self._device)
             found = torch.cuda.get_device_properties(self._device)

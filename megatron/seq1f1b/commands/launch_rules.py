@@ -47,9 +47,11 @@ class LaunchRules:
     `always`. Raises ValueError, with the sentence of training, for flags that do not go with these."""
 
     def __init__(self, flags: Sequence[str], always: Collection[Use] = ()) -> None:
-        self._settings = _settings_of(flags) | (_OF_UNITS if Use.UNITS in always else {})
+        self._settings = _settings_of(flags)
+        if Use.UNITS in always:
+            self._settings |= _OF_UNITS
         self._always = frozenset({Use.EVERY_RUN, Use.ANY_SCHEDULE, *always})
-        self._starts = cache(self._starts)
+        self._starts = cache(self._would_start)
         if sentence := self._refusal(self._always):
             raise ValueError(sentence)
 
@@ -72,7 +74,7 @@ class LaunchRules:
         if sentence := self._refusal(self._always, {"pipeline_model_parallel_size": 2}):
             yield f"Plans with several pipeline ranks are left out: {sentence}."
 
-    def _starts(self, uses: frozenset[Use], decided: frozenset[tuple[str, Any]]) -> bool:
+    def _would_start(self, uses: frozenset[Use], decided: frozenset[tuple[str, Any]]) -> bool:
         return self._refusal(uses, dict(decided)) is None
 
     def _refusal(self, uses: frozenset[Use], decided: Mapping[str, Any] = MappingProxyType({})) -> str | None:
@@ -104,7 +106,7 @@ def _values_of(flags: Sequence[str]) -> dict[str, Any]:
     return settings
 
 
-def _settings_of(flags: Sequence[str]) -> Mapping[str, Any]:
+def _settings_of(flags: Sequence[str]) -> dict[str, Any]:
     """Settings by the names of Megatron's arguments; the sizes of a model in their types."""
     # Unless a flag says something else.
     settings: dict[str, Any] = {"fp8_recipe": "delayed", "untie_embeddings_and_output_weights": False}

@@ -182,10 +182,11 @@ def plan_as_given(launch: argparse.Namespace, search: Any) -> Plan | None:
     """The launch itself, predicted; None if it has no parallel sizes, or no --unit-tokens where units are searched."""
     if isinstance(search, Search):
         candidate = as_given(launch, search.question)
-        return candidate and predict_candidate(candidate, search.question)
-    units = launch.unit_tokens
-    candidate = units and as_given(launch, search.average(units))
-    return candidate and search.predict(replace(candidate, unit_tokens=units))
+        return None if candidate is None else predict_candidate(candidate, search.question)
+    if launch.unit_tokens is None:
+        return None
+    candidate = as_given(launch, search.average(launch.unit_tokens))
+    return None if candidate is None else search.predict(replace(candidate, unit_tokens=launch.unit_tokens))
 
 
 def draw(search: Search, advised: Plan, path: Path) -> None:

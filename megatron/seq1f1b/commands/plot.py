@@ -12,6 +12,7 @@ import argparse
 from dataclasses import replace
 from math import inf
 from pathlib import Path
+from typing import Any
 
 from ..arguments.flags import value
 from ..costs.simulator import check_size, execute_lowered
@@ -70,7 +71,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 # The sizes of a schedule that is built, where they are not given.
-_USUAL_SIZES = {
+_USUAL_SIZES: dict[str, Any] = {
     "pipeline_model_parallel_size": 4,
     "num_microbatches": 8,
     "sequence_splits": 1,

@@ -175,7 +175,7 @@ def train_tokenizer(args: argparse.Namespace, files: Sequence[Path], config: Pat
 
     tokenizer = ByteLevelBPETokenizer()
     tokenizer.train_from_iterator(texts(), args.train_tokenizer, 0, sys.stderr.isatty(), [EOD, PAD])
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": EOD, "pad_token": PAD}
+    settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": EOD, "pad_token": PAD}
     settings |= {"clean_up_tokenization_spaces": False, "model_max_length": 1 << 62}
     config.write_text(json.dumps(settings, indent=2))
     path.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
@@ -198,7 +198,7 @@ class Encoder:
 
     def encode(self, batch: Sequence[Document]) -> list[np.ndarray | str]:
         """The ids of each document, or what is wrong with it."""
-        library = getattr(self.tokenizer, "_tokenizer", None)
+        library: Any = getattr(self.tokenizer, "_tokenizer", None)
         try:
             texts = [text_of(document, self._key) for document in batch]
             if not hasattr(library, "include_special_tokens"):
@@ -247,16 +247,22 @@ def _start(pool: ProcessPoolExecutor) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+class _Worker:
+    """What a process that tokenizes keeps between its batches."""
+
+    encoder: Encoder
+
+
 def _start_worker(encoder: Encoder) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C reaches all, and the parent acts on it
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
     end_with_parent()
-    _work.encoder = encoder
+    _Worker.encoder = encoder
 
 
 def _work(batch: Sequence[Document]) -> list[tuple[str, np.ndarray | str]]:
-    return [*zip((document.place for document in batch), _work.encoder.encode(batch), strict=True)]
+    return [*zip((document.place for document in batch), _Worker.encoder.encode(batch), strict=True)]
 
 
 def write_pair(args: argparse.Namespace, files: Sequence[Path], encoder: Encoder, binary: Path, index: Path) -> str:

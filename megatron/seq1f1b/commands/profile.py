@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> None:
     timer = DeviceTimer()
     base = read_machine(args.machine or timer.nearest)
     device = within_peaks(measured_device(base.device, timer))
-    found = replace(base, device=device, **measured_links(base, timer))
+    found = replace(measured_links(base, timer), device=device)
     timer.close()
     if timer.rank == 0:
         text = as_toml(found, base)
@@ -119,8 +119,8 @@ def check(path: Path) -> None:
         raise ValueError(f"what was measured makes no machine: {wrong}; {way_out}") from None
 
 
-def measured_links(base: Machine, timer: DeviceTimer) -> dict[str, Link]:
-    """The links inside a node and between nodes, if there are such ranks."""
+def measured_links(base: Machine, timer: DeviceTimer) -> Machine:
+    """`base` with the links inside a node and between nodes, if there are such ranks."""
 
     def link(old: Link, in_node: bool, peer: int) -> Link:
         size = timer.ranks_in_node if in_node else timer.num_ranks
@@ -133,10 +133,12 @@ def measured_links(base: Machine, timer: DeviceTimer) -> dict[str, Link]:
             latency=latency,
         )
 
-    links = {"node": link(base.node, True, 1)} if timer.ranks_in_node > 1 else {}
+    measured = base
+    if timer.ranks_in_node > 1:
+        measured = replace(measured, node=link(base.node, True, 1))
     if timer.num_ranks > timer.ranks_in_node:
-        links["network"] = link(base.network, False, timer.ranks_in_node)
-    return links
+        measured = replace(measured, network=link(base.network, False, timer.ranks_in_node))
+    return measured
 
 
 def as_toml(machine: Machine, base: Machine) -> str:

@@ -34,7 +34,7 @@ def training_executor(
         tracer,
         end_of_document,
         surroundings=surroundings,
-        around_program=partial(_in_a_v if config.schedule.placement == "v" else sequences_of, args),
+        around_program=partial(_in_a_v if config.is_v else sequences_of, args),
         divides_documents=divides_documents,
         timeout=timedelta(minutes=args.distributed_timeout_minutes),
         reports_on_last_rank=True,
@@ -69,7 +69,7 @@ class ProgramExecutor:
     def __init__(self, configure: Callable[[MegatronRun], PipelineConfig], keep_documents_apart: bool = False) -> None:
         self._configure = configure
         self._keep_documents_apart = keep_documents_apart
-        self._run: Callable | None = None
+        self._executor: PipelineExecutor | None = None
         self._checked: list[Any] = []  # the configurations of models
         self._training_steps = 0
         self._caller = OneCaller()
@@ -87,10 +87,11 @@ class ProgramExecutor:
             tracer = tracer_of(config, lambda: self._training_steps)
             # Programs divide packs among context-parallel ranks by documents, as Transformer Engine wants them.
             executor = _executor(config, tracer, from_calls=True, divides_documents=True)
-            self._run = self._run or executor
+            self._executor = self._executor or executor
             self._checked.append(of_model)
         self._training_steps += not step.get("forward_only", False)
-        return self._run(model=model, num_microbatches=num_microbatches, seq_length=seq_length, **step)
+        assert self._executor is not None, "there is one from the first model on"
+        return self._executor(model=model, num_microbatches=num_microbatches, seq_length=seq_length, **step)
 
 
 def tracer_of(config: PipelineConfig, iteration_now: Callable[[], int]) -> Tracer | None:
@@ -109,10 +110,12 @@ def _executor(
     **options: Any,
 ) -> PipelineExecutor:
     flags = config.flags
+    schedule = config.schedule
+    assert schedule is not None, "Megatron's own schedules need no executor"
     surroundings = surroundings or Surroundings()
-    warn_on_rank_0(f"steps are run by megatron.seq1f1b: {config.schedule.name}, {_parts(config)}")
+    warn_on_rank_0(f"steps are run by megatron.seq1f1b: {schedule.name}, {_parts(config)}")
     return PipelineExecutor(
-        config.schedule,
+        schedule,
         _segmentation(config, end_of_document, from_calls, surroundings),
         config.costs_of_actions,
         piece=None if flags.keep_logits else PIECE,

@@ -16,7 +16,7 @@ from ..process.net import Net
 from ..process.patches import Patch, patched, rebound
 from ..process.ranks import warn_on_rank_0
 from . import environment
-from .overlay import Overlay, installed, patches_of_megatron
+from .overlay import Overlay, installed, patches_of_megatron, remember
 from .validation import validated
 
 # Versions of megatron-core that were seen to train.
@@ -87,6 +87,8 @@ def bind(
     ours = overlay.get_forward_backward_func
     patches.enter_context(rebound(upstream, ours))
     patches.callback(rebound, ours, upstream)  # in modules that import it from now on
+    remember(overlay)
+    patches.callback(remember, None)
     if is_rehearsal:
         patches.enter_context(patched(rehearsal.patches(overlay.rehearse_in)))
 
@@ -128,5 +130,7 @@ def validate(args: Namespace) -> PipelineConfig:
 
 
 def pipeline_config() -> PipelineConfig:
-    """The configuration of this process, as `validate` returned it. To be called after `install`."""
-    return installed().pipeline_config()
+    """The configuration of this process, as `validate` returned it. Raises ValueError before `install`."""
+    if (overlay := installed()) is None:
+        raise ValueError("the script must call megatron.seq1f1b.install before it asks for the configuration")
+    return overlay.pipeline_config()

@@ -14,12 +14,13 @@ if TYPE_CHECKING:
 
 def use_segment_attention(model: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
     """Give the local self-attention layers of the model chunks our attention; one of Megatron's `pre_wrap_hooks`."""
-    from ..model import KernelChoice, use_segment_attention
+    from ..model import use_segment_attention
     from .overlay import installed
 
     overlay = installed()
-    is_rehearsed = overlay is not None and overlay.surroundings is not None
-    return use_segment_attention(model, overlay.surroundings.kernels_of if is_rehearsed else KernelChoice.of_config)
+    if overlay is not None and overlay.surroundings is not None:
+        return use_segment_attention(model, overlay.surroundings.kernels_of)
+    return use_segment_attention(model)
 
 
 def token_log_probs(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -86,7 +85,7 @@ class Overlay:
 
         self.config = config
         rows: list[Patch] = []
-        if config.schedule is not None and config.schedule.placement == "v":
+        if config.is_v:
             rows += v_chunks.patches()
         if config.flags.partition_state:
             rows += partitioned_state.patches() + partitioned_state.patches_of_training_loop()
@@ -155,11 +154,19 @@ class Overlay:
         return pretrain(cfg_container, *args, **kwargs)
 
 
+# The overlay of this process. Scripts call functions, and hold no object of ours: those functions find it here.
+_overlay: Overlay | None = None
+
+
 def installed() -> Overlay | None:
     """The overlay that `install` has bound, or None."""
-    schedules = sys.modules.get("megatron.core.pipeline_parallel.schedules")
-    overlay = getattr(getattr(schedules, "get_forward_backward_func", None), "__self__", None)
-    return overlay if isinstance(overlay, Overlay) else None
+    return _overlay
+
+
+def remember(overlay: Overlay | None) -> None:
+    """Make it the overlay of this process; None to forget it."""
+    global _overlay
+    _overlay = overlay
 
 
 def _megatron_args() -> Namespace:

@@ -3,6 +3,7 @@
 from .attach import (
     KernelsOf,
     attach,
+    context_of,
     recompute_behind_frozen_weights,
     refuse_attention_to_later_tokens,
     use_segment_attention,

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from math import gcd
+from typing import Any
 
 import torch
 from megatron.core.models.hybrid.hybrid_block import HybridStack
@@ -24,8 +25,8 @@ from .layers import recurrent as recurrent_layers
 from .segment import SegmentContext
 
 # Modules that depend on the running segment, with their patches.
-_FOLLOWS = (*experts.FOLLOWS, *recurrent_layers.FOLLOWS, *rotary.FOLLOWS)
-_FOLLOWERS = tuple({owner_of(patch.target)[0] for patch in _FOLLOWS})
+_PATCHES = (*experts.SEGMENT_PATCHES, *recurrent_layers.SEGMENT_PATCHES, *rotary.SEGMENT_PATCHES)
+_PATCHED = tuple({owner_of(patch.target)[0] for patch in _PATCHES})
 
 KernelsOf = Callable[[TransformerConfig], KernelChoice]  # the choice for a model, by its configuration
 
@@ -34,16 +35,26 @@ def attach(
     chunks: Iterable[torch.nn.Module], context: SegmentContext, kernels_of: KernelsOf = KernelChoice.of_config
 ) -> None:
     """Make the modules of the model chunks follow the running segment of `context`; the latest call wins."""
-    others = [chunk for chunk in chunks if getattr(chunk, "segment_context", None) is not context]
-    for chunk in use_segment_attention(others, kernels_of):
+    others = [chunk for chunk in chunks if context_of(chunk) is not context]
+    new: list[Any] = use_segment_attention(others, kernels_of)
+    for chunk in new:
         chunk.segment_context = context
         for path, module in chunk.named_modules():
             keep_latents(module)
-            if isinstance(module, (SegmentAttention, *_FOLLOWERS)):
-                if not hasattr(module, "segment_context"):
-                    patched_on([module], _FOLLOWS)
-                module.segment_context = context
-                module.path_in_chunk = path
+            if isinstance(module, (SegmentAttention, *_PATCHED)):
+                _follow(module, context, path)
+
+
+def context_of(module: torch.nn.Module) -> SegmentContext | None:
+    """The context that a module, or a model chunk, follows; None before `attach`."""
+    return getattr(module, "segment_context", None)
+
+
+def _follow(module: Any, context: SegmentContext, path: str) -> None:
+    if context_of(module) is None:
+        patched_on([module], _PATCHES)
+    module.segment_context = context
+    module.path_in_chunk = path
 
 
 def recompute_behind_frozen_weights(chunks: Iterable[torch.nn.Module]) -> None:
@@ -60,10 +71,10 @@ def use_segment_attention(
 ) -> list[torch.nn.Module]:
     """Replace the `core_attention` of every causal self-attention layer in the model chunks, for Megatron's own
     schedules, too: without a running segment ours is plain causal attention. Returns the chunks."""
-    chunks = list(model)
+    chunks: list[Any] = list(model)
     kernels = None
     for chunk in chunks:
-        hooks = getattr(chunk, "remove_forward_pre_hook_handles", {})
+        hooks: dict[Any, Any] = getattr(chunk, "remove_forward_pre_hook_handles", {})
         for _, layer in _attention_layers(chunk):
             if not _is_causal(layer) or isinstance(layer.core_attention, SegmentAttention):
                 continue

@@ -1,12 +1,12 @@
 """What a layer carries from segment to segment of a micro-batch: keys and values, latents, recurrent states, counts."""
 
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
 
-class Carried(Protocol):
+class Carried:
     """State of one layer for one micro-batch.
 
     `SegmentContext.carried` makes it in the forward of the first segment, later segments find it, and their backwards,
@@ -16,6 +16,7 @@ class Carried(Protocol):
 
     def tensors(self) -> Iterable[Tensor]:
         """All tensors that it holds now."""
+        raise NotImplementedError
 
     def end_forward(self, has_graph: bool, has_backward: bool) -> None:
         """A segment has gone forward: forget what nothing reads again. `has_backward`: its backward will come;

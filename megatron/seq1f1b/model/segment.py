@@ -14,6 +14,10 @@ from .memory.host_memory import HostMemory
 from .memory.weight_gradient import WeightGradientStore
 from .packed_documents import Documents, MaskCheck
 
+# The output and the statistics of first forwards, as HostMemory keeps them, by unit and layer; and the state of the
+# random generator behind them, None if attention draws nothing.
+KeptAttention = dict[Hashable, tuple[list[Any], Tensor | None]]
+
 
 @dataclass(frozen=True)
 class Segment:
@@ -69,9 +73,15 @@ class SegmentContext:
         self.segment: Segment | None = None
         self.keeps_for_backward = True
         self.splits_backwards = False  # if so, inputs and output gradients are kept for the weight gradients
-        self.kept_attention: dict[Hashable, Any] | None = {} if keeps_attention else None
+        self.kept_attention: KeptAttention | None = {} if keeps_attention else None
         self.masks = MaskCheck()
         self._carried: dict[tuple[Hashable, int], Carried] = {}  # by layer and micro-batch
+
+    @property
+    def running_segment(self) -> Segment:
+        """The running segment, for what is called only while there is one."""
+        assert self.segment is not None, "no segment runs"
+        return self.segment
 
     def running(
         self, segment: Segment, keeps_for_backward: bool, unit: Hashable = None, moves: bool = False
@@ -88,7 +98,7 @@ class SegmentContext:
 
     def carried(self, layer: Hashable, make: Callable[[], Any]) -> Any:
         """What `layer` carries for the running micro-batch, made at its first segment."""
-        key = layer, self.segment.microbatch
+        key = layer, self.running_segment.microbatch
         if key not in self._carried:
             self._carried[key] = make()
         return self._carried[key]
@@ -100,20 +110,21 @@ class SegmentContext:
 
     def end_forward(self, layer: Hashable, output: Tensor) -> None:
         """The running segment has gone forward through `layer`, to its `output`: let go what nothing uses again."""
-        key = layer, self.segment.microbatch
+        segment = self.running_segment
+        key = layer, segment.microbatch
         has_backward = self.has_backward(output)
-        if self.segment.is_last and not has_backward:
+        if segment.is_last and not has_backward:
             del self._carried[key]
             return
         carried = self._carried[key]
         carried.end_forward(output.requires_grad, has_backward)
-        if self.segment.is_last:
+        if segment.is_last:
             carried.rest(self.host_memory.keep)
 
     def at_end_of_backward(self, layer: Hashable) -> Callable[[], object]:
         """A function for the end of the segment's backward: after the first segment's, `layer` carries nothing."""
-        key = layer, self.segment.microbatch
-        return partial(self._carried.pop, key) if self.segment.is_first else _nothing
+        segment = self.running_segment
+        return partial(self._carried.pop, (layer, segment.microbatch)) if segment.is_first else _nothing
 
     def all_carried(self) -> list[Carried]:
         """Of all layers and micro-batches in flight."""

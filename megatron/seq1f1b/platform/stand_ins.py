@@ -13,6 +13,7 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -136,7 +137,7 @@ def cuda_type_name(type_method, tensor, dtype=None, *args, **kwargs):
     return type_method(tensor, dtype, *args, **kwargs)
 
 
-def on_one_device(gloo):
+def on_one_device(gloo: Any) -> type:
     """The class of gloo's groups, which share the devices of a process: torch makes a polling thread for each group,
     and the 60 of two ranks of Megatron's take a fifth of a core. A group's collectives run in one thread: in torch's
     two, they corrupt the heap if they end at once (`lastCompletedWorkName` in ProcessGroupGloo.cpp of PyTorch 2.13)."""

@@ -7,16 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..process.patches import Patch, wrapping
+from ..process.patches import PatchTable, wrapping
 
 
-def repairs() -> tuple[Patch, ...]:
+def repairs() -> PatchTable:
     """The repairs for the packages that are missing here. Imports Megatron."""
     from megatron.core.extensions.transformer_engine import HAVE_TE
     from megatron.core.optimizer import distrib_optimizer
     from megatron.core.tensor_parallel import layers
 
-    rows = LOCAL_LAYERS
+    rows: PatchTable = LOCAL_LAYERS
     if not HAVE_TE:
         rows += RECOMPUTATION
     elif not layers._grad_accum_fusion_available:

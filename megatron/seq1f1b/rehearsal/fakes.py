@@ -74,7 +74,7 @@ def _documents_of_calls(step: Step, calls: Calls) -> list[Sequences]:
     """Sequences of a few documents each, since tokens have no values."""
     calls.start_all()
     starts = tuple(accumulate(document_lengths(step.seq_length)[:-1], initial=0))
-    number = step.micro_batch_size
+    number = step.batch_size
     return [Sequences(number, step.seq_length, (starts,) * number)] * step.num_microbatches
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ..model import context_of
 from ..runtime import StepRecorder, StepTracer
 from ..schedule import MOVE_KINDS, Action, Kind, Shape
 
@@ -243,7 +244,7 @@ class Ledger(TorchDispatchMode, StepTracer, StepRecorder):
 
 def _carried_by_layers(chunks: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
     """Keys, values and their gradients, and all else that layers carry from segment to segment."""
-    contexts = {chunk.segment_context for chunk in chunks if hasattr(chunk, "segment_context")}
+    contexts = {context for context in map(context_of, chunks) if context is not None}
     return [tensor for context in contexts for carried in context.all_carried() for tensor in carried.tensors()]
 
 

@@ -25,7 +25,7 @@ class WithoutValues:
     Tokens choose `topk` experts, each equally often: the sums of Megatron's boolean map [tokens, experts] have values.
     """
 
-    def __init__(self, topk: int = 0, num_experts: int | None = None) -> None:
+    def __init__(self, topk: int = 0, num_experts: int = 0) -> None:
         self._topk = topk
         self._num_experts = num_experts
         # Forms of results by operator and forms of its arguments: PyTorch takes ten times as long to work them out.

@@ -32,7 +32,7 @@ class Stage:
     def __init__(self, args: Namespace, rehearse_in: Callable[[Surroundings], None]) -> None:
         self._args = args
         self._rehearse_in = rehearse_in
-        self.ledger = Ledger(WithoutValues(args.moe_router_topk, args.num_experts))
+        self.ledger = Ledger(WithoutValues(args.moe_router_topk, args.num_experts or 0))
         self._stand_ins = patches(args, self.ledger.as_one_kernel)
         self._surroundings = surroundings(args, self.new_buffer)
         self._num_parameters = 0

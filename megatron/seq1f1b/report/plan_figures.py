@@ -1,6 +1,6 @@
 """Pictures of the planner's answers: throughput against memory, and where each strategy cuts a sequence."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, cycle
 from pathlib import Path
@@ -30,7 +30,7 @@ def frontier(points: Sequence[Point]) -> list[Point]:
     return found
 
 
-def plot_frontier(groups: dict[str, Sequence[Point]], advised: Point, limit: float, title: str, path: Path) -> None:
+def plot_frontier(groups: Mapping[str, Sequence[Point]], advised: Point, limit: float, title: str, path: Path) -> None:
     """One colour per group, a star for what is `advised`, names along the common frontier, and a line at the memory of
     a device."""
     with picture(path, 8, 5) as figure:

@@ -163,7 +163,7 @@ class Calls:
         self, step: Step, around_program: Callable[[int, int], AbstractContextManager], divides_documents: bool
     ) -> None:
         self.models = [model_of(chunk) for chunk in step.chunks]
-        self.running: Call | None = None  # whose model runs forward
+        self._running: Call | None = None
         self._step = step
         self._around_program = around_program
         self._divides_documents = divides_documents
@@ -183,7 +183,13 @@ class Calls:
             call.close()
         self._doors.close()
         self._started.clear()
-        self.running = None
+        self._running = None
+
+    @property
+    def running(self) -> Call:
+        """The call whose model runs forward."""
+        assert self._running is not None, "no model runs"
+        return self._running
 
     def at(self, chunk: int, microbatch: int) -> Call:
         """The call of a micro-batch on a model chunk. A program reads micro-batches in order, whatever the schedule, so
@@ -200,7 +206,7 @@ class Calls:
 
     def run(self, chunk: int, call: Call, arguments: Arguments) -> Any:
         """The output of the model of a chunk for a part of the call's arguments."""
-        self.running = call
+        self._running = call
         return call.run_model(self._forwards[chunk], arguments)
 
     def finish(self, chunk: int, microbatch: int, output: Any) -> Any:
@@ -264,7 +270,7 @@ def data_ended(where: str) -> ValueError:
 def _at_the_door(model: torch.nn.Module, forward: Callable, *args: Any, **kwargs: Any) -> Any:
     """A call by a program waits for the interpreter; any other one runs the model."""
     call = getcurrent()
-    if isinstance(call, Call) and call.model is model:
+    if isinstance(call, Call) and call.model is model and call.parent is not None:  # it has one while it runs
         names = tuple(islice(chain(call.parameters, repeat("")), len(args)))
         return call.parent.switch(Arguments(args, kwargs, names))
     return forward(*args, **kwargs)

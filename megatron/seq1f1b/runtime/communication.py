@@ -89,7 +89,7 @@ class Communicator:
         """Post a buffer for the next message of a channel, that of the RECV `action`."""
         device = "cpu" if self._is_staged else self._device
         buffer = torch.empty(shape, dtype=self._dtype, device=device, pin_memory=self._is_staged)
-        work = dist.irecv(buffer, self._ranks[channel.source], **self._route(channel))
+        work: Any = dist.irecv(buffer, self._ranks[channel.source], **self._route(channel))
         self._receiving[action] = message = Message(
             channel=channel,
             action=action,
@@ -115,7 +115,7 @@ class Communicator:
         if self._is_staged:
             tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
         tensor = tensor.contiguous()
-        work = dist.isend(tensor, self._ranks[channel.destination], **self._route(channel))
+        work: Any = dist.isend(tensor, self._ranks[channel.destination], **self._route(channel))
         wait = self._wait_for(work)
         has_left = work.is_completed
         if self._is_gloo:
@@ -205,7 +205,7 @@ def groups_per_communicator(
     Creating a group is a collective of the whole world, so every rank creates those of every pipeline.
     """
     own = dist.get_process_group_ranks(group)
-    pipelines: list[list[int]] = [None] * dist.get_world_size()
+    pipelines: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(pipelines, own)
     groups = {}
     for payload, goes_up, parity in sorted({channel.communicator for channel in channels}):
@@ -234,8 +234,9 @@ def _options(group: dist.ProcessGroup) -> Any:
     """
     if dist.get_backend(group) != "nccl":
         return None
-    own = group._get_backend(torch.device("cuda")).options.config
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    backend: Any = group._get_backend(torch.device("cuda"))
+    own = backend.options.config
+    options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options.config.max_ctas = MAX_CTAS
     for name in ("cga_cluster_size", "min_ctas", "max_ctas", "net_name"):
         value = getattr(own, name)

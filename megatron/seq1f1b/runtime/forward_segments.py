@@ -137,7 +137,9 @@ class SegmentForwards:
     def _outputs_of(self, call: Call, segment: Segment) -> Outputs:
         microbatch = segment.microbatch
         if segment.is_first:
-            rearranged = call.shares and partial(call.shares.rearranged, segments=self._step.segments[microbatch])
+            rearranged = None
+            if call.shares is not None:
+                rearranged = partial(call.shares.rearranged, segments=self._step.segments[microbatch])
             self._outputs[microbatch] = Outputs(segment.sequence_length, self._step.groups.cp.size(), rearranged)
         return self._outputs[microbatch]
 

@@ -6,7 +6,7 @@ must become ready as often in each step as in the first.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,21 +16,47 @@ from megatron.core.utils import unwrap_model
 Hook = Callable[..., Any] | None
 
 
-class GradientSync:
+class ChunkSync:
+    """What a step does with the weights and gradients of one model chunk, around its forwards and backwards. Where they
+    stay whole there is nothing to do."""
+
+    def __init__(self) -> None:
+        self._no_sync = ExitStack()
+
+    def gather(self) -> None:
+        """Before the first forward of the chunk: start to gather the weights."""
+
+    def before_forward(self) -> None:
+        """Wait for the weights."""
+
+    def before_backward(self) -> None:
+        """Wait for the weights, and for room for the gradients."""
+
+    def last_backward(self) -> AbstractContextManager[None]:
+        """Inside, the last backward of the chunk runs."""
+        return nullcontext()
+
+    def reduce(self) -> None:
+        """After the last backward: start to reduce the gradients."""
+
+    def release(self) -> None:
+        """After the last action of the chunk for now: the weights are not needed."""
+
+    def close(self) -> None:
+        """Leave `no_sync`, at the end of a step, also a failed one."""
+        self._no_sync.close()
+
+
+class GradientSync(ChunkSync):
     """Follows Megatron's `no_sync_func`, `grad_sync_func` and `param_sync_func` for one model chunk in one step."""
 
     def __init__(self, chunk: torch.nn.Module, no_sync: Hook = None, reduce: Hook = None, gather: Hook = None) -> None:
+        super().__init__()
         self._chunk = chunk
         self._make_no_sync = no_sync or nullcontext
         self._start_reduction = reduce
         self._start_gather = gather
-        self._no_sync = ExitStack()
         self._no_sync.enter_context(self._make_no_sync())
-
-    def before_forward(self) -> None:
-        """Nothing to do: all weights and gradients stay. PartitionedChunk waits for them here."""
-
-    before_backward = release = before_forward
 
     @contextmanager
     def last_backward(self) -> Iterator[None]:
@@ -52,13 +78,9 @@ class GradientSync:
         if self._start_gather:
             self._start_gather(self._chunk.parameters())
 
-    def close(self) -> None:
-        """Leave `no_sync`, at the end of a step, also a failed one."""
-        self._no_sync.close()
 
-
-def gradient_syncs(config: Any, chunks: Sequence[Any], ends_last: bool = False) -> list[GradientSync]:
-    """One GradientSync for each chunk of a rank. Megatron passes a bare hook for one chunk, a list for several. On the
+def gradient_syncs(config: Any, chunks: Sequence[Any], ends_last: bool = False) -> Sequence[ChunkSync]:
+    """One ChunkSync for each chunk of a rank. Megatron passes a bare hook for one chunk, a list for several. On the
     one-chunk rank that `ends_last`, DDP's hooks may reduce even with `grad_sync_func`."""
     if hasattr(chunks[0], "partitioned_state"):
         return [chunk.partitioned_state.begin(chunk, chunks) for chunk in chunks]

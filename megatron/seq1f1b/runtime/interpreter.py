@@ -16,7 +16,7 @@ from ..schedule import Action, Kind, channels_of
 from .communication import Communicator
 from .forward_segments import SegmentForwards
 from .forward_whole import WholeForwards
-from .gradient_sync import GradientSync
+from .gradient_sync import ChunkSync
 from .prediction import rows_per_token
 from .program import Program
 from .step import Step
@@ -37,7 +37,7 @@ class Interpreter:
     communicator: Communicator
     context: SegmentContext
     forwards: WholeForwards | SegmentForwards
-    syncs: Sequence[GradientSync]
+    syncs: Sequence[ChunkSync]
     recorder: StepRecorder
 
     def __post_init__(self) -> None:

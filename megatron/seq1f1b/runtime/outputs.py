@@ -70,6 +70,7 @@ class Outputs:
         for place, logits in self._logits.items():
             leaves[place] = logits.joined_as(leaves[place])
         self._logits = {}
+        assert self._tree is not None, "outputs are joined before there is one"
         return tree_unflatten(leaves, self._tree)
 
     def receive(self, gradients: tuple[Tensor | None, ...]) -> None:

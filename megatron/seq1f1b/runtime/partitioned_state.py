@@ -9,7 +9,7 @@ parameters, and the views that autograd and Megatron hold, stay the same objects
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..process.patches import PatchTable, wrapping
-from .gradient_sync import GradientSync
+from .gradient_sync import ChunkSync
 
 _DDP = "megatron.core.distributed.distributed_data_parallel.DistributedDataParallel"
 _BUFFER = "megatron.core.distributed.param_and_grad_buffer._ParamAndGradBuffer"
@@ -42,7 +42,7 @@ class Share:
         self.weights = self.weights_in_bucket.clone()
         self.gradients = self.gradients_in_bucket.clone()
         # Whole gradients of some parameters, and the views that these replace.
-        self.lent: dict[Parameter, tuple[Tensor, Tensor]] = {}
+        self.lent: dict[Any, tuple[Tensor, Tensor]] = {}
 
     def lend_gradients(self) -> None:
         """Give a whole gradient, the share and zeros, to parameters with gradients that are also summed over
@@ -73,12 +73,12 @@ class Share:
         return slice(start - first, end - first), slice(start - self._start, end - self._start)
 
 
-class PartitionedChunk(GradientSync):
+class PartitionedChunk(ChunkSync):
     """The weights and gradients of a model chunk in Megatron's DistributedDataParallel: whole, or shares of them. In a
     step it gathers, reduces and releases them."""
 
     def __init__(self, ddp: Any) -> None:
-        self._no_sync = ExitStack()
+        super().__init__()
         self._states: list[PartitionedChunk] = []  # of all chunks of this rank
         self._overlaps_reduction = ddp.ddp_config.overlap_grad_reduce
         self._groups: list[Any] = []
@@ -151,9 +151,6 @@ class PartitionedChunk(GradientSync):
             _fill(self._gradients)
             for gradients in self._gradients:
                 gradients.zero_()
-
-    def last_backward(self) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def reduce(self) -> None:
         """Start to reduce the gradients; with --overlap-grad-reduce that runs beside compute."""
@@ -254,9 +251,11 @@ def patches_of_training_loop() -> PatchTable:
 
 
 @contextmanager
-def whole(chunks: Iterable[torch.nn.Module]) -> Iterator[None]:
+def whole(chunks: Iterable[Any]) -> Iterator[None]:
     """Inside, all weights of these model chunks are whole, to read and write."""
-    states = [chunk.partitioned_state for chunk in chunks if hasattr(chunk, "partitioned_state")]
+    states: list[PartitionedChunk] = [
+        chunk.partitioned_state for chunk in chunks if hasattr(chunk, "partitioned_state")
+    ]
     for state in states:
         state.lend()
     try:

@@ -48,7 +48,7 @@ class Repacking(Segmentation):
         self._pack = pack
         self._source = source or SequenceSource()
 
-    def cut_step(self, step: Step, calls: Calls) -> None:
+    def cut_step(self, step: Step, calls: Calls | None) -> None:
         """Give the step micro-batches of one row each, as many as this replica has, before the program reads them."""
         reading = Outcome(lambda: self._read(step))
         of_replicas = self._source.lengths(step, Outcome(lambda: list(map(_length, reading.result()[1]))))
@@ -136,7 +136,7 @@ class SequenceSource:
         if isinstance(batch, dict):
             # Without entries of one number per sequence, such as the data set in a blend.
             rows = {name: leaf for name, leaf in batch.items() if name not in BOUNDS and leaf.dim() > 1}
-            starts = document_starts(batch, (step.micro_batch_size, step.seq_length), end_of_document)
+            starts = document_starts(batch, (step.batch_size, step.seq_length), end_of_document)
             found = []
             for row, is_start in enumerate(starts):
                 bounds = [*is_start.nonzero().view(-1).tolist(), step.seq_length]

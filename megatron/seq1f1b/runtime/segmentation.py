@@ -74,13 +74,14 @@ class Segmentation:
         """Tokens of each segment, first to last, of a micro-batch of a length known before the step."""
         return (sequence_length,) if self.num_segments == 1 else self._cut(sequence_length)
 
-    def cut_step(self, step: Step, calls: Calls) -> None:
-        """Set the segments of a step."""
+    def cut_step(self, step: Step, calls: Calls | None) -> None:
+        """Set the segments of a step; it has `calls` if they may tell how."""
         if self.from_calls:
+            assert calls is not None, "a step is cut by its calls before there are any"
             found = self._read_calls(step, calls)
             cuts = [self._cut_of_call(*each) for each in zip(found, self._numbers(step, found), strict=True)]
         else:
-            found = [Sequences(step.micro_batch_size or 0, step.seq_length)] * step.num_microbatches
+            found = [Sequences(step.batch_size, step.seq_length)] * step.num_microbatches
             cuts = [self.lengths(step.seq_length)] * step.num_microbatches
         if self.packed and not step.forward_only:
             self.apart = step.num_microbatches, [length for each in found for length in _lengths_of_documents(each)]
@@ -190,8 +191,7 @@ def documents_of(named: dict[str, Any], number: int, length: int, where: str) ->
                 f"packed_seq_params mark documents in one row of tokens, but the call of the model has {number} rows; "
                 "flatten them to one"
             )
-        starts = sorted({bound for bound in bounds_of(packed) if bound < length})
-        return (tuple(starts),)
+        return (tuple(sorted({bound for bound in bounds_of(packed) if bound < length})),)
     if not isinstance(mask, Tensor):
         return None
     if mask.dim() == 2 or mask.shape[-2:] != (length, length):
@@ -225,7 +225,7 @@ def on_all_ranks(step: Step, make: Callable[[], Any]) -> Any:
     pipeline = step.pipeline
     tensor = step.groups.tp
     first = step.placement.rank_of(0)
-    made = [Outcome(make) if step.rank == first and tensor.rank() == 0 else None]
+    made: list[Any] = [Outcome(make) if step.rank == first and tensor.rank() == 0 else None]
     if tensor.rank() == 0:
         dist.broadcast_object_list(made, dist.get_global_rank(pipeline, first), group=pipeline)
     dist.broadcast_object_list(made, dist.get_global_rank(tensor, 0), group=tensor)

@@ -185,7 +185,7 @@ class Tracer(StepTracer):
             spans=recorder.spans(),
             peak_memory=recorder.reading().peak_memory,
         )
-        gathered = [None] * group.size() if group.rank() == 0 else None
+        gathered: list[Any] | None = [None] * group.size() if group.rank() == 0 else None
         first_rank = dist.get_process_group_ranks(group)[0]
         dist.gather_object(measured, gathered, dst=first_rank, group=group)
         if gathered is None:
@@ -270,5 +270,5 @@ def actions_timed(recorder: StepRecorder, placement: Placement, rank: int) -> Ex
 
     module = "megatron.core.pipeline_parallel.schedules"
     reason = "is timed by no schedule of Megatron's"
-    table = {"forward_step": forward, "backward_step": backward}
+    table: dict[str, Callable] = {"forward_step": forward, "backward_step": backward}
     return patched(wrapping(f"{module}.{name}", function, reason) for name, function in table.items())

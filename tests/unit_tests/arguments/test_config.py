@@ -15,7 +15,7 @@ import megatron.seq1f1b
 from megatron.seq1f1b import arguments, validate
 from megatron.seq1f1b.arguments import parse_options, run_of_arguments
 from megatron.seq1f1b.costs.run_costs import RunCosts
-from megatron.seq1f1b.launch.overlay import Overlay
+from megatron.seq1f1b.launch import overlay
 from megatron.seq1f1b.process.patches import Patch, patched
 from megatron.seq1f1b.schedule import (
     FAMILY_NAMES,
@@ -73,7 +73,7 @@ def test_buffers_of_tp_comm_overlap_have_a_segments_length():
         Patch("megatron.training.get_args", lambda: args, "has none"),
     )
     with patched(table), ExitStack() as patches:
-        Overlay(schedules.get_forward_backward_func, patches).use(config)
+        overlay.Overlay(schedules.get_forward_backward_func, patches).use(config)
         importlib.import_module("megatron.training.initialize")._initialize_tp_communicators()
     assert seen == [4096] and args.seq_length == 16384
 
@@ -369,8 +369,7 @@ def test_lengths_follow_documents_where_the_strategy_can():
 
 
 def test_what_validate_made_is_what_everybody_gets(monkeypatch):
-    overlay = Overlay(schedules.get_forward_backward_func, ExitStack())
-    monkeypatch.setattr(schedules, "get_forward_backward_func", overlay.get_forward_backward_func)
+    monkeypatch.setattr(overlay, "_overlay", overlay.Overlay(schedules.get_forward_backward_func, ExitStack()))
     config = validate(parsed("--sequence-splits", "4", sft=True))
     for _ in range(3):  # as for every batch of --sft
         assert megatron.seq1f1b.pipeline_config() is config and config.follows_documents

@@ -51,8 +51,8 @@ class Predicted:
 
 def test_known_constants_are_found_and_written(tmp_path, monkeypatch):
     clock, path = Predicted(), tmp_path / "mine.toml"
-    links = profile.measured_links(H100, clock)
-    path.write_text(profile.as_toml(replace(H100, device=profile.measured_device(H100.device, clock), **links), H100))
+    device = profile.measured_device(H100.device, clock)
+    path.write_text(profile.as_toml(replace(profile.measured_links(H100, clock), device=device), H100))
     read = read_machine(path)
     device = read.device
     for name in ("matmul_efficiency", "memory_efficiency", "flash_forward", "flash_backward", "host_bandwidth"):
@@ -67,7 +67,7 @@ def test_known_constants_are_found_and_written(tmp_path, monkeypatch):
     assert read.host == H100.host and device.peak_flops == H100.device.peak_flops
     monkeypatch.setattr(Predicted, "num_ranks", 1)
     monkeypatch.setattr(Predicted, "ranks_in_node", 1)
-    assert profile.measured_links(H100, Predicted()) == {}, "without other ranks, the links are those of the base"
+    assert profile.measured_links(H100, Predicted()) == H100, "without other ranks, the links are those of the base"
 
 
 def test_a_device_faster_than_the_nearest_file_has_higher_peaks():

@@ -10,7 +10,7 @@ import pytest
 from megatron.core import package_info
 
 import megatron.seq1f1b
-from megatron.seq1f1b.launch.install import check_version, install
+from megatron.seq1f1b.launch.install import check_version, install, pipeline_config
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -27,6 +27,11 @@ def test_an_old_megatron_is_refused_and_an_unknown_one_noted(caplog):
 def test_a_wrong_keyword_of_a_program_is_one_sentence():
     with pytest.raises(ValueError, match="^unrecognized arguments: --sequence-split 2 .did you mean --sequence-splits"):
         install(sequence_split=2)
+
+
+def test_a_configuration_before_install_is_one_sentence():
+    with pytest.raises(ValueError, match=r"^the script must call megatron\.seq1f1b\.install before"):
+        pipeline_config()
 
 
 def test_all_that_is_imported_is_declared():

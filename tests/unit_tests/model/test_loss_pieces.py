@@ -105,6 +105,8 @@ def test_whatever_else_reads_logits_gets_them_whole(groups):
     assert torch.equal(logits.transpose(0, 1).contiguous(), wanted.transpose(0, 1))
     assert torch.equal(torch.softmax(logits, dim=-1), torch.softmax(wanted, dim=-1))
     assert torch.equal(torch.argmax(logits, dim=-1), wanted.argmax(dim=-1))
+    assert torch.equal(torch.argmax(logits, -1), wanted.argmax(dim=-1))
+    assert torch.equal(torch.argmax(logits), wanted.argmax())
     torch.testing.assert_close(logits.max(dim=-1)[0], wanted.max(dim=-1)[0])
     gathered, _ = head.output_layer(hidden, runtime_gather_output=True)
     assert torch.equal(gathered, wanted)

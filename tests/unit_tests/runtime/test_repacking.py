@@ -25,6 +25,7 @@ def step_of(*batches, size=1, length=12, forward_only=False):
         iterators=[iter(batches)],
         num_microbatches=len(batches),
         micro_batch_size=size,
+        batch_size=size,
         seq_length=length,
         forward_only=forward_only,
         groups=SimpleNamespace(tp=alone, dp=alone, dp_cp=alone),

@@ -21,7 +21,7 @@ class SkippedIterations:
         self._args = args
         self._numbers: frozenset[int] = frozenset()
 
-    def __contains__(self, iteration: int) -> bool:
+    def __contains__(self, iteration: object) -> bool:
         return iteration in self._numbers
 
     def patches(self) -> PatchTable:

@@ -76,7 +76,7 @@ def _cosines_and_sines(
 
 _EMBEDDINGS = "megatron.core.models.common.embeddings"
 _YARN = f"{_EMBEDDINGS}.yarn_rotary_pos_embedding.YarnRotaryEmbedding"
-FOLLOWS = (
+SEGMENT_PATCHES = (
     wrapping(f"{_EMBEDDINGS}.rotary_pos_embedding.RotaryEmbedding.forward", _at_segment, "begins at position 0"),
     wrapping(f"{_YARN}.get_cached_cos_sin", _cosines_and_sines, "keeps one table, which begins at 0"),
 )

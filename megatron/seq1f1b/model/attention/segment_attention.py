@@ -90,33 +90,20 @@ class SegmentAttention(torch.nn.Module):
         rule = self._rule
         kernel = self._kernel(rule, query, value, sink)
         # Without a segment, or for a whole sequence, keys and values are those of the call.
-        cache = None
+        cached = None
         prefix = None
-        end = None
         if segment is not None and not segment.is_whole_sequence:
             assert key.shape[0] == segment.length, (
                 f"attention got {key.shape[0]} tokens for a segment of {segment.length}: the batch was not cut"
             )
             cache = context.carried(self, partial(self.new_cache, segment, query, value))
+            cached = _Cached(cache, segment, context.at_end_of_backward(self))
             prefix = cache.prefix
-            end = context.at_end_of_backward(self)
         # Tensor-parallel ranks drop different weights; Megatron forks the generator itself for sequence parallelism.
         draws = rule.dropout and not self.config.sequence_parallel
         with get_cuda_rng_tracker().fork() if draws else nullcontext():
-            output = _Attend.apply(
-                query,
-                key,
-                value,
-                sink,
-                prefix,
-                _Call(
-                    kernel=kernel,
-                    segment=segment,
-                    cache=cache,
-                    end=end,
-                ),
-            )
-        if cache is not None:
+            output = _Attend.apply(query, key, value, sink, prefix, kernel, cached)
+        if cached is not None:
             context.end_forward(self, output)
         return output if self.exchange is None else self.exchange.to_tokens(output)
 
@@ -145,7 +132,8 @@ class SegmentAttention(torch.nn.Module):
         generator = default_generator(query.device) if rule.dropout else None
         return RunOnce(
             kernel=kernel,
-            context=context,
+            kept=context.kept_attention,
+            keep=context.host_memory.keep,
             unit=(self, segment.microbatch, segment.index),
             generator=generator,
         )
@@ -154,14 +142,12 @@ class SegmentAttention(torch.nn.Module):
     sharded_state_dict = DotProductAttention.sharded_state_dict  # the sink of the heads of this tensor-parallel rank
 
 
-class _Call(NamedTuple):
-    """One call of attention. With a `cache`, keys and values are those of `segment` and its prefix, and the backward
-    calls `end` when it is through."""
+class _Cached(NamedTuple):
+    """The `cache` with the keys and values of a segment and its prefix; the backward calls `end` when it is through."""
 
-    kernel: Kernel
-    segment: Segment | None
-    cache: KVCache | None
-    end: Callable[[], None] | None
+    cache: KVCache
+    segment: Segment
+    end: Callable[[], object]
 
 
 class _Attend(torch.autograd.Function):
@@ -169,40 +155,48 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, prefix: Tensor | None, call: _Call
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sink: Tensor | None,
+        prefix: Tensor | None,
+        kernel: Kernel,
+        cached: _Cached | None,
     ) -> Tensor:
-        ctx.call = call
-        segment = call.segment
+        ctx.kernel = kernel
+        ctx.cached = cached
         query = query.contiguous()  # a view would keep the whole output of the projection
-        if call.cache is None:
+        kept: tuple[Tensor, ...] = ()
+        if cached is None:
             key = key.contiguous()
             value = value.contiguous()
             kept = (key, value)
         else:
-            kept = ()
-            call.cache.write(segment.start, segment.end, key, value)
-            key, value = call.cache.read(segment.start, segment.end)
-        output, statistics = call.kernel.forward(query, key, value)
+            cache, segment, _ = cached
+            cache.write(segment.start, segment.end, key, value)
+            key, value = cache.read(segment.start, segment.end)
+        output, statistics = kernel.forward(query, key, value)
         ctx.save_for_backward(query, output, *kept, *statistics)
         return output.flatten(2)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
-        call: _Call = ctx.call
-        segment = call.segment
+        cached: _Cached | None = ctx.cached
         query, output, *statistics = ctx.saved_tensors
-        if call.cache is None:
+        if cached is None:
             key, value, *statistics = statistics
         else:
-            key, value = call.cache.read(segment.start, segment.end)
+            cache, segment, end = cached
+            key, value = cache.read(segment.start, segment.end)
         saved = Saved(query=query, key=key, value=value, output=output, statistics=tuple(statistics))
-        grads = call.kernel.backward(grad_output.view_as(output), saved)
+        grads = ctx.kernel.backward(grad_output.view_as(output), saved)
         grad_key = grads.key
         grad_value = grads.value
         grad_prefix = None
-        if call.cache is not None:
-            grad_key, grad_value, grad_prefix = call.cache.exchange_gradients(segment.start, segment.end, grads)
-            call.end()
-        # In the order of the arguments of forward(); the call itself has no gradient.
-        return grads.query, grad_key, grad_value, grads.sink, grad_prefix, None
+        if cached is not None:
+            grad_key, grad_value, grad_prefix = cache.exchange_gradients(segment.start, segment.end, grads)
+            end()
+        # In the order of the arguments of forward(), the last two of which have no gradient.
+        return grads.query, grad_key, grad_value, grads.sink, grad_prefix, None, None

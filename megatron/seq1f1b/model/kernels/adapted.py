@@ -1,15 +1,16 @@
 """Wrappers of a kernel: for other head sizes, a softmax with a sink, layers that are recomputed, parts of a segment."""
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import batched
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..memory.host_memory import taken
 from ..packed_documents import CumulativeLengths, Documents, document_start, pieces
-from ..segment import Segment, SegmentContext
+from ..segment import KeptAttention, Segment
 from .interface import DocumentKernel, Gradients, Kernel, Saved
 
 
@@ -107,31 +108,31 @@ class WithSink:
 class RunOnce:
     """Runs `kernel` once where full recomputation repeats the forward of a layer's `unit`.
 
-    The first forward, without autograd, leaves output and statistics in the `context`; the repeated one takes them, so
-    that the graph does not keep itself alive. A forward without autograd between them, of a module that is recomputed
-    within another, only reads them. In between a layer keeps b·n·h·(e·w + 4) bytes, for n tokens of b
+    The first forward, without autograd, leaves what `keep` makes of output and statistics in `kept`; the repeated one
+    takes them, so that the graph does not keep itself alive. A forward without autograd between them, of a module that
+    is recomputed within another, only reads them. In between a layer keeps b·n·h·(e·w + 4) bytes, for n tokens of b
     sequences, h query heads, values of size e and w bytes an element. The state of the random `generator` after the
     first forward is restored for the rest of the layer; it is None if the kernel draws nothing.
     """
 
     kernel: Kernel
-    context: SegmentContext
+    kept: KeptAttention
+    keep: Callable[[Tensor], Any]
     unit: Hashable
     generator: torch.Generator | None
     is_recorded: bool = field(default_factory=torch.is_grad_enabled)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        all_kept = self.context.kept_attention
-        if self.unit in all_kept:
-            kept, state = all_kept.pop(self.unit) if self.is_recorded else all_kept[self.unit]
-            if self.generator is not None:
+        if self.unit in self.kept:
+            results, state = self.kept.pop(self.unit) if self.is_recorded else self.kept[self.unit]
+            if self.generator is not None and state is not None:
                 self.generator.set_state(state)
-            output, *statistics = map(taken, kept)
-            return output, tuple(statistics)
+            first_output, *first_statistics = map(taken, results)
+            return first_output, tuple(first_statistics)
         output, statistics = self.kernel.forward(query, key, value)
         if not self.is_recorded:
-            state = self.generator and self.generator.get_state()
-            all_kept[self.unit] = [self.context.host_memory.keep(x) for x in (output, *statistics)], state
+            state = None if self.generator is None else self.generator.get_state()
+            self.kept[self.unit] = [self.keep(x) for x in (output, *statistics)], state
         return output, statistics
 
     def backward(self, grad_output: Tensor, saved: Saved) -> Gradients:
@@ -139,8 +140,15 @@ class RunOnce:
 
 
 Index = tuple[slice, slice | int]  # selects tokens and sequences of a tensor [n, b, ...]
-# Queries, the keys that end with the last query, and the lengths of documents for a kernel that takes them.
-Call = tuple[Index, Index, tuple[CumulativeLengths, ...]]
+
+
+class PartCall(NamedTuple):
+    """One call of a kernel: for some queries, with the keys that end with the last of them. `lengths` are those of the
+    documents for a kernel that takes them, else none."""
+
+    queries: Index
+    keys: Index
+    lengths: tuple[CumulativeLengths, ...]
 
 
 def on_parts(
@@ -172,7 +180,7 @@ def _calls(
     runs: Sequence[tuple[int, int]],
     documents: Documents | None,
     device: torch.device | None,
-) -> Iterator[Call]:
+) -> Iterator[PartCall]:
     """One call for every run, or one for every sequence of a run with the lengths of its documents on `device`, or one
     for every document if that is None."""
     shift = -start  # from the position of a token to its place among the queries
@@ -190,7 +198,7 @@ def _calls(
                 queries = slice(group[0].start + shift, group[-1].end + shift)
                 keys = slice(group[0].first_key - first_key, group[-1].end - first_key)
                 lengths = () if device is None else (CumulativeLengths.of(group, device),)
-                yield (queries, sequence), (keys, sequence), lengths
+                yield PartCall(queries=(queries, sequence), keys=(keys, sequence), lengths=lengths)
         shift += run_end
 
 
@@ -200,7 +208,7 @@ class InCalls:
     copies nothing. The gradients cover all keys from `first` on, so those of the segment after it find their rows."""
 
     kernel: Kernel
-    calls: tuple[Call, ...]
+    calls: tuple[PartCall, ...]
     first: int
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -208,11 +216,11 @@ class InCalls:
         value = value[self.first :]
         whole = query.new_empty(*query.shape[:3], value.shape[3]) if len(self.calls) > 1 else None
         statistics: list[Tensor] = []
-        for queries, keys, lengths in self.calls:
-            output, of_call = self.kernel.forward(query[queries], key[keys], value[keys], *lengths)
+        for call in self.calls:
+            output, of_call = self.kernel.forward(query[call.queries], key[call.keys], value[call.keys], *call.lengths)
             statistics += of_call
             if whole is not None:
-                whole[queries] = output
+                whole[call.queries] = output
         return _as_sequences(output) if whole is None else whole, tuple(statistics)
 
     def backward(self, grad_output: Tensor, saved: Saved) -> Gradients:
@@ -222,30 +230,31 @@ class InCalls:
         by_call = batched(statistics, len(statistics) // len(self.calls))
         grads = (
             self.kernel.backward(
-                grad_output[queries],
+                grad_output[call.queries],
                 Saved(
-                    query=query[queries],
-                    key=key[keys],
-                    value=value[keys],
-                    output=output[queries],
+                    query=query[call.queries],
+                    key=key[call.keys],
+                    value=value[call.keys],
+                    output=output[call.queries],
                     statistics=of_call,
                 ),
-                *lengths,
+                *call.lengths,
             )
-            for (queries, keys, lengths), of_call in zip(self.calls, by_call, strict=True)
+            for call, of_call in zip(self.calls, by_call, strict=True)
         )
         if len(self.calls) == 1:
-            return Gradients(*map(_as_sequences, next(grads)))
+            only = next(grads)
+            return Gradients(_as_sequences(only.query), _as_sequences(only.key), _as_sequences(only.value), only.sink)
         whole = Gradients(torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value))
-        for (queries, keys, _), of_call in zip(self.calls, grads, strict=True):
-            whole.query[queries] = of_call.query
-            for of_whole, part in ((whole.key, of_call.key), (whole.value, of_call.value)):
-                of_whole[keys][-len(part) :].add_(part)
-            if of_call.sink is not None:
-                whole = whole._replace(sink=of_call.sink if whole.sink is None else whole.sink + of_call.sink)
+        for call, of_part in zip(self.calls, grads, strict=True):
+            whole.query[call.queries] = of_part.query
+            for of_whole, part in ((whole.key, of_part.key), (whole.value, of_part.value)):
+                of_whole[call.keys][-len(part) :].add_(part)
+            if of_part.sink is not None:
+                whole = whole._replace(sink=of_part.sink if whole.sink is None else whole.sink + of_part.sink)
         return whole
 
 
-def _as_sequences(x: Tensor | None) -> Tensor | None:
+def _as_sequences(x: Tensor) -> Tensor:
     """[n, h, d] of one sequence to [n, 1, h, d]."""
-    return x.unsqueeze(1) if x is not None and x.dim() == 3 else x
+    return x.unsqueeze(1) if x.dim() == 3 else x

@@ -1,5 +1,6 @@
 """Transformer Engine's fused attention (cuDNN), which Megatron uses with `--attention-backend fused`."""
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -54,15 +55,15 @@ class TransformerEngineFused(DocumentKernel):
         """Arguments of both forward and backward; the causal mask is aligned bottom-right."""
         if documents is None:
             layout = "sbhd"
-            lengths = (len(query), len(key))
-            starts = (None, None)
+            lengths: Sequence[int] = (len(query), len(key))
+            starts: Sequence[Tensor | None] = (None, None)
             ends = [self._ends((query.shape[1] + 1) * length, length, query.device) for length in lengths]
         else:  # one after the other in memory, too
             layout = "thd"
             ends = [documents.query_ends, documents.key_ends]
-            starts = tuple(ends)
+            starts = ends
             # Upper bounds; powers of two, since cuDNN may make a plan for each.
-            lengths = tuple(1 << (length - 1).bit_length() for length in (documents.most_queries, documents.most_keys))
+            lengths = [1 << (length - 1).bit_length() for length in (documents.most_queries, documents.most_keys)]
         window = self._rule.window
         return {
             "max_seqlen_q": lengths[0],

@@ -49,7 +49,8 @@ class _Tally(Carried):
 
     def chosen(self) -> Tensor:
         """Tokens of each expert, averaged over micro-batches; complete once all segments have gone forward."""
-        return (self._before + sum(self.counts.values())) / self._microbatches
+        counts: Any = sum(self.counts.values())  # of one segment at least
+        return (self._before + counts) / self._microbatches
 
     def add(self, probabilities: Tensor) -> Tensor:
         """The growth of Σ_experts chosen · probability with a segment, in at least fp32: new probabilities by all
@@ -185,7 +186,7 @@ def _apply_z_loss(
 
 
 _ROUTER = "megatron.core.transformer.moe.router.TopKRouter"
-FOLLOWS = (
+SEGMENT_PATCHES = (
     wrapping(f"{_ROUTER}.apply_z_loss", _apply_z_loss, "averages over a segment instead of a sequence"),
     wrapping(f"{_ROUTER}.routing", _routing, "has no losses, and so no counts, until a forward is repeated"),
     *(

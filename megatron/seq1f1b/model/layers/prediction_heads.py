@@ -89,7 +89,8 @@ class PredictionHeads:
         return upstream(labels=labels, config=config, **options)
 
     def _now(self) -> LookAhead:
-        if self._segment is not self._context.segment:
-            self._segment = self._context.segment
-            self._ahead = self._look_ahead(self._segment)
+        segment = self._context.running_segment
+        if self._ahead is None or self._segment is not segment:
+            self._segment = segment
+            self._ahead = self._look_ahead(segment)
         return self._ahead

@@ -31,7 +31,7 @@ Recurrence = Callable[[Tensor, State | None], tuple[Tensor, State]]
 def run_recurrence(context: SegmentContext, layer: Any, recurrence: Recurrence, inputs: Tensor) -> Tensor:
     """The output [n, b, ...] of `recurrence` for the running segment's inputs [n, b, ...]. Documents start without a
     state. The state after a segment is a leaf in the graph of the next one, and lives until the segment's backward."""
-    segment = context.segment
+    segment = context.running_segment
     if segment.is_whole_sequence:
         return _within_documents(recurrence, inputs, None, segment)[0]
     states: States = context.carried(layer, States)
@@ -102,8 +102,9 @@ def _within_documents(
         found = []
         for piece in pieces(starts, segment.start, segment.end):
             tokens = slice(piece.start - segment.start, piece.end - segment.start)
-            goes_on = state is not None and piece.first_key < segment.start
-            before = tuple(x[of_sequence] for x in state) if goes_on else None
+            before = None
+            if state is not None and piece.first_key < segment.start:
+                before = tuple(x[of_sequence] for x in state)
             output, after = recurrence(inputs[tokens, of_sequence], before)
             found.append(output)
         outputs.append(torch.cat(found))
@@ -225,7 +226,7 @@ def _mamba_scan(mixer: MambaMixer, projected: Tensor, state: State | None) -> tu
 
 
 _REASON = "starts every segment without a state"
-FOLLOWS = (
+SEGMENT_PATCHES = (
     wrapping("megatron.core.ssm.gated_delta_net.GatedDeltaNet.forward", _delta_net, _REASON),
     # Between the input and the output projection, with and without Megatron's fused path.
     wrapping("megatron.core.ssm.mamba_mixer.MambaMixer._ssm_training", _mamba, _REASON),

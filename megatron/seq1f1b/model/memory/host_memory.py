@@ -42,18 +42,27 @@ Copy = Callable[[Pairs, Wait | None, AbstractContextManager], None]
 
 
 class _Storage:
-    """A storage of the device, None while its bytes are on the host. `leaves` are saved tensors that the graph refers
-    to, for their gradients: the inputs of recomputed modules. The backward reads their values through handles."""
+    """A storage of the device, which leaves while its bytes are on the host. `leaves` are saved tensors that the graph
+    refers to, for their gradients: the inputs of recomputed modules. The backward reads their values through handles.
+    """
 
     def __init__(self, tensor: Tensor) -> None:
-        self.here: UntypedStorage | None = tensor.untyped_storage()
+        self._on_device: UntypedStorage | None = tensor.untyped_storage()
         self.num_bytes = self.here.nbytes()
         self.empty = tensor.new_empty(0)  # base of views on the same device
         self.leaves: list[Tensor] = []
 
+    @property
+    def here(self) -> UntypedStorage:
+        """Raises RuntimeError while the bytes are on the host."""
+        if self._on_device is None:
+            raise RuntimeError("a saved tensor was read while it is in the memory of the host")
+        return self._on_device
+
     def references(self) -> list[int]:
         """The reference counts of the leaves that still have this storage."""
-        return [getrefcount(leaf) for leaf in self.leaves if leaf.untyped_storage()._cdata == self.here._cdata]
+        address = self.here._cdata
+        return [getrefcount(leaf) for leaf in self.leaves if leaf.untyped_storage()._cdata == address]
 
     def may_leave(self) -> bool:
         """Whether only handles use it, and leaves that only the graph refers to."""
@@ -62,13 +71,17 @@ class _Storage:
 
     def leave(self) -> UntypedStorage:
         """Release the storage: from now on only the returned object keeps it on the device."""
+        here = self.here
         for leaf in self.leaves:
-            if leaf.untyped_storage()._cdata == self.here._cdata:
+            if leaf.untyped_storage()._cdata == here._cdata:
                 leaf.data = leaf.new_empty(()).expand(leaf.shape)  # the shape of its gradient
         self.leaves.clear()
-        here = self.here
-        self.here = None
+        self._on_device = None
         return here
+
+    def come_back(self) -> None:
+        """Have a storage on the device again, for the bytes that are copied to it."""
+        self._on_device = UntypedStorage(self.num_bytes, device=self.empty.device)
 
 
 @cache
@@ -87,13 +100,11 @@ class _Handle(NamedTuple):
 
     of: _Storage
     dtype: torch.dtype
-    offset: int
+    offset: int | torch.SymInt
     size: torch.Size
     stride: tuple[int, ...]
 
     def tensor(self) -> Tensor:
-        if self.of.here is None:
-            raise RuntimeError("a saved tensor was read while it is in the memory of the host")
         empty = self.of.empty.new_empty(0, dtype=self.dtype)
         return empty.set_(self.of.here, self.offset, self.size, self.stride)
 
@@ -126,17 +137,17 @@ class Lane:
 
     def __init__(self, is_on_gpu: bool, copy: Copy | None = None) -> None:
         self._copy = copy or _copy
-        self._stream = torch.cuda.Stream() if is_on_gpu else None
-        self._thread = None if is_on_gpu else ThreadPoolExecutor(1, "seq1f1b-copies")
+        self._runs_in = torch.cuda.Stream() if is_on_gpu else ThreadPoolExecutor(1, "seq1f1b-copies")
 
     def copy(self, pairs: Pairs, after: Wait | None, span: AbstractContextManager) -> Wait:
         """Start copies once `after` is over, inside `span`; they empty `pairs`. Tensors must outlive the wait."""
-        if self._stream is None:
-            return self._thread.submit(self._copy, pairs, after, span).result
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
+        if isinstance(self._runs_in, ThreadPoolExecutor):
+            return self._runs_in.submit(self._copy, pairs, after, span).result
+        stream = self._runs_in
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
             self._copy(pairs, after, span)
-            return self._stream.record_event().wait
+            return stream.record_event().wait
 
 
 def _copy(pairs: Pairs, after: Wait | None, span: AbstractContextManager) -> None:
@@ -226,7 +237,7 @@ class HostMemory:
         self._away[unit].settle()
         storages, blocks, departure, _ = self._away.pop(unit)
         for storage in storages:
-            storage.here = UntypedStorage(storage.num_bytes, device=storage.empty.device)
+            storage.come_back()
             self.num_bytes -= storage.num_bytes
         back = [(there, here) for here, there in _pairs(storages, blocks)]
         arrival = self._arriving[unit] = self._lanes[1].copy(back, departure, span)

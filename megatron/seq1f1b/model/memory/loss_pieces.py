@@ -164,9 +164,10 @@ class Logits:
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func is torch.argmax:
-            return args[0].max(**kwargs)[1]
-        return func(*(each.whole() if isinstance(each, Logits) else each for each in args), **(kwargs or {}))
+        options = kwargs or {}
+        if func is torch.argmax and len(args) == 1 and [*options] == ["dim"]:  # as Megatron calls it
+            return args[0].max(**options)[1]
+        return func(*(each.whole() if isinstance(each, Logits) else each for each in args), **options)
 
 
 class _AddedToMainGrad(torch.autograd.Function):

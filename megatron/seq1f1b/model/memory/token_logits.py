@@ -109,7 +109,8 @@ class PieceLogits(torch.Tensor):
     head: Head
     _whole: list[Tensor]  # one tensor or none, shared with detached ones
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    # As torch documents it for subclasses with a dispatch of their own; its stubs have another signature.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def of(hidden: Tensor, head: Head, dtype: torch.dtype | None = None) -> "PieceLogits":
@@ -159,7 +160,9 @@ class PieceLogits(torch.Tensor):
         return f"PieceLogits(shape={tuple(self.shape)}, dtype={self.dtype})"
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # in torch's stubs it is no class method
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         if func is torch.ops.aten.detach.default:
             logits = args[0]
             return cls(logits.hidden.detach(), logits.head, logits.dtype, logits._whole)

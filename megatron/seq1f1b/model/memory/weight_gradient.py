@@ -37,7 +37,7 @@ class WeightGradientStore:
         self.unit: Hashable = None  # the unit that runs
         self._left: defaultdict[Hashable, deque[Any]] = defaultdict(deque)
 
-    def leave(self, parameters: Sequence[torch.nn.Parameter], product: Product) -> None:
+    def leave(self, parameters: Sequence[Tensor], product: Product) -> None:
         """Defer `product`, which computes the gradients of `parameters`."""
         assert self.unit is not None, "a split backward ran outside of a schedule"
         self._left[self.unit].append((product, *parameters))
@@ -59,7 +59,7 @@ class _WeightGradient(torch.autograd.Function):
     """A scalar whose backward gives the gradients of parameters; autograd need not copy them."""
 
     @staticmethod
-    def forward(ctx: Any, product: Product, *parameters: torch.nn.Parameter) -> Tensor:
+    def forward(ctx: Any, product: Product, *parameters: Tensor) -> Tensor:
         ctx.product = product
         return parameters[0].new_zeros(())
 
