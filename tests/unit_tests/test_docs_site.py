@@ -4,7 +4,9 @@ import re
 import shlex
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -54,6 +56,28 @@ def test_figures_of_the_decision_table(family, segments, chunks, idle, memory):
     assert f"{100 * simulate(schedule).bubble_ratio:.1f}" == idle and f"{peak:.2f}" == memory
 
 
+@pytest.mark.parametrize("package", ["megatron.seq1f1b", "megatron.seq1f1b.schedule"])
+def test_the_reference_has_every_public_name(package):
+    text = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
+    section = text.split(f"\n## {package}\n")[1].split("\n## ")[0]
+    objects = re.findall(r"^::: (seq1f1b\.\S+)\.(\w+)$", section, re.MULTILINE)
+    exported = import_module(package)
+    for module, name in objects:
+        assert getattr(import_module(f"megatron.{module}"), name) is getattr(exported, name)
+    of_files = {"named", "read_bytes", "read_text", "reason", "written_together", "written_whole"}
+    public = {name for name, value in vars(exported).items() if name[0] != "_" and not isinstance(value, ModuleType)}
+    assert {name for _, name in objects} == set(getattr(exported, "__all__", public - of_files))
+
+
+def test_the_way_of_a_flag_is_14_files():
+    text = (ROOT / "docs" / "how-it-works.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d+) \| `(\S+)` \| .*?`(\w+)`", text, re.MULTILINE)
+    assert [int(number) for number, _, _ in rows] == list(range(1, 15))
+    for _, file, name in rows:
+        source = (ROOT / "megatron" / "seq1f1b" / file).read_text(encoding="utf-8")
+        assert re.search(rf"(def|class) {name}\b", source), (file, name)
+
+
 def test_the_site_is_built_without_a_warning(tmp_path):
     pytest.importorskip("mkdocs")
     site = tmp_path / "site"
@@ -64,6 +88,7 @@ def test_the_site_is_built_without_a_warning(tmp_path):
     assert 'href="../from-scratch/"' in (site / "how-it-works" / "index.html").read_text()
     assert "def order" in re.sub("<[^>]*>", "", (site / "from-scratch" / "index.html").read_text())
     assert 'href="../schedules/"' in (site / "contributing" / "index.html").read_text()
+    assert "The inverse of <code>str(action)</code>" in (site / "reference" / "index.html").read_text()
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from .kinds import CHUNK_KINDS, Kind
 
-# A segment of a micro-batch at a stage: (stage, micro-batch, segment).
 Unit = tuple[int, int, int]
+"""A segment of a micro-batch at a stage: (stage, micro-batch, segment)."""
 
 
 class Action(NamedTuple):

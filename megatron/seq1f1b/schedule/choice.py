@@ -14,9 +14,10 @@ from .kinds import Kind
 from .schedule import Placement, Schedule, Shape
 
 CostsOfLengths = Callable[[Sequence[int]], Costs]
+"""The costs of actions by the lengths of the segments in tokens."""
 
-# The values of --pipeline-schedule.
 FAMILY_NAMES = (*FAMILIES, "auto")
+"""The values of --pipeline-schedule."""
 
 
 def build(

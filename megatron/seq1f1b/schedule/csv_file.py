@@ -13,6 +13,7 @@ from .validate import ScheduleError, validate
 
 
 def write_csv(schedule: Schedule, path: str | Path) -> None:
+    """Write one row for each rank, an action a cell; `read_csv` is the inverse."""
     with written_whole(path) as unfinished, open(unfinished, "w", newline="", encoding="utf-8") as file:
         csv.writer(file, lineterminator="\n").writerows(map(str, rank) for rank in schedule.ranks)
 

@@ -69,3 +69,4 @@ FAMILIES: Mapping[str, Callable[[Shape], Clock]] = MappingProxyType(
         "breadth-first": breadth_first,
     }
 )
+"""The clock of each named schedule, by its name."""

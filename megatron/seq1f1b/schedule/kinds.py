@@ -160,10 +160,14 @@ FACTS: Mapping[Kind, Facts] = MappingProxyType(
         Kind.RELOAD: Facts(lane=Lane.FROM_HOST, before=Holds.ON_HOST, after=Holds.ACTIVATIONS),
     }
 )
+"""What is known of each kind of action, stated once."""
 
 COMPUTE_KINDS = tuple(kind for kind in Kind if kind.facts.lane is Lane.COMPUTE)
+"""Forwards, and backwards whole or in halves."""
 MESSAGE_KINDS = tuple(kind for kind in Kind if kind.facts.lane is Lane.MESSAGES)
 CHUNK_KINDS = tuple(kind for kind in Kind if kind.facts.is_of_chunk)
+"""The actions of a whole model chunk, on its weights or gradients."""
 MOVE_KINDS = tuple(kind for kind in Kind if kind.facts.lane in (Lane.TO_HOST, Lane.FROM_HOST))
-# What a message can carry.
+"""The moves of a unit's activations to the memory of the host, and back."""
 PAYLOADS = tuple(kind for kind in Kind if any(each.facts.payload is kind for each in MESSAGE_KINDS))
+"""What a message can carry: the output of a forward, or the gradient of its input."""

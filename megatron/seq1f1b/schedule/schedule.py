@@ -10,6 +10,7 @@ from .action import Action
 from .kinds import COMPUTE_KINDS, MOVE_KINDS
 
 PLACEMENTS = ("looped", "v")
+"""The styles of a `Placement`."""
 
 
 @dataclass(frozen=True)
