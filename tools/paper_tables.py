@@ -125,11 +125,11 @@ What is off, and why, as far as we found:
 - Large vocabularies: 1F1B is at most 3 % off. Where layers move away from the last stage and the vocabulary has 256,000
   entries, we assume that this stage keeps none, and predict 9 % more; with one layer kept it would be 22 %.
 - Hopper, 34 rows in four tables: two constants are fitted to nine of them, the six of Kwai without offload and those of
-  64K, 256K and 1024K tokens of NVIDIA's long sequences. Offload moves 50 GB/s per GPU. Kwai's tensor-parallel
-  collectives overlap products; ours do not, as in Megatron without --tp-comm-overlap, so rows with TP 4 come out too
-  slow. The recomputation of gpt-oss-120b is not published, and it would not fit without any; by our costs, the logits
-  of its last stage, 201,088 a token, cause its bubble of 42 %. 65B on 256 GPUs without offload is published as out of
-  memory; we predict 75 of 79 GiB.
+  64K, 256K and 1024K tokens of NVIDIA's long sequences. Offload moves 30 GB/s per GPU; with 50, or 25, its rows are as
+  far off. Kwai's tensor-parallel collectives overlap products; ours do not, as in Megatron without --tp-comm-overlap,
+  so rows with TP 4 come out too slow. The recomputation of gpt-oss-120b is not published, and it would not fit without
+  any; by our costs, the logits of its last stage, 201,088 a token, cause its bubble of 42 %. 65B on 256 GPUs without
+  offload is published as out of memory; we predict 75 of 79 GiB.
 """
 
 

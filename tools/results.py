@@ -11,17 +11,20 @@ nearly all of them for the searches behind `layered`.
 import argparse
 import csv
 import sys
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 from textwrap import wrap
 
-from megatron.seq1f1b.commands.gain_map import gain_of, plot_gains, read_cells
+from megatron.seq1f1b.commands.gain_map import Cell, gain_of, plot_gains, read_cells
 from paper import headlines, layered
 from paper.training_time import plot_training_time
 
 # The columns by which gains are sorted, and in whose order they are shown.
 _BY = ("seq_length", "gpus", "batch", "bandwidth")
+# GB/s each way between a device and its host: of the machine file, of a link that no other device slows down; none.
+_LINKS = {"h100-80gb": (30.0, 50.0, 0.0), "a100-80gb": (12.0, 25.0, 0.0)}
 # Model, machine and length of the cells of the picture.
 _PICTURED = ("llama3-70b", "h100-80gb", 131072)
 GAINS = Path(__file__).parents[1] / "docs" / "gains.csv"
@@ -155,28 +158,59 @@ def layered_section(pictures: Path | None) -> str:
     return text
 
 
+def reason(cell: Cell, without_host: Cell | None) -> str:
+    """What makes the gain of a cell, by the same cell with nothing on the host; "" within the error."""
+    gain = gain_of(cell)
+    if not gain.is_of_segments:
+        return ""
+    if gain.value is None:
+        return "less memory"
+    if without_host is not None and not gain_of(without_host).is_of_segments:
+        return "host memory"
+    if None not in (cell.idle, cell.megatron_idle) and 2 * (cell.megatron_idle - cell.idle) > gain.value:
+        return "smaller bubble"
+    return "less memory"
+
+
+def gain_rows(cells: Sequence[Cell]) -> Iterator[list[str]]:
+    """A row for each question, with the configurations at the link of the machine file and the gain at each link."""
+    by_link: dict[tuple[object, ...], dict[float, Cell]] = defaultdict(dict)
+    for cell in sorted(cells, key=lambda cell: (cell.model, cell.machine, *(getattr(cell, name) for name in _BY))):
+        place = (cell.model, cell.machine, *(getattr(cell, name) for name in _BY))
+        by_link[place][cell.host_bandwidth] = cell
+    for found in by_link.values():
+        links = _LINKS[next(iter(found.values())).machine]
+        shown = next(found[link] for link in links if link in found)
+        words = shown.named_words()
+        gains = [str(gain_of(found[link])) if link in found else "" for link in links]
+        asked = [words[name] for name in ("model", "machine", *_BY)]
+        ours = [words["seconds"], words["configuration"]]
+        opponent = [words["megatron_seconds"], words["megatron_configuration"]]
+        yield [*asked, *ours, *opponent, *gains, reason(shown, found.get(0.0))]
+
+
 def gains_section(pictures: Path | None) -> str:
     """Of the cells that `seq1f1b gain-map --output docs/gains.csv` found."""
     cells = read_cells(GAINS)
     text = (
         "The fastest step that the planner finds, and the fastest of Megatron's own schedules with "
         "[all that it is credited with](planning.md#what-megatron-alone-is-credited-with). Either side may move "
-        "activations to the host, at 50 GB/s each way on H100; at 30 GB/s, 70B with 128k tokens on 64 GPUs and 50 GB/s "
-        "or more between nodes gains 9 to 12 % instead of 11 to 17. Where the gain is within the error, or negative, "
+        "activations to the host. Steps and configurations are those at the rate of the machine file, which all "
+        "devices of a node reach at once, 30 GB/s each way on H100 and 12 on A100; the next gains are at 50 and 25, "
+        "if nothing else slowed the link down, and with nothing on the host. *Host memory* makes a gain that is within "
+        "the error without it, a *smaller bubble* one of which it is more than a half; otherwise *less memory* does, "
+        "which allows other parallel sizes or less recomputation. Where the gain is within the error, or negative, "
         "[take Megatron's own schedules](choosing.md#segments-or-megatrons-own-schedules). X is context parallelism, "
         "C model chunks, k segments. "
         + nearest("NVIDIA long sequences", "Kwai with offload", "NVIDIA performance summary", "vTrain multi-node")
         + " None has latent attention, recurrent layers, or context parallelism on A100: there the error is not known."
     )
     lines = ["## What this package gains", "", *wrap(text, 118, break_on_hyphens=False), ""]
-    lines += ["`seq1f1b gain-map --output docs/gains.csv --model ...`", ""]
+    lines += ["`seq1f1b gain-map --output docs/gains.csv --host-bandwidths 30 50 0 --model ...`", ""]
     head = ["model", "machine", "tokens", "GPUs", "sequences", "GB/s a node", "step s", "with", "Megatron, s", "with"]
-    lines += [f"| {' | '.join((*head, 'gain'))} |", 11 * "|---" + "|"]
-    for cell in sorted(cells, key=lambda cell: (cell.model, cell.machine, *(getattr(cell, name) for name in _BY))):
-        words = cell.named_words()
-        shown = [words[name] for name in ("model", "machine", *_BY, "seconds", "configuration")]
-        opponent = [words["megatron_seconds"], words["megatron_configuration"], str(gain_of(cell))]
-        lines.append(f"| {' | '.join((*shown, *opponent))} |")
+    head += ["gain", "at 50 or 25 GB/s to the host", "with nothing there", "made by"]
+    lines += [f"| {' | '.join(head)} |", len(head) * "|---" + "|"]
+    lines += [f"| {' | '.join(row)} |" for row in gain_rows(cells)]
     lines += ["", "![The gain by network and GPUs: 70B, 128k tokens, 8 and 32 sequences a step](images/gains.png)"]
     if pictures is not None:
         shown = [cell for cell in cells if (cell.model, cell.machine, cell.seq_length) == _PICTURED]

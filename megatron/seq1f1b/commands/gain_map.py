@@ -19,8 +19,8 @@ from typing import Any
 
 from msgspec import Struct, structs
 
-from ..costs.machine import read_machine
-from ..files import Count, Positive, read_rows, with_way_out
+from ..costs.machine import Machine, read_machine
+from ..files import At0, Count, Positive, read_rows, with_way_out
 from ..planner.gain import Gain
 from ..planner.search import Plan, Search
 from ..planner.space import Question
@@ -28,28 +28,40 @@ from ..report.style import picture
 from ..report.text import aligned
 from ..schedule import named, read_bytes
 from .model_flags import PRESETS, preset
-from .parsing import Parser, amount, count, count_up_to, output_path
+from .parsing import Parser, amount, amount_or_0, count, count_up_to, output_path
 from .plan import add_machine, show
 from .plan_text import short_name
 
 
 class Cell(Struct, frozen=True):
-    """A line of a map: what was asked, and the seconds of the best steps, None where nothing fits."""
+    """A line of a map: what was asked, and the best steps: their seconds, None where nothing fits, and the share of
+    them that ranks are idle."""
 
     model: str
     machine: str
     seq_length: Count
     bandwidth: Positive
+    host_bandwidth: At0  # 0: nothing moves to the host
     gpus: Count
     batch: Count
     seconds: Positive | None
+    idle: At0 | None
     configuration: str
     megatron_seconds: Positive | None
+    megatron_idle: At0 | None
     megatron_configuration: str
 
     @property
-    def question(self) -> tuple[str, str, int, float, int, int]:
-        return self.model, self.machine, self.seq_length, self.bandwidth, self.gpus, self.batch
+    def question(self) -> tuple[str, str, int, float, float, int, int]:
+        return (
+            self.model,
+            self.machine,
+            self.seq_length,
+            self.bandwidth,
+            self.host_bandwidth,
+            self.gpus,
+            self.batch,
+        )
 
     def named_words(self) -> dict[str, str]:
         """The values as they stand in the line."""
@@ -75,45 +87,76 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--tokens", type=amount, nargs="+", required=True, help="of a step, such as 4e6; required")
     what = "GB/s of a node to others, as collectives reach them; default: the machine's"
     add("--bandwidths", type=amount, nargs="+", metavar="GB/S", help=what)
+    what = "GB/s each way between a GPU and its host while all copy, 0: nothing moves there; default: the machine's"
+    add("--host-bandwidths", type=amount_or_0, nargs="+", metavar="GB/S", help=what)
     add("--output", type=output_path(".csv"), required=True, help="cells as .csv; those there are kept; required")
     add("--picture", action="store_true", help="a picture beside --output, as .png (needs matplotlib)")
     args = parser.parse_args(argv)
     machine = read_machine(args.machine)
     cells = []
-    network = machine.network
-    host = machine.device.host_memory_gib
     batches = sorted({max(1, round(tokens / args.seq_length)) for tokens in args.tokens})
-    wanted = list(product(args.bandwidths or [network.bandwidth / 1e9], args.gpus, batches))
+    bandwidths = args.bandwidths or [machine.network.bandwidth / 1e9]
+    host_bandwidths = args.host_bandwidths or [machine.device.host_bandwidth / 1e9]
+    wanted = list(product(bandwidths, host_bandwidths, args.gpus, batches))
     known = {cell.question: cell for cell in read_cells(args.output)}
     if args.output.exists():
         os.truncate(args.output, _size_of_lines(args.output.read_bytes()))
-    for number, (bandwidth, devices, batch) in enumerate(wanted, start=1):
-        key = (args.model, args.machine, args.seq_length, float(f"{bandwidth:g}"), devices, batch)
+    for number, (bandwidth, host_bandwidth, devices, batch) in enumerate(wanted, start=1):
+        key = (
+            args.model,
+            args.machine,
+            args.seq_length,
+            float(f"{bandwidth:g}"),
+            float(f"{host_bandwidth:g}"),
+            devices,
+            batch,
+        )
         if key not in known:
-            # One message reaches as large a share of the bandwidth as before.
-            scale = 1e9 * bandwidth / network.bandwidth
-            scaled = structs.replace(
-                network, bandwidth=1e9 * bandwidth, message_bandwidth=scale * network.message_bandwidth
-            )
-            linked = replace(machine, network=scaled)
-            search = Search(Question(preset(args.model), linked, devices, args.seq_length, batch, host_gib=host))
+            linked = with_links(machine, 1e9 * bandwidth, 1e9 * host_bandwidth)
+            room = linked.device.host_memory_gib
+            search = Search(Question(preset(args.model), linked, devices, args.seq_length, batch, host_gib=room))
             ours = next(iter(search.best(1)), None)
             megatron = search.of_megatron()
-            known[key] = Cell(*key, *_step_and_name(ours), *_step_and_name(megatron))
+            known[key] = Cell(*key, *_step(ours), *_step(megatron))
             append_cell(args.output, known[key])
         cells.append(known[key])
         show(number, len(wanted))
-    names = ["GB/s a node", "GPUs", "sequences", "step s", "best", "Megatron s", "Megatron's best", "gain"]
-    shown = ("bandwidth", "gpus", "batch", "seconds", "configuration", "megatron_seconds", "megatron_configuration")
+    shown = {
+        "bandwidth": "GB/s a node",
+        "host_bandwidth": "to the host",
+        "gpus": "GPUs",
+        "batch": "sequences",
+        "seconds": "step s",
+        "configuration": "best",
+        "megatron_seconds": "Megatron s",
+        "megatron_configuration": "Megatron's best",
+    }
     rows = ([*(cell.named_words()[name] for name in shown), str(gain_of(cell))] for cell in cells)
-    print("\n".join(aligned([names, *rows])))
+    print("\n".join(aligned([[*shown.values(), "gain"], *rows])))
     if args.picture:
         title = f"gain of segments, {args.model}, {args.seq_length} tokens, {machine.device.name}"
         plot_gains(cells, title, args.output.with_suffix(".png"))
 
 
-def _step_and_name(plan: Plan | None) -> tuple[float | None, str]:
-    return (None, "-") if plan is None else (float(f"{plan.seconds:.4g}"), short_name(plan) or "data parallel")
+def with_links(machine: Machine, bandwidth: float, host_bandwidth: float) -> Machine:
+    """The machine with other bytes/s between nodes, and between a device and its host; 0 is no memory there. One
+    message between nodes reaches as large a share of the bandwidth as before."""
+    network = machine.network
+    scale = bandwidth / network.bandwidth
+    memory = machine.device.host_memory_gib if host_bandwidth else 0.0
+    return replace(
+        machine,
+        network=structs.replace(network, bandwidth=bandwidth, message_bandwidth=scale * network.message_bandwidth),
+        device=structs.replace(machine.device, host_bandwidth=host_bandwidth, host_memory_gib=memory),
+    )
+
+
+def _step(plan: Plan | None) -> tuple[float | None, float | None, str]:
+    """The seconds of a step, the share of them that ranks are idle, and its configuration."""
+    if plan is None:
+        return None, None, "-"
+    idle = float(f"{plan.prediction.bubble:.3f}")
+    return float(f"{plan.seconds:.4g}"), idle, short_name(plan) or "data parallel"
 
 
 def gain_of(cell: Cell) -> Gain:
@@ -150,9 +193,13 @@ def _size_of_lines(content: bytes) -> int:
 
 
 def plot_gains(cells: Sequence[Cell], title: str, path: Path) -> None:
-    """One panel for each number of sequences, with the gain in percent; grey where that is within the error."""
+    """One panel for each number of sequences, with the gain in percent; grey where that is within the error. Of several
+    rates to the host, the slowest that moves something is shown."""
     import numpy as np
 
+    rates = {cell.host_bandwidth for cell in cells}
+    slowest = min(rates - {0.0}, default=0.0)
+    cells = [cell for cell in cells if cell.host_bandwidth == slowest]
     values = {(cell.bandwidth, cell.gpus, cell.batch): gain_of(cell).value for cell in cells}
     error = 100 * read_machine(cells[0].machine).error
     bandwidths, devices, batches = (sorted(set(each)) for each in zip(*values, strict=True))

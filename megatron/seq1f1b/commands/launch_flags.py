@@ -7,7 +7,7 @@ from itertools import islice
 
 from ..arguments.flags import EQUAL_SPLITS, share_or_auto
 from ..costs.layer_times import comm_type_of_segments
-from ..costs.training_setup import ALL_BUT_ATTENTION, TrainingSetup
+from ..costs.training_setup import ALL_BUT_ATTENTION, Moves, TrainingSetup
 from ..partition import DEFAULT_STRATEGY, STRATEGIES
 from ..planner.given import NOT_PREDICTED
 from ..planner.space import Candidate
@@ -23,6 +23,7 @@ _COUNTS = """
     context-parallel-size expert-model-parallel-size expert-tensor-parallel-size unit-tokens recompute-num-layers
     num-layers-per-virtual-pipeline-stage num-virtual-stages-per-pipeline-rank decoder-first-pipeline-num-layers
     decoder-last-pipeline-num-layers microbatch-group-size-per-virtual-pipeline-stage
+    cpu-offloading-num-layers
 """
 _SWITCHES = """
     sequence-parallel use-distributed-optimizer overlap-grad-reduce overlap-param-gather partition-state keep-logits
@@ -128,14 +129,18 @@ def _memory(setup: TrainingSetup) -> Iterator[str]:
     elif setup.recompute != "none":
         yield "--recompute-granularity selective"
         yield f"--recompute-modules {setup.recompute}"
-    if setup.offloads_modules and setup.offloads:
+    if not setup.offloads:
+        return
+    if setup.moves is Moves.MODULES:
         modules = f"{_OF_ATTENTION} mlp_norm"
         if setup.model.experts is not None and not setup.repeats("E"):
             modules += " expert_fc1 moe_act"
         yield "--fine-grained-activation-offloading"
         yield f"--offload-modules {modules}"
         yield f"--activation-offload-fraction {setup.offloads:g}"
-    elif setup.offloads:
+    elif setup.moves is Moves.LAYERS:
+        yield f"--cpu-offloading-num-layers {round(setup.offloads * setup.model.num_layers)}"
+    else:
         yield f"--offload-activations {setup.offloads:g}"
         if setup.overlaps_data_parallel:
             yield "--no-gradient-accumulation-fusion"

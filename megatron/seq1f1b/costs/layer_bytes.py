@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from ..schedule import COMPUTE_KINDS, Holds, Kind
 from ..schedule.cost_tables import Table
 from .blocks import BYTES, Block, blocks_of
-from .training_setup import ALL_BUT_ATTENTION, FULL, Stage, TrainingSetup
+from .training_setup import ALL_BUT_ATTENTION, FULL, Moves, Stage, TrainingSetup
 
 Sizes = NDArray[np.float64]
 
@@ -107,17 +107,28 @@ def layer_keys_values_gradients(setup: TrainingSetup, layer: int) -> float:
 
 
 def layer_moved(setup: TrainingSetup, layer: int, start: int, end: int) -> tuple[float, float]:
-    """Activations, and keys and values, that --offload-modules moves to the host: all of attention and experts, only
-    the input of other blocks and of experts that are computed again; no activations of layers that are."""
-    if not setup.offloads_modules:
-        return 0.0, 0.0
+    """Activations, and keys and values, of which Megatron moves a share to the host. As one layer of many it is that
+    share of each."""
+    keys_values = layer_keys_values(setup, layer, start, end)
+    match setup.moves:
+        case Moves.UNITS:
+            return 0.0, 0.0
+        case Moves.MODULES:
+            return setup.offloads * _moved_by_modules(setup, layer, end - start), setup.offloads * keys_values
+        case Moves.LAYERS:
+            return setup.offloads * layer_activation(setup, layer, start, end), setup.offloads * keys_values
+
+
+def _moved_by_modules(setup: TrainingSetup, layer: int, length: int) -> float:
+    """The activations of --offload-modules: all of attention and experts, only the input of other blocks and of experts
+    that are computed again; none of layers that are."""
     activations = 0.0
     for block in setup.blocks(layer) if not setup.recomputes_layers else ():
         if block.symbol == "-" or setup.repeats(block.symbol):
-            activations += setup.residual(end - start)
+            activations += setup.residual(length)
         elif block.symbol in "*+E":
-            activations += _kept_of_block(setup, block, end - start)
-    return setup.offloads * activations, setup.offloads * layer_keys_values(setup, layer, start, end)
+            activations += _kept_of_block(setup, block, length)
+    return activations
 
 
 def stage_moved(setup: TrainingSetup, stage: Stage, start: int, end: int) -> float:
@@ -297,7 +308,7 @@ def moved_bytes(setup: TrainingSetup) -> Table:
 
     rows: dict[Stage, tuple[float, ...]] = {}
     for stage in set(setup.stages):
-        if setup.offloads_modules:
+        if setup.moves_parts:
             rows[stage] = tuple(stage_moved(setup, stage, *span) for span in setup.spans)
         else:
             rows[stage] = tuple((kept(setup, stage) - kept(setup, stage, Holds.ON_HOST)).sum(axis=1).tolist())
@@ -343,8 +354,9 @@ def _running(setup: TrainingSetup, stage: Stage, kind: Kind, start: int, end: in
     hidden, of_loss = head_kept(setup, length)
     if has_loss and keeps_logits(setup):  # these are counted with the unit
         loss -= of_loss
-    # Two layers are on their way, or at work.
-    moving = 2 * max((sum(layer_moved(setup, layer, start, end)) for layer, _ in stage.layers), default=0.0)
+    # Two layers are on their way, or at work: with modules each as far as it moves, else whole layers.
+    two = 2 / setup.offloads if setup.moves is Moves.LAYERS and setup.offloads else 2
+    moving = two * max((sum(layer_moved(setup, layer, start, end)) for layer, _ in stage.layers), default=0.0)
     if not kind.facts.gives_input_gradient:
         return loss, moving + setup.whole_input(length) + routed
     working = moving + backward_working(setup, stage, start, end)

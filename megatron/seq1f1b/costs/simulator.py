@@ -99,7 +99,7 @@ def predict(setup: TrainingSetup, machine: Machine, schedule: Schedule | None = 
     def predicted(num_microbatches: int) -> _Step:
         short = replace(setup, num_microbatches=num_microbatches)
         costs = step_costs(short, machine)
-        share = 0.0 if short.offloads_modules else short.offloads
+        share = 0.0 if short.moves_parts else short.offloads
         actions = moved(schedule, share) if schedule else _built(short.family, short.shape, share)
         timeline = timeline_of(short, machine, actions, costs)
         computing = [span for spans in timeline.ranks for span in spans if span.action.kind in COMPUTE_KINDS]

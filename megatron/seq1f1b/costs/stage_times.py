@@ -14,7 +14,7 @@ from .blocks import BYTES
 from .layer_bytes import stage_moved
 from .layer_times import LayerTime, embedding_time, head_time, layer_time, repeated_time
 from .machine import Machine
-from .training_setup import Stage, TrainingSetup
+from .training_setup import Moves, Stage, TrainingSetup
 
 Row = tuple[float, ...]
 
@@ -47,9 +47,12 @@ def _rows(setup: TrainingSetup, machine: Machine, stage: Stage) -> tuple[Row, Ro
             if is_here:
                 forward, back, weight = map(add, (forward, back, weight), end_time(setup, machine, *span))
         copied = stage_moved(setup, stage, *span)
-        total = max(back + weight, launch_b, copied and copied / machine.device.host_bandwidth) + host.action
+        copying = copied / machine.device.host_bandwidth if copied else 0.0
+        total = max(back + weight, launch_b, copying) + host.action
         weight *= (total - host.action) / (back + weight) if setup.splits_backward and weight else 1.0
-        rows.append((max(forward, launch_f) + host.action, total - weight, weight))
+        # A forward waits for the copies of whole layers: Transformer Engine frees a layer only when it has moved.
+        leaving = copying if setup.moves is Moves.LAYERS else 0.0
+        rows.append((max(forward, launch_f, leaving) + host.action, total - weight, weight))
     f, i, w = zip(*rows, strict=True)
     return f, i, w
 

@@ -47,8 +47,8 @@ _COME_AND_GO = ("activations", "keys_values", "states", "logits", "working", "me
 
 def host_bytes(setup: TrainingSetup, actions: Iterable[Action]) -> float:
     """The most that a rank has in the memory of its host at once."""
-    # Megatron's modules move a part of every unit, from its forward to its backward.
-    signs = {Kind.F: 1, Kind.B: -1} if setup.offloads_modules else {Kind.OFFLOAD: 1, Kind.RELOAD: -1}
+    # Megatron moves a part of every unit, from its forward to its backward.
+    signs = {Kind.F: 1, Kind.B: -1} if setup.moves_parts else {Kind.OFFLOAD: 1, Kind.RELOAD: -1}
     moves = [action for action in actions if action.kind in signs]
     sizes = moved_bytes(setup) if moves else ()
     changes = (sizes[stage][segment] * signs[kind] for kind, stage, _, segment in moves)

@@ -5,6 +5,7 @@ Tested in commands/test_launch_flags.py.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from typing import Any, ClassVar, NamedTuple
@@ -19,6 +20,14 @@ from .model_shape import ModelShape, hash_once
 FULL = "full"
 ALL_BUT_ATTENTION = "all but attention"
 MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act")
+
+
+class Moves(StrEnum):
+    """What moves to the memory of a host, and back for the backward."""
+
+    UNITS = "units"  # a share of the units that a rank holds (--offload-activations)
+    MODULES = "modules"  # of every unit a share of what Megatron's modules can move
+    LAYERS = "layers"  # of every unit all that some of the layers keep (--cpu-offloading-num-layers)
 
 
 @lru_cache  # every set-up is checked, and a search makes many
@@ -100,10 +109,8 @@ class TrainingSetup:
     hides_experts: bool = False  # --overlap-moe-expert-parallel-comm, in Megatron's own schedules
     hides_tensor_exchange: bool = False  # --tp-comm-overlap, for segments of one length; needs `sequence_parallel`
     recomputed_share: float = 1.0  # the part of the layers of a stage, with FULL (--recompute-method block)
-    # The share of a rank's activations that moves to its host (--offload-activations); with `offloads_modules` the
-    # share of what Megatron's modules can move of every unit (--fine-grained-activation-offloading).
-    offloads: float = 0.0
-    offloads_modules: bool = False
+    offloads: float = 0.0  # the share of what `moves` to the host
+    moves: Moves = Moves.UNITS
     seen: tuple[float, ...] = ()  # pairs of a query and a key of each segment at most, where documents are kept apart
     longest: int = 0  # tokens of the longest micro-batch of a step, where micro-batches differ in length
     # A set-up for each kind of micro-batch, where they differ (--unit-tokens). `segments` are then those of all kinds,
@@ -158,6 +165,11 @@ class TrainingSetup:
         return _splits_backward(self.family)
 
     @property
+    def moves_parts(self) -> bool:
+        """Whether a part of every unit moves to the host, as in Megatron, instead of some of the units."""
+        return self.moves is not Moves.UNITS
+
+    @property
     def moves_state(self) -> bool:
         return self.partitions_state and self.data_group.size > 1
 
@@ -209,7 +221,8 @@ class TrainingSetup:
             layers_per_stage=(self.model.num_layers,),
             family=self.family if self.splits_backward else "1f1b",
             overlaps_data_parallel=False,
-            offloads=self.offloads if self.offloads_modules else 0.0,
+            offloads=self.offloads if self.moves_parts else 0.0,
+            moves=self.moves if self.offloads else Moves.UNITS,
         )
 
     def rows(self, tokens: int) -> float:

@@ -11,7 +11,7 @@ from ..arguments.flags import AUTO
 from ..arguments.layer_layout import stages_of_layout
 from ..arguments.megatron_run import hybrid_stages, layers_per_stage
 from ..costs.simulator import check_size
-from ..costs.training_setup import TrainingSetup, choices_of
+from ..costs.training_setup import Moves, TrainingSetup, choices_of
 from ..schedule import Shape
 from .search import fitted
 from .space import Candidate, Question, cut, expert_sizes
@@ -44,9 +44,11 @@ def as_given(launch: argparse.Namespace, question: Question) -> Candidate | None
     else:
         raise ValueError(f"--sequence-splits {segments} are too many for --seq-length {question.sequence_length}")
     if launch.fine_grained_activation_offloading:
-        setup = replace(setup, offloads=launch.activation_offload_fraction, offloads_modules=True)
+        setup = replace(setup, offloads=launch.activation_offload_fraction, moves=Moves.MODULES)
+    elif launch.cpu_offloading_num_layers:
+        setup = replace(setup, offloads=launch.cpu_offloading_num_layers / setup.model.num_layers, moves=Moves.LAYERS)
     else:
-        least = fitted(setup, question.room) if share == AUTO else None
+        least = fitted(setup, question.room, Moves.UNITS) if share == AUTO else None
         setup = least or replace(setup, offloads=1.0 if share == AUTO else share)
     return Candidate(setup, strategy)
 

@@ -15,9 +15,21 @@ from ..costs.simulator import Prediction, predict
 from ..costs.stage_costs import action_costs, setup_costs
 from ..costs.stage_times import stage_rows, step_end
 from ..costs.step_memory import Memory, host_bytes, rank_memory, static_memory
-from ..costs.training_setup import TrainingSetup
+from ..costs.training_setup import Moves, TrainingSetup
 from ..schedule import FAMILIES, Action, Shape, build, units_to_move, with_moves
-from .space import Candidate, Question, Room, all_sizes, cut, cuts, families, numbers_of_segments, partitioned, spread
+from .space import (
+    Candidate,
+    Question,
+    Room,
+    all_sizes,
+    cut,
+    cuts,
+    families,
+    numbers_of_segments,
+    partitioned,
+    spread,
+    ways_to_move,
+)
 
 # Tiles may make as much of a difference between cuts.
 _ROUNDING = 0.96
@@ -145,7 +157,7 @@ def fullest_ranks(setup: TrainingSetup) -> Iterable[int]:
 
 def memory_in_flight(setup: TrainingSetup) -> Iterator[Memory]:
     """Of `fullest_ranks`."""
-    share = 0.0 if setup.offloads_modules else setup.offloads
+    share = 0.0 if setup.moves_parts else setup.offloads
     sizes = replace(setup, offloads=0.0) if share else setup  # sizes of units do not depend on the share
     for rank in fullest_ranks(setup):
         yield rank_memory(sizes, _in_flight(setup, rank, share), rank)
@@ -170,17 +182,23 @@ def fits(setup: TrainingSetup, limit: float) -> bool:
 
 
 @lru_cache(maxsize=1 << 16)
-def fitted(setup: TrainingSetup, room: Room) -> TrainingSetup | None:
-    """The set-up with the least sixteenths of its activations on the host so that it fits; None if none do."""
+def fitted(setup: TrainingSetup, room: Room, moves: Moves) -> TrainingSetup | None:
+    """The set-up with the least of its activations on the host so that it fits; None if nothing helps. Whole layers
+    move, all but one at most, and sixteenths of all else."""
     if fits(setup, room.device):
         return setup
+    parts = 16
+    most = 16
+    if moves is Moves.LAYERS:
+        parts = setup.model.num_layers
+        most = parts - 1
 
-    def moving(sixteenths: int) -> TrainingSetup:
-        return replace(setup, offloads=sixteenths / 16, offloads_modules=room.by_modules)
+    def moving(number: int) -> TrainingSetup:
+        return replace(setup, offloads=number / parts, moves=moves)
 
-    if not room.host or not fits(moving(16), room.device):
+    if not room.host or not most or not fits(moving(most), room.device):
         return None
-    return moving(bisect_left(range(16), True, 1, key=lambda sixteenths: fits(moving(sixteenths), room.device)))
+    return moving(bisect_left(range(most), True, 1, key=lambda number: fits(moving(number), room.device)))
 
 
 @lru_cache(maxsize=2048)
@@ -249,10 +267,11 @@ class Search:
                 presses = self._seconds_away(setup, family, segments) > 0
                 yield from self._fitting(cuts(setup, family, segments), presses)
             case (Candidate(), *_):
-                for each in item:
-                    if (moved := fitted(each.setup, room)) is not None:
-                        yield least_seconds(moved, machine), replace(each, setup=moved)
-                        break
+                for moves in ways_to_move(question, item[0].setup):
+                    for each in item:
+                        if (moved := fitted(each.setup, room, moves)) is not None:
+                            yield least_seconds(moved, machine), replace(each, setup=moved)
+                            break
             case Candidate() if question.accepts(item) and (found := self._plan(item)).fits(room):
                 yield found.prediction.seconds, found
 

@@ -16,7 +16,7 @@ from ..costs.machine import GIB, OUTSIDE_GIB, Machine
 from ..costs.model_shape import ModelShape
 from ..costs.stage_costs import A100, bottleneck_time, setup_costs
 from ..costs.stage_times import balanced_layers
-from ..costs.training_setup import ALL_BUT_ATTENTION, FULL, TrainingSetup
+from ..costs.training_setup import ALL_BUT_ATTENTION, FULL, Moves, TrainingSetup
 from ..partition import SegmentTime, Task, cut_sequence, even, segment_multiple
 from ..schedule import FAMILY_NAMES, Placement
 
@@ -28,15 +28,16 @@ _SHORTEST = 512
 _FULL = 32768
 # The shares of the layers of a stage that Megatron may compute again.
 _SHARES = (0.25, 0.5, 0.75, 1.0)
+# What a search may compute again, beside whole layers.
+_SELECTIVE = ("none", "layernorm mlp", "layernorm moe_act", "layernorm mlp moe")
 
 
 class Room(NamedTuple):
-    """Bytes of a device, of its host, and bytes/s between them. Activations of Megatron's modules move, or units."""
+    """Bytes of a device, of its host, and bytes/s between them."""
 
     device: float
     host: float
     bandwidth: float
-    by_modules: bool
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Question:
     segments: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128)
     chunks: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20)
     micro_batches: tuple[int, ...] = (1, 2, 4, 8)
-    recomputes: tuple[str, ...] = ("none", "layernorm mlp", "layernorm mlp moe", ALL_BUT_ATTENTION, FULL)
+    recomputes: tuple[str, ...] = (*_SELECTIVE, ALL_BUT_ATTENTION, FULL)
     by_megatron: bool = False
     partitions_state: bool | None = False
     accepts: "Callable[[Candidate], bool]" = lambda candidate: True
@@ -69,7 +70,7 @@ class Question:
         """The same for Megatron's own schedules: 1F1B and its interleaved form on whole sequences. Logits are kept,
         tensor parallelism exchanges beside products, experts beside the compute of another micro-batch, and activations
         of modules move to the host."""
-        recomputes = ("none", "layernorm mlp", "layernorm moe_act", "layernorm mlp moe", FULL)
+        recomputes = tuple(each for each in self.recomputes if each != ALL_BUT_ATTENTION)
         own: dict[str, Any] = {"families": ("1f1b",), "segments": (1,), "recomputes": recomputes, "by_megatron": True}
         return replace(self, **own, partitions_state=False, accepts=self.accepts_of_megatron)
 
@@ -81,7 +82,7 @@ class Question:
     @property
     def room(self) -> Room:
         bandwidth = self.machine.device.host_bandwidth
-        return Room(GIB * self.memory_limit, GIB * self.host_gib if bandwidth else 0.0, bandwidth, self.by_megatron)
+        return Room(GIB * self.memory_limit, GIB * self.host_gib if bandwidth else 0.0, bandwidth)
 
     def setup(
         self, sizes: tuple[int, int, int, int], chunks: int = 1, micro_batch_size: int = 1, **choices: Any
@@ -222,6 +223,15 @@ def partitioned(question: Question, setup: TrainingSetup) -> TrainingSetup:
     may = question.partitions_state is None and setup.family == "breadth-first" and "breadth-first" in question.families
     saves = setup.placement.num_chunks > 2 and setup.data_group.size > 1
     return replace(setup, partitions_state=True) if may and saves else setup
+
+
+def ways_to_move(question: Question, setup: TrainingSetup) -> tuple[Moves, ...]:
+    """What of a set-up may move to the host. Megatron moves whole layers without a pipeline and recomputation, and in
+    no hybrid model."""
+    if not question.by_megatron:
+        return (Moves.UNITS,)
+    has_layers = setup.pipeline_parallel == 1 and setup.recompute == "none" and setup.model.pattern is None
+    return (Moves.MODULES, Moves.LAYERS) if has_layers else (Moves.MODULES,)
 
 
 def cuts(setup: TrainingSetup, family: str, segments: int) -> Iterator[Candidate]:

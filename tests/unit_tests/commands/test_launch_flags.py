@@ -15,7 +15,7 @@ from megatron.seq1f1b.commands.model_flags import PRESETS, model_of, preset, rea
 from megatron.seq1f1b.commands.parsing import with_values
 from megatron.seq1f1b.costs.model_shape import DeltaNet, Experts, LatentAttention
 from megatron.seq1f1b.costs.run_costs import RunCosts
-from megatron.seq1f1b.costs.training_setup import TrainingSetup
+from megatron.seq1f1b.costs.training_setup import Moves, TrainingSetup
 from megatron.seq1f1b.planner.given import as_given
 from megatron.seq1f1b.planner.search import Search
 from megatron.seq1f1b.planner.space import Candidate, recomputes
@@ -85,11 +85,12 @@ def test_what_moves_to_the_host_is_read_back():
         automatic = ["auto" if word == "0.3125" else word for word in words]
         assert as_given(read_launch(automatic), small()).setup == candidate.setup
     question = linked(1e12, memory_gib=2.2, host_gib=8).of_megatron()
-    best, *others = Search(question).best(20)
-    assert best.candidate.setup.offloads_modules and best.candidate.setup.offloads and best.host_gib > 0
-    for candidate in (each.candidate for each in (best, *others)):
+    found = Search(question).best(20)
+    assert found[0].candidate.setup.moves is not Moves.UNITS and found[0].host_gib > 0
+    for candidate in (each.candidate for each in found):
         launch = read_launch(words_of(candidate, by_megatron=True))
         assert launch.offload_activations == 0 and as_given(launch, question) == candidate
+    assert {each.candidate.setup.moves for each in found} >= {Moves.MODULES, Moves.LAYERS}
 
 
 def test_sizes_of_all_kinds_of_layers_are_read():
@@ -213,9 +214,8 @@ def test_each_flag_of_a_plan_is_an_item():
     asked = small(families=("1f1b", "zb-h1", "breadth-first"), recomputes=("none", "layernorm", "full"))
     for question in (asked, asked.of_megatron()):
         for candidate in [*candidates(question)][::5]:
-            moved = replace(
-                candidate, setup=replace(candidate.setup, offloads=0.5, offloads_modules=question.by_megatron)
-            )
+            moves = Moves.MODULES if question.by_megatron else Moves.UNITS
+            moved = replace(candidate, setup=replace(candidate.setup, offloads=0.5, moves=moves))
             flags = decided_flags(moved, question.by_megatron)
             assert flags == with_values(shlex.split(" ".join(flags)))
 

@@ -206,6 +206,23 @@ def test_a_map_is_continued_where_it_was_left(tmp_path, monkeypatch, capsys):
         del computed[8:]
 
 
+def test_a_map_has_a_cell_for_each_link_to_the_host(tmp_path, monkeypatch, capsys):
+    asked_for = []
+
+    def of_small(asked):
+        asked_for.append((asked.machine.device.host_bandwidth, asked.host_gib))
+        return Search(replace(asked, model=MODEL, chunks=(1,), micro_batches=(1,), segments=(1, 2)))
+
+    monkeypatch.setattr(gain_map, "Search", of_small)
+    output = tmp_path / "gains.csv"
+    sizes = "--model llama3-8b --seq-length 8192 --machine h100-80gb --gpus 2 --tokens 16384"
+    gain_map.main([*sizes.split(), "--host-bandwidths", "50", "0", "--output", str(output)])
+    gain_map.main([*sizes.split(), "--output", str(output)])
+    assert asked_for == [(50e9, 200), (0, 0), (30e9, 200)]
+    assert [cell.host_bandwidth for cell in gain_map.read_cells(output)] == [50, 0, 30]
+    assert "to the host" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("left", [b"", b"model,mach"], ids=["nothing", "half of the first line"])
 def test_a_map_goes_on_that_was_killed_in_its_first_cell(tmp_path, left):
     (tmp_path / "gains.csv").write_bytes(left)

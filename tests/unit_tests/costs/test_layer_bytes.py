@@ -8,7 +8,9 @@ from msgspec import structs
 from megatron.seq1f1b.commands.model_flags import preset
 from megatron.seq1f1b.costs.blocks import layer_parameters
 from megatron.seq1f1b.costs.layer_bytes import (
+    Phase,
     Use,
+    changes_of,
     kept,
     layer_activation,
     layer_keys_values,
@@ -21,8 +23,8 @@ from megatron.seq1f1b.costs.machine import read_machine
 from megatron.seq1f1b.costs.model_shape import DeltaNet, LatentAttention, Mamba, ModelShape
 from megatron.seq1f1b.costs.stage_times import stage_rows
 from megatron.seq1f1b.costs.step_memory import host_bytes, rank_memory
-from megatron.seq1f1b.costs.training_setup import TrainingSetup
-from megatron.seq1f1b.schedule import Placement, build
+from megatron.seq1f1b.costs.training_setup import Moves, TrainingSetup
+from megatron.seq1f1b.schedule import Kind, Placement, build
 
 LENGTH = 16384
 GPT = ModelShape(4, 1024, 4096, 16, 64, 32000, num_kv_heads=4, is_gated=True)
@@ -137,9 +139,29 @@ def test_context_parallel_ranks_share_heads_of_segments():
     assert layer_keys_values(replace(setups[3], segments=(LENGTH,)), 0, 0, LENGTH) == sizes[0] / 16
 
 
+def test_megatrons_layers_move_whole():
+    """--cpu-offloading-num-layers 4 of 32: what they keep is on the host, but for two of them; a slow link holds up
+    forwards and backwards."""
+    machine = read_machine("h100-80gb")
+    slow = replace(machine, device=structs.replace(machine.device, host_bandwidth=1e6))
+    none = TrainingSetup(preset("llama3-8b"), 4096, 2, keeps_logits=True)
+    setup = replace(none, offloads=4 / 32, moves=Moves.LAYERS)
+    (stage,) = none.stages
+    layer = layer_activation(none, 0, 0, 4096) + layer_keys_values(none, 0, 0, 4096)
+    assert moved_bytes(setup)[0][0] == pytest.approx(4 * layer)
+    assert kept(none, stage).sum() - kept(setup, stage).sum() == pytest.approx(4 * layer)
+    running = [changes_of(each, stage, Kind.F)[0, Phase.RUNS, Use.WORKING] for each in (none, setup)]
+    assert running[1] - running[0] == pytest.approx(2 * layer)
+    ((forward,), (inputs,), (weight,)) = stage_rows(setup, slow)[0]
+    copies = 4 * layer / 1e6 + slow.host.action
+    assert forward == inputs + weight == pytest.approx(copies)
+    assert stage_rows(setup, machine) == stage_rows(none, machine)
+    assert host_bytes(setup, build("1f1b", setup.shape).ranks[0]) == pytest.approx(4 * layer)
+
+
 def test_megatrons_modules_move_all_but_feed_forward_blocks():
     """--fine-grained-activation-offloading: bytes of a token and hidden unit, and the time of a slow link."""
-    whole = TrainingSetup(preset("30b"), 4096, 2, placement=Placement(2), offloads=1.0, offloads_modules=True)
+    whole = TrainingSetup(preset("30b"), 4096, 2, placement=Placement(2), offloads=1.0, moves=Moves.MODULES)
     unit, layers = 4096 * whole.model.hidden_size, 32
     log_sum_exp = 4096 * 4 * whole.model.num_heads
     for recompute, stays, moves in (("none", 18, 14), ("layernorm mlp", 0, 12), ("full", 2, 0)):

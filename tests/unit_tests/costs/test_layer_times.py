@@ -20,7 +20,7 @@ from megatron.seq1f1b.costs.model_shape import Experts
 from megatron.seq1f1b.costs.simulator import predict
 from megatron.seq1f1b.costs.stage_costs import analytic_costs
 from megatron.seq1f1b.costs.step_memory import rank_memory
-from megatron.seq1f1b.costs.training_setup import TrainingSetup
+from megatron.seq1f1b.costs.training_setup import Moves, TrainingSetup
 from megatron.seq1f1b.schedule import Placement, build
 
 MACHINE = read_machine("h100-80gb")
@@ -160,7 +160,7 @@ def test_experts_computed_again_cost_a_forward_of_theirs():
     alone = replace(none.model, num_layers=1, pattern="E")
     of_experts, again = (replace(each, model=alone, layers_per_stage=()) for each in (none, setup))
     assert layer_activation(again, 0, 0, 8192) == 2 * residual < 0.15 * layer_activation(of_experts, 0, 0, 8192)
-    moving = replace(again, offloads=1.0, offloads_modules=True)
+    moving = replace(again, offloads=1.0, moves=Moves.MODULES)
     assert layer_moved(moving, 0, 0, 8192) == (residual, 0)
     forward = layer_time(of_experts, MACHINE, 0, 8192).forward.total
     assert repeated_time(again, MACHINE, 0, 8192, 0) == pytest.approx(forward, rel=0.05)

@@ -6,6 +6,7 @@ from itertools import pairwise, product
 import pytest
 
 from megatron.seq1f1b.costs.model_shape import DeltaNet, Experts, Mamba
+from megatron.seq1f1b.costs.training_setup import Moves
 from megatron.seq1f1b.planner import search
 from megatron.seq1f1b.planner.breakdown import breakdown
 from megatron.seq1f1b.planner.search import Search, fitted, predict_candidate
@@ -37,7 +38,8 @@ def test_the_best_of_everything_that_fits(everything, limit):
 
 def test_what_does_not_fit_moves_to_the_host_if_that_is_fastest():
     question = linked(1e12, memory_gib=1.45, host_gib=2, recomputes=("none",))
-    found = ((each, fitted(each.setup, question.room)) for each in candidates(question) if each.setup.family == "1f1b")
+    by_1f1b = [each for each in candidates(question) if each.setup.family == "1f1b"]
+    found = ((each, fitted(each.setup, question.room, Moves.UNITS)) for each in by_1f1b)
     moved = [replace(each, setup=setup) for each, setup in found if setup is not None and setup.offloads]
     moving = [predict_candidate(each, question) for each in moved]
     (best,) = Search(question).best(1)
@@ -103,6 +105,21 @@ def test_what_cannot_be_divided_is_a_sentence_with_a_way_out():
     assert "7 devices" in sentence and "; --global-batch-size 7 can be divided" in sentence
     assert Search(small(num_devices=7, global_batch_size=7)).best()
     assert "no configuration fits 0 GiB" in str(way_out(small(memory_gib=0)))
+
+
+def test_megatron_moves_whole_layers_without_a_pipeline():
+    """And without recomputation, as few as fit: with a fast link that is no slower than its modules."""
+    question = linked(1e12, num_devices=1, memory_gib=6, host_gib=8, micro_batches=(1,)).of_megatron()
+    found = Search(question).best(20)
+    moving = [each for each in found if each.candidate.setup.moves is Moves.LAYERS]
+    assert moving and moving[0].seconds == found[0].seconds
+    for plan in moving:
+        setup = plan.candidate.setup
+        assert (setup.pipeline_parallel, setup.recompute) == (1, "none") and 0 < setup.offloads < 1
+        fewer = replace(setup, offloads=setup.offloads - 1 / setup.model.num_layers)
+        assert not search.fits(fewer, question.room.device)
+    (slow,) = Search(linked(1e9, num_devices=1, memory_gib=6, host_gib=8, micro_batches=(1,)).of_megatron()).best(1)
+    assert slow.candidate.setup.moves is not Moves.LAYERS
 
 
 @pytest.mark.parametrize(
