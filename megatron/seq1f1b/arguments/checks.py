@@ -1,4 +1,7 @@
-"""Checks of mistakes in flags that neither Megatron nor a library notices before they cost work."""
+"""Checks of mistakes in flags that neither Megatron nor a library notices before they cost work.
+
+Tested in functional_tests/test_bad_input.py by test_one_sentence.
+"""
 
 import math
 import os

@@ -1,4 +1,7 @@
-"""The conditions under which a feature of Megatron is on, by the settings of a run."""
+"""The conditions under which a feature of Megatron is on, by the settings of a run.
+
+Tested in arguments/test_supported.py.
+"""
 
 import re
 from collections.abc import Callable, Mapping

@@ -1,4 +1,7 @@
-"""Our command-line flags; docs/flags.md describes them at length."""
+"""Our command-line flags; docs/flags.md describes them at length.
+
+Tested in arguments/test_config.py.
+"""
 
 import argparse
 import difflib

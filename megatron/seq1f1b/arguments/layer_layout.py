@@ -1,4 +1,7 @@
-"""--pipeline-model-parallel-layout: which layers each stage has."""
+"""--pipeline-model-parallel-layout: which layers each stage has.
+
+Tested in arguments/test_model_sizes.py by test_layers_of_the_stages_in_the_order_of_depth.
+"""
 
 import re
 from typing import Any

@@ -1,4 +1,7 @@
-"""The training run of Megatron and its device: one value, made from arguments or from a program."""
+"""The training run of Megatron and its device: one value, made from arguments or from a program.
+
+Tested in arguments/test_model_sizes.py.
+"""
 
 import os
 from argparse import Namespace

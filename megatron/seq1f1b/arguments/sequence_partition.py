@@ -1,4 +1,7 @@
-"""Cuts sequences by our flags and the sizes of Megatron's run."""
+"""Cuts sequences by our flags and the sizes of Megatron's run.
+
+Tested in arguments/test_config.py by test_lengths_follow_documents_where_the_strategy_can.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

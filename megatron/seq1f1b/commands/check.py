@@ -5,6 +5,8 @@
 Prints its sizes, bubble ratio and memory if it can run; otherwise shows what is wrong and where, with exit code 2.
 """
 
+# Tested in commands/test_schedule_commands.py.
+
 from pathlib import Path
 
 from ..schedule import read_csv, sequences_held, simulate

@@ -4,6 +4,8 @@ Each run is a folder with `log.txt`, the output of Megatron with --log-interval 
 --pipeline-trace. Each later run is compared with the first.
 """
 
+# Tested in commands/test_schedule_commands.py.
+
 import re
 from math import isfinite
 from pathlib import Path

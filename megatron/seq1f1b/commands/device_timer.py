@@ -1,4 +1,7 @@
-"""The timings behind `seq1f1b profile`: single operations of this rank's device, and what passes between ranks."""
+"""The timings behind `seq1f1b profile`: single operations of this rank's device, and what passes between ranks.
+
+Tested in functional_tests/test_benchmarks.py by test_two_ranks_measure_their_device_and_their_link.
+"""
 
 import os
 import time

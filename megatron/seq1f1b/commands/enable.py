@@ -8,6 +8,8 @@ SEQ1F1B in its environment installs our schedules, with these flags, when it imp
 Without the variable nothing changes.
 """
 
+# Tested in functional_tests/test_environment.py by test_the_file_is_removed_again.
+
 import sysconfig
 from pathlib import Path
 

@@ -8,6 +8,8 @@ in that file is not computed again, but for a last line that is cut off. docs/pl
 credited with.
 """
 
+# Tested in commands/test_plan.py.
+
 import csv
 import os
 from collections.abc import Sequence

@@ -1,4 +1,7 @@
-"""The choices that a launch leaves to a planner, by the table of features that training checks at start-up."""
+"""The choices that a launch leaves to a planner, by the table of features that training checks at start-up.
+
+Tested in commands/test_launch_flags.py.
+"""
 
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence

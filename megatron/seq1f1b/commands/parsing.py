@@ -1,4 +1,7 @@
-"""How commands read their flags and files; an error is one sentence."""
+"""How commands read their flags and files; an error is one sentence.
+
+Tested in commands/test_launch_flags.py.
+"""
 
 import argparse
 import shlex

@@ -9,6 +9,8 @@ the mean one. Step and bubble are those of the simulated schedule, messages left
 programme without --sequence-splits.
 """
 
+# Tested in commands/test_schedule_commands.py by test_balance_shows_in_the_predicted_step_and_a_picture.
+
 import argparse
 import sys
 from collections.abc import Iterable, Iterator

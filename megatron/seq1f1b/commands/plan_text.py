@@ -1,4 +1,7 @@
-"""Plans as text."""
+"""Plans as text.
+
+Tested in commands/test_plan.py.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence

@@ -8,6 +8,8 @@ trace that ui.perfetto.dev opens), .json (the timeline), .csv (the schedule, to 
 and given to --pipeline-schedule-file). --timeline draws measured timelines.
 """
 
+# Tested in commands/test_schedule_commands.py.
+
 import argparse
 from dataclasses import replace
 from math import inf

@@ -6,6 +6,8 @@ The batch is as large as a published law of the critical batch size allows; for 
 configuration that trains soonest is found. All times are predicted; docs/paper_tables.md shows how far off that is.
 """
 
+# Tested in commands/test_plan.py.
+
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import inf, log2

@@ -1,4 +1,7 @@
-"""Costs of actions, from a JSON file or from a flag."""
+"""Costs of actions, from a JSON file or from a flag.
+
+Tested in commands/test_bad_input.py by test_one_sentence.
+"""
 
 from pathlib import Path
 from typing import Any

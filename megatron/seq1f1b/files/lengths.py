@@ -1,4 +1,7 @@
-"""Lengths in tokens: of the segments of a sequence, and of the sequences of a corpus."""
+"""Lengths in tokens: of the segments of a sequence, and of the sequences of a corpus.
+
+Tested in commands/test_bad_input.py by test_one_sentence.
+"""
 
 import re
 from collections import Counter

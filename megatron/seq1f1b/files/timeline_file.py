@@ -1,4 +1,7 @@
-"""Timelines as JSON: simulated ones, and traces of a run."""
+"""Timelines as JSON: simulated ones, and traces of a run.
+
+Tested in schedule/test_files.py.
+"""
 
 from itertools import chain
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""Reads files by their declared types. Whatever is wrong is a ValueError of one form: `FILE: place: what is wrong`."""
+"""Reads files by their declared types. Whatever is wrong is a ValueError of one form: `FILE: place: what is wrong`.
+
+Tested in commands/test_bad_input.py by test_one_sentence.
+"""
 
 import csv
 import json

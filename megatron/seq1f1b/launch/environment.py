@@ -3,6 +3,8 @@
 `seq1f1b enable` (commands/enable.py) adds a line to this Python's site-packages. It calls `watch` in every process that
 has the variable, so also in those that a framework starts. When such a process has imported megatron.core, our
 schedules are installed.
+
+Tested in functional_tests/test_environment.py by test_the_variable_reaches_a_program_and_its_workers.
 """
 
 import importlib.util

@@ -1,4 +1,7 @@
-"""What replaces Megatron's choice of a schedule, and what of Megatron is wrapped beside it."""
+"""What replaces Megatron's choice of a schedule, and what of Megatron is wrapped beside it.
+
+Tested in arguments/test_config.py.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 Megatron derives what a chunk contains from its rank and its number there. A chunk that runs back is built as if on the
 rank that holds its depth in the looped placement.
+
+Tested in functional_tests/test_equality.py by test_a_step.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,7 @@
-"""From Megatron's arguments to the configuration of a run."""
+"""From Megatron's arguments to the configuration of a run.
+
+Tested in arguments/test_config.py by test_what_validate_made_is_what_everybody_gets.
+"""
 
 from argparse import Namespace
 

@@ -1,4 +1,7 @@
-"""Documents packed into a sequence, their pieces in a segment, and the masks that keep them apart."""
+"""Documents packed into a sequence, their pieces in a segment, and the masks that keep them apart.
+
+Tested in runtime/test_masks.py.
+"""
 
 from bisect import bisect_right
 from collections.abc import Sequence

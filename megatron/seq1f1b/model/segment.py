@@ -1,4 +1,7 @@
-"""The running segment, and all that modules keep for the units in flight, in one object of the executor."""
+"""The running segment, and all that modules keep for the units in flight, in one object of the executor.
+
+Tested in model/test_attach.py.
+"""
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field

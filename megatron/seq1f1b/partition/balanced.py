@@ -1,4 +1,7 @@
-"""Segments of equal time, of equal FLOPs, or of the lengths that make the step shortest."""
+"""Segments of equal time, of equal FLOPs, or of the lengths that make the step shortest.
+
+Tested in partition/test_partition.py.
+"""
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence

@@ -1,4 +1,7 @@
-"""The named strategies, their requirements, and the function that applies them."""
+"""The named strategies, their requirements, and the function that applies them.
+
+Tested in partition/test_partition.py.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace

@@ -1,4 +1,7 @@
-"""What to cut, helpers of all cuts, equal lengths, and a check of lengths that are given."""
+"""What to cut, helpers of all cuts, equal lengths, and a check of lengths that are given.
+
+Tested in partition/test_partition.py.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

@@ -8,6 +8,8 @@ where tᵢ is the time of segment i on the slowest stage. With tmax the most tha
 S*(tmax) is a shortest path over the positions of the sequence (equations 7 and 8), and T* is the least S*(tmax) +
 (K − 1) · tmax (equation 6). The paper tries every time that a segment takes. Here intervals of tmax are halved, and
 dropped if they hold nothing better: S* never grows with tmax, so it is at least that of the upper end of an interval.
+
+Tested in partition/test_partition.py.
 """
 
 from collections.abc import Callable

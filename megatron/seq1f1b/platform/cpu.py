@@ -1,4 +1,7 @@
-"""Megatron on a machine without a GPU, once `activate` is called: one table, `REDIRECTS`, has all that is changed."""
+"""Megatron on a machine without a GPU, once `activate` is called: one table, `REDIRECTS`, has all that is changed.
+
+Tested in functional_tests/test_cpu_activation.py by test_a_visible_gpu_is_used_unless_the_flag_is_cpu.
+"""
 
 import argparse
 from collections.abc import Sequence

@@ -1,5 +1,8 @@
 """Hybrid models from Megatron's local layers; Megatron's own specification uses Transformer Engine's. Checkpoints use
-the names of the latter, so either kind loads checkpoints of the other, and GPT checkpoints that Megatron translates."""
+the names of the latter, so either kind loads checkpoints of the other, and GPT checkpoints that Megatron translates.
+
+Tested in functional_tests/test_equality.py by test_a_step.
+"""
 
 from dataclasses import replace
 from typing import Any

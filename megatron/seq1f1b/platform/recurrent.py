@@ -1,5 +1,8 @@
 """The kernels of flash-linear-attention, mamba-ssm and causal-conv1d in plain PyTorch, under their names and arguments,
-in the type of their inputs, at least in fp32."""
+in the type of their inputs, at least in fp32.
+
+Tested in model/test_recurrent.py.
+"""
 
 from types import MappingProxyType
 

@@ -1,5 +1,8 @@
 """The table of all that training on a CPU redirects, in torch and in Megatron. Each reason ends with the errors of a
-GPU that the redirect hides, and where these are covered."""
+GPU that the redirect hides, and where these are covered.
+
+Tested in platform/test_stand_ins.py.
+"""
 
 import importlib
 import logging

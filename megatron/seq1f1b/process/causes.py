@@ -1,4 +1,7 @@
-"""What lies behind the errors of libraries: a rank that is gone, a package that another one hides, a full disk."""
+"""What lies behind the errors of libraries: a rank that is gone, a package that another one hides, a full disk.
+
+Tested in process/test_net.py.
+"""
 
 import errno
 import io

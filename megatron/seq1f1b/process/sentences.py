@@ -1,4 +1,7 @@
-"""One sentence for a failure: the current operation, the words of the exception, and the file with its traceback."""
+"""One sentence for a failure: the current operation, the words of the exception, and the file with its traceback.
+
+Tested in process/test_net.py.
+"""
 
 import os
 import re

@@ -1,4 +1,7 @@
-"""Stand-ins for the cluster in a rehearsal: batches, documents, other ranks and the kernels of a GPU."""
+"""Stand-ins for the cluster in a rehearsal: batches, documents, other ranks and the kernels of a GPU.
+
+Tested in rehearsal/test_command.py.
+"""
 
 import math
 from argparse import Namespace

@@ -1,4 +1,7 @@
-"""The launch in words: why it cannot be rehearsed, its size and schedule, and what a rehearsal replaces."""
+"""The launch in words: why it cannot be rehearsed, its size and schedule, and what a rehearsal replaces.
+
+Tested in rehearsal/test_command.py.
+"""
 
 from argparse import Namespace
 

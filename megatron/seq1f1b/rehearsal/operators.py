@@ -1,6 +1,8 @@
 """Operators on PyTorch's meta tensors, which have shapes and storages, but neither values nor memory.
 
 A FakeTensorMode does the same but takes four times as long, mostly to find an operator in its cache.
+
+Tested in rehearsal/test_ledger.py.
 """
 
 import math

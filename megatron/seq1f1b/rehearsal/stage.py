@@ -1,4 +1,7 @@
-"""One pipeline stage of the launch, in a process of its own: built, and run for one step, on tensors without values."""
+"""One pipeline stage of the launch, in a process of its own: built, and run for one step, on tensors without values.
+
+Tested in functional_tests/test_rehearsal.py by test_counted_bytes_are_those_of_the_real_step.
+"""
 
 import gc
 import inspect

@@ -1,4 +1,7 @@
-"""The memory of each pipeline rank over one step, stacked by use."""
+"""The memory of each pipeline rank over one step, stacked by use.
+
+Tested in rehearsal/test_report.py.
+"""
 
 from collections.abc import Mapping
 from itertools import dropwhile

@@ -1,4 +1,7 @@
-"""Pictures of the planner's answers: throughput against memory, and where each strategy cuts a sequence."""
+"""Pictures of the planner's answers: throughput against memory, and where each strategy cuts a sequence.
+
+Tested in commands/test_plan.py.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

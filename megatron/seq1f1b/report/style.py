@@ -1,4 +1,7 @@
-"""Shared by pictures: how each kind of action is drawn, its shade for a segment, and the style of figures."""
+"""Shared by pictures: how each kind of action is drawn, its shade for a segment, and the style of figures.
+
+Tested in report/test_figure.py.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

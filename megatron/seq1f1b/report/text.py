@@ -1,4 +1,7 @@
-"""Tables as text."""
+"""Tables as text.
+
+Tested in rehearsal/test_report.py.
+"""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,7 @@
-"""A timeline as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open."""
+"""A timeline as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open.
+
+Tested in report/test_figure.py.
+"""
 
 import json
 from collections.abc import Iterator

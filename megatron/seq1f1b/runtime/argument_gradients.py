@@ -1,4 +1,7 @@
-"""Gradients of arguments of the model that the program computed, such as embeddings of images."""
+"""Gradients of arguments of the model that the program computed, such as embeddings of images.
+
+Tested in functional_tests/test_programs.py by test_a_program_trains_as_with_whole_sequences.
+"""
 
 from collections.abc import Sequence
 

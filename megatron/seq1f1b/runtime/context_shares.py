@@ -4,6 +4,8 @@ A program gives every rank its share of whole sequences, or of each document of 
 own tokens. Both shares are zigzags: of 2c equal parts, rank r has part r and part 2c-1-r (Megatron's
 `get_batch_on_this_cp_rank`). What the model gets is gathered once a call, numbers for each token; what it returns goes
 back to the ranks that the program expects it on, row by row.
+
+Tested in functional_tests/test_programs.py by test_a_program_trains_as_with_whole_sequences.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,7 @@
-"""The function that `get_forward_backward_func` returns: it runs any schedule, for training and evaluation."""
+"""The function that `get_forward_backward_func` returns: it runs any schedule, for training and evaluation.
+
+Tested in functional_tests/test_executor.py by test_after_a_failure_no_rank_takes_a_step.
+"""
 
 import os
 from collections.abc import Callable

@@ -1,4 +1,7 @@
-"""Segments of micro-batches: the model runs on parts of what the program called it with."""
+"""Segments of micro-batches: the model runs on parts of what the program called it with.
+
+Tested in functional_tests/test_equality.py by test_a_step.
+"""
 
 from functools import partial
 from typing import Any

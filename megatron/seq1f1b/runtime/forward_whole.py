@@ -1,4 +1,7 @@
-"""Whole micro-batches: a program's forward step runs as in Megatron's own schedules."""
+"""Whole micro-batches: a program's forward step runs as in Megatron's own schedules.
+
+Tested in functional_tests/test_contract.py by test_no_pipeline.
+"""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager

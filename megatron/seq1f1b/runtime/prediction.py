@@ -1,5 +1,8 @@
 """Multi-token prediction (DeepSeek-V3, arXiv 2412.19437): the stage of its layers, and the tokens after those of this
-rank, which these layers read and predict."""
+rank, which these layers read and predict.
+
+Tested in functional_tests/test_equality.py by test_a_step.
+"""
 
 from typing import Any
 

@@ -1,4 +1,7 @@
-"""The program of one rank in a step: its lowered actions, and what follows from them."""
+"""The program of one rank in a step: its lowered actions, and what follows from them.
+
+Tested in costs/test_stage_costs.py.
+"""
 
 import gc
 from collections.abc import Sequence

@@ -1,4 +1,7 @@
-"""The segments of the sequences of a step, and the starts of the documents in them."""
+"""The segments of the sequences of a step, and the starts of the documents in them.
+
+Tested in runtime/test_documents.py.
+"""
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise

@@ -1,4 +1,7 @@
-"""What a step finds around the model; a rehearsal has its own."""
+"""What a step finds around the model; a rehearsal has its own.
+
+Tested in functional_tests/test_rehearsal.py by test_a_launch_on_eight_gpus.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass

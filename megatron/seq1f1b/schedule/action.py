@@ -1,4 +1,7 @@
-"""The actions of a rank: immutable, with a short text form."""
+"""The actions of a rank: immutable, with a short text form.
+
+Tested in schedule/test_schedule.py.
+"""
 
 import re
 import reprlib

@@ -1,4 +1,7 @@
-"""The choice of a schedule: a named family, a plan for given costs, or a schedule given by the user."""
+"""The choice of a schedule: a named family, a plan for given costs, or a schedule given by the user.
+
+Tested in arguments/test_config.py.
+"""
 
 import hashlib
 from collections.abc import Callable, Sequence

@@ -3,6 +3,8 @@
 Ticks only sort: a rank runs its actions in the order of their ticks and waits for none. If every action has a later
 tick than its dependencies, the schedule has no cycle and cannot deadlock, whatever the real durations are. The backward
 pass mirrors the forward pass, so a clock is one function and one number.
+
+Tested in schedule/test_families.py.
 """
 
 from collections import deque

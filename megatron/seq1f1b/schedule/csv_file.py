@@ -1,4 +1,7 @@
-"""Schedules as CSV: one row for each rank, one action in each cell, such as `2F3.1`."""
+"""Schedules as CSV: one row for each rank, one action in each cell, such as `2F3.1`.
+
+Tested in schedule/test_files.py.
+"""
 
 import csv
 from io import StringIO

@@ -1,4 +1,7 @@
-"""The dependencies of an action, for every use of a schedule; `kinds.py` states them."""
+"""The dependencies of an action, for every use of a schedule; `kinds.py` states them.
+
+Tested in schedule/test_validate.py.
+"""
 
 from .action import Action
 from .kinds import COMPUTE_KINDS

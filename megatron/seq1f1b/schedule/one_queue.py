@@ -24,6 +24,8 @@ In turn: where a GPU must not wait for a message while its rank starts a kernel,
 point of the common order, the later of their two, and each rank waits for the end of a message before it goes on. The
 first message in that order that has not ended does end, since everything before it, on both of its ranks, is done. By
 the same argument it arrives before its use.
+
+Tested in schedule/test_channels.py.
 """
 
 from bisect import bisect_left

@@ -1,4 +1,7 @@
-"""When each action ran: one form for simulated and measured steps, and its JSON."""
+"""When each action ran: one form for simulated and measured steps, and its JSON.
+
+Tested in schedule/test_files.py.
+"""
 
 import json
 from collections.abc import Mapping

@@ -1,4 +1,7 @@
-"""When each compute action of a schedule starts and ends, for given costs."""
+"""When each compute action of a schedule starts and ends, for given costs.
+
+Tested in schedule/test_channels.py.
+"""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace

@@ -1,4 +1,7 @@
-"""Checkpoints of Megatron's training loop: what is said when one cannot be saved or loaded."""
+"""Checkpoints of Megatron's training loop: what is said when one cannot be saved or loaded.
+
+Tested in launch/test_training_loop.py.
+"""
 
 import shutil
 from argparse import Namespace

@@ -1,4 +1,7 @@
-"""Corpora of Megatron's training loop with parts that have too few documents."""
+"""Corpora of Megatron's training loop with parts that have too few documents.
+
+Tested in functional_tests/test_training_features.py by test_a_part_without_documents_is_left_out.
+"""
 
 from argparse import Namespace
 from collections.abc import Callable

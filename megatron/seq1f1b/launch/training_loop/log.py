@@ -1,4 +1,7 @@
-"""What Megatron's training loop prints and writes about iterations."""
+"""What Megatron's training loop prints and writes about iterations.
+
+Tested in launch/test_training_loop.py.
+"""
 
 import re
 from argparse import Namespace

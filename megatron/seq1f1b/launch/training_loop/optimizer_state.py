@@ -5,6 +5,8 @@ buffer without the padding at their ends, then finds each parameter by an offset
 behind the first padded bucket is displaced, the fp32 weights among it, and nothing fails. Megatron 0.20 subtracts the
 padding (its pull request 5077). In the other format, by buckets, the padding before a tied embedding may reach beyond
 the end of its bucket, which PyTorch refuses to save (pull request 5898).
+
+Tested in functional_tests/test_optimizer_state.py by test_a_checkpoint_has_the_tensors_of_the_optimizer.
 """
 
 from collections.abc import Callable

@@ -2,6 +2,8 @@
 
 Megatron finds the group of a checkpoint by the largest and smallest learning rate, among others, also where flags say
 which of the two is to hold.
+
+Tested in functional_tests/test_training_features.py by test_a_run_goes_on_with_another_learning_rate.
 """
 
 from argparse import Namespace

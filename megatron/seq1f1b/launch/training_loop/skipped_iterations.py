@@ -2,6 +2,8 @@
 
 Megatron reads them from one iterator, which stages with several chunks or without data do not have, and leaves out all
 that follows a step: with the saves of the last iterations, the checkpoint of a whole run.
+
+Tested in functional_tests/test_training_features.py by test_skipped_iterations_read_and_save.
 """
 
 from argparse import Namespace

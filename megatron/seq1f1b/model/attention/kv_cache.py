@@ -2,6 +2,8 @@
 
 The backward visits the segments in reverse, and every segment adds to the gradients of the keys and values before it
 (Seq1F1B, arXiv 2406.03488, section 3.2).
+
+Tested in model/test_segment_attention.py by test_segments_in_flight_are_kept_and_gradients_of_a_window.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,7 @@
-"""Rotary positions of a segment, which begin anew with each document; Megatron's begin at 0."""
+"""Rotary positions of a segment, which begin anew with each document; Megatron's begin at 0.
+
+Tested in model/test_attach.py.
+"""
 
 from collections.abc import Callable
 from functools import partial

@@ -1,4 +1,7 @@
-"""Wrappers of a kernel: for other head sizes, a softmax with a sink, layers that are recomputed, parts of a segment."""
+"""Wrappers of a kernel: for other head sizes, a softmax with a sink, layers that are recomputed, parts of a segment.
+
+Tested in model/test_kernels.py.
+"""
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field

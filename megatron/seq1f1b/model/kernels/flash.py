@@ -1,4 +1,7 @@
-"""FlashAttention. On GPUs all versions align their causal mask bottom-right, so a segment takes one call."""
+"""FlashAttention. On GPUs all versions align their causal mask bottom-right, so a segment takes one call.
+
+Tested in model/test_kernels.py.
+"""
 
 from dataclasses import dataclass
 from importlib import import_module

@@ -1,4 +1,7 @@
-"""Transformer Engine's fused attention (cuDNN), which Megatron uses with `--attention-backend fused`."""
+"""Transformer Engine's fused attention (cuDNN), which Megatron uses with `--attention-backend fused`.
+
+Tested in model/test_kernel_choice.py.
+"""
 
 from collections.abc import Sequence
 from functools import cache

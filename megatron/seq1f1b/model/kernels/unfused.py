@@ -1,4 +1,7 @@
-"""Attention as plain matrix products, for any device, type, head size and dropout."""
+"""Attention as plain matrix products, for any device, type, head size and dropout.
+
+Tested in model/test_kernels.py.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

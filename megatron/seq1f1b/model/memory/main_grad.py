@@ -1,4 +1,7 @@
-"""Gradients of weights that are added to `main_grad`, the gradients of Megatron's DistributedDataParallel, in place."""
+"""Gradients of weights that are added to `main_grad`, the gradients of Megatron's DistributedDataParallel, in place.
+
+Tested in model/test_weight_gradient.py.
+"""
 
 import torch
 from torch import Tensor
