@@ -7,14 +7,14 @@ User's Guide"). A ring moves the bytes of a collective over its slowest link; th
 other nodes. The machines of this package lie in `machines/`, one TOML file each; a user passes the path of another.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import lru_cache
 from math import ceil, log2
 from pathlib import Path
 from typing import Annotated
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, structs
 
 from ..files import At0, Count, Positive, Share, read_toml
 from .blocks import BYTES
@@ -86,6 +86,18 @@ class Device(Struct, frozen=True, forbid_unknown_fields=True):
         blocks = ceil((keys if backward else queries) / _BLOCK) * heads
         idle = self.multiprocessors / (2 * blocks) if blocks else 0.0
         return flops / rate * (1 + min(idle, self.multiprocessors)) + self.kernel_latency
+
+
+class DeviceWithoutTiles(Device, frozen=True):
+    """A device that divides a matrix product into any parts: no product takes it longer, and it never takes longer for
+    a whole than for parts."""
+
+    def matmul_time(self, rows: float, columns: float, inner: float, batch: float = 1) -> float:
+        if min(rows, columns, inner, batch) <= 0:
+            return 0.0
+        flops = 2 * batch * rows * columns * (inner + _TILE_OVERHEAD)
+        moved = BYTES * batch * (rows * inner + inner * columns + rows * columns)
+        return max(flops / (self.peak_flops * self.matmul_efficiency), self.moving_time(moved)) + self.kernel_latency
 
 
 class Host(Struct, frozen=True, forbid_unknown_fields=True):
@@ -168,6 +180,12 @@ class Machine:
         if senders > 1:  # over TCP, collectives reach less than one message alone
             bandwidth = min(bandwidth, network.bandwidth / senders)
         return network.latency + num_bytes / bandwidth
+
+
+@lru_cache
+def without_tiles(machine: Machine) -> Machine:
+    """The machine with devices whose times are a lower bound for every cut of a sequence."""
+    return replace(machine, device=DeviceWithoutTiles(**structs.asdict(machine.device)))
 
 
 def machine_names() -> list[str]:

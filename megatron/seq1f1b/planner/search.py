@@ -10,7 +10,7 @@ from math import ceil, inf
 from typing import Any, NamedTuple
 
 from ..costs.layer_bytes import kept
-from ..costs.machine import GIB, Machine
+from ..costs.machine import GIB, Machine, without_tiles
 from ..costs.simulator import Prediction, predict
 from ..costs.stage_costs import action_costs, setup_costs
 from ..costs.stage_times import stage_rows, step_end
@@ -31,8 +31,6 @@ from .space import (
     ways_to_move,
 )
 
-# Tiles may make as much of a difference between cuts.
-_ROUNDING = 0.96
 # `auto` plans at the granularity of units, which takes too long beyond this many actions.
 MOST_ACTIONS_OF_AUTO = 30_000
 
@@ -97,15 +95,20 @@ def least_seconds_of(sizes: TrainingSetup, machine: Machine, segments: int) -> f
     evenly = _evenly_cut(sizes.alone, segments)
     if evenly is None:
         return inf
-    work = (_ROUNDING if segments > 1 else 1.0) * sum(map(sum, stage_rows(evenly, machine)[0]))
+    work = sum(map(sum, stage_rows(evenly, _of_any_cut(machine, segments))[0]))
     return sizes.num_microbatches * work / sizes.pipeline_parallel + machine.host.step
 
 
 def least_seconds_cut(setup: TrainingSetup, machine: Machine, segments: int) -> float:
     """A lower bound for all cuts into this number of segments: kernels lose least to launches where all segments are
-    alike, and no first segment is shorter than the mean. `_ROUNDING` allows for the tiles of single lengths."""
+    alike, and no first segment is shorter than the mean."""
     evenly = _evenly_cut(setup, segments)
-    return 0.0 if evenly is None else (_ROUNDING if segments > 1 else 1.0) * least_seconds(evenly, machine)
+    return 0.0 if evenly is None else least_seconds(evenly, _of_any_cut(machine, segments))
+
+
+def _of_any_cut(machine: Machine, segments: int) -> Machine:
+    """The machine that takes no cut into `segments` longer than an even one: the tiles of single lengths do not count."""
+    return machine if segments == 1 else without_tiles(machine)
 
 
 def _evenly_cut(setup: TrainingSetup, segments: int) -> TrainingSetup | None:
