@@ -5,7 +5,7 @@ Tested in commands/test_launch_flags.py.
 
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from itertools import compress
 from types import MappingProxyType
 from typing import Any
@@ -99,14 +99,16 @@ def _setting(values: list[int | str]) -> Any:
 
 def _values_of(flags: Sequence[str]) -> dict[str, Any]:
     """The settings of flags, one an item, by the names of Megatron's arguments."""
-    settings: dict[str, Any] = {}
-    for flag in flags:
-        word, *values = shlex.split(flag)
-        name, is_joined, value = word.partition("=")
-        if is_joined:
-            values.insert(0, value)
-        settings[setting_of(name)] = _setting([int(each) if each.isdigit() else each for each in values])
-    return settings
+    return dict(map(_name_and_value, flags))
+
+
+@lru_cache(maxsize=4096)  # a search asks for the same flags again and again
+def _name_and_value(flag: str) -> tuple[str, Any]:
+    word, *values = shlex.split(flag)
+    name, is_joined, value = word.partition("=")
+    if is_joined:
+        values.insert(0, value)
+    return setting_of(name), _setting([int(each) if each.isdigit() else each for each in values])
 
 
 def _settings_of(flags: Sequence[str]) -> dict[str, Any]:

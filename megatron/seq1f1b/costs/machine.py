@@ -92,6 +92,7 @@ class DeviceWithoutTiles(Device, frozen=True):
     """A device that divides a matrix product into any parts: no product takes it longer, and it never takes longer for
     a whole than for parts."""
 
+    @lru_cache(maxsize=1 << 16)  # noqa: B019 - devices are few
     def matmul_time(self, rows: float, columns: float, inner: float, batch: float = 1) -> float:
         if min(rows, columns, inner, batch) <= 0:
             return 0.0

@@ -62,6 +62,13 @@ class Plan:
         return self.memory_gib * GIB <= room.device and self.host_gib * GIB <= room.host
 
 
+class _Sizes(NamedTuple):
+    """Parallel sizes and a recomputation, whose bound is still that of all recomputations."""
+
+    setup: TrainingSetup
+    segments: int
+
+
 class _Open(NamedTuple):
     """A set-up that is not cut yet; without a family, its layers are not spread over stages, either."""
 
@@ -92,11 +99,24 @@ def least_seconds(setup: TrainingSetup, machine: Machine) -> float:
 def least_seconds_of(sizes: TrainingSetup, machine: Machine, segments: int) -> float:
     """A lower bound for all schedules, spreads of layers and cuts: ranks share the compute of an even cut and never
     idle; inf where there is no such cut."""
-    evenly = _evenly_cut(sizes.alone, segments)
+    work = _least_work(sizes.alone, machine, segments)
+    return sizes.num_microbatches * work / sizes.pipeline_parallel + machine.host.step
+
+
+def least_seconds_of_any(sizes: TrainingSetup, question: Question, segments: int) -> float:
+    """The same for all recomputations: none of them takes less than no recomputation."""
+    hides = question.by_megatron and sizes.expert_parallel > 1
+    least = replace(sizes.alone, recompute="none", recomputed_share=1.0, hides_experts=hides)
+    return sizes.num_microbatches * _least_work(least, question.machine, segments) / sizes.pipeline_parallel
+
+
+@lru_cache(maxsize=1 << 16)
+def _least_work(alone: TrainingSetup, machine: Machine, segments: int) -> float:
+    """Seconds of a micro-batch on all stages, if it is cut evenly; inf where it cannot be."""
+    evenly = _evenly_cut(alone, segments)
     if evenly is None:
         return inf
-    work = sum(map(sum, stage_rows(evenly, _of_any_cut(machine, segments))[0]))
-    return sizes.num_microbatches * work / sizes.pipeline_parallel + machine.host.step
+    return sum(map(sum, stage_rows(evenly, _of_any_cut(machine, segments))[0]))
 
 
 def least_seconds_cut(setup: TrainingSetup, machine: Machine, segments: int) -> float:
@@ -107,7 +127,7 @@ def least_seconds_cut(setup: TrainingSetup, machine: Machine, segments: int) -> 
 
 
 def _of_any_cut(machine: Machine, segments: int) -> Machine:
-    """The machine that takes no cut into `segments` longer than an even one: the tiles of single lengths do not count."""
+    """The machine on which an even cut into `segments` takes least: the tiles of single lengths do not count."""
     return machine if segments == 1 else without_tiles(machine)
 
 
@@ -240,8 +260,8 @@ class Search:
     def fastest_first(self, below: float = inf) -> Iterator[Plan]:
         """All configurations of the named families that fit in less than `below` seconds."""
         question = self.question
-        first_ones = [_Open(each, k) for each in all_sizes(question) for k in numbers_of_segments(question, each)]
-        bounds = (least_seconds_of(each.setup, question.machine, each.segments) for each in first_ones)
+        first_ones = [_Sizes(each, k) for each in all_sizes(question) for k in numbers_of_segments(question, each)]
+        bounds = (least_seconds_of_any(each.setup, question, each.segments) for each in first_ones)
         waiting: list[tuple[float, int, Any]] = [*zip(bounds, count(), first_ones)]
         heapify(waiting)
         numbers = count(len(waiting))  # decide between equal bounds
@@ -259,13 +279,18 @@ class Search:
         machine = self.question.machine
         room = self.question.room
         match item:
+            case _Sizes(sizes, segments):
+                yield least_seconds_of(sizes, machine, segments), _Open(sizes, segments)
             case _Open(sizes, segments, None):
                 for setup in spread(question, sizes):
+                    least: dict[bool, float] = {}  # families differ only in whether they split backwards
                     for family in families(question, setup):
                         away = self._seconds_away(setup, family, segments)
                         if away < inf:
-                            least = least_seconds_cut(replace(setup, family=family), machine, segments)
-                            yield max(away, least), _Open(setup, segments, family)
+                            named = replace(setup, family=family)
+                            if named.splits_backward not in least:
+                                least[named.splits_backward] = least_seconds_cut(named, machine, segments)
+                            yield max(away, least[named.splits_backward]), _Open(setup, segments, family)
             case _Open(setup, segments, str(family)):
                 presses = self._seconds_away(setup, family, segments) > 0
                 yield from self._fitting(cuts(setup, family, segments), presses)

@@ -64,6 +64,7 @@ def test_bounds_are_bounds(everything):
     for sizes, setup in ((each, setup) for each in all_sizes(small()) for setup in spread(small(), each)):
         for family, segments in product(families(small(), setup), numbers_of_segments(small(), setup)):
             least = search.least_seconds_of(sizes, small().machine, segments)
+            assert search.least_seconds_of_any(sizes, small(), segments) <= least
             closer = search.least_seconds_cut(replace(setup, family=family), small().machine, segments)
             for each in cuts(setup, family, segments):
                 assert max(least, closer) <= search.least_seconds(each.setup, small().machine) * (1 + 1e-9)
