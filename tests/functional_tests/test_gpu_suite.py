@@ -187,7 +187,7 @@ def test_a_slow_start_takes_from_the_last_sections(monkeypatch, now, number, lim
 def test_nothing_but_the_end_limits_the_start_and_a_cpu():
     start, *others = run.sections_for(1)
     assert run.Budget(end=100).until([start], others) == 100
-    assert run.Budget(end=100, is_planned=False).until(others[:1], others[1:]) == 100
+    assert run.Budget(end=100, is_auto=False).until(others[:1], others[1:]) == 100
 
 
 def test_sections_that_cannot_run_plan_no_time():

@@ -117,9 +117,11 @@ def executor_of(args: argparse.Namespace, length: int, variant: Variant) -> Pipe
     segmentation = Segmentation(args.segments, cut)
     if args.unequal:
         unit = length if variant.packs else length // args.segments
-        segmentation = Repacking(
-            cut, lambda lengths, replicas, alike: packs_of_step(lengths, unit, replicas=replicas, alike=alike)
-        )
+
+        def pack(lengths, replicas, equal_counts):
+            return packs_of_step(lengths, unit, replicas=replicas, equal_counts=equal_counts)
+
+        segmentation = Repacking(cut, pack)
     schedule = ScheduleChoice(variant.schedule, variant.style)
     return PipelineExecutor(schedule, segmentation, timeout=patience(args.device), offloads=variant.offloaded)
 

@@ -87,15 +87,15 @@ def sections_for(gpus: int) -> tuple[Section, ...]:
 @dataclass
 class Budget:
     """Seconds that the sections share, until `end` of the monotonic clock. What sections plan is for a GPU: on a CPU
-    (not `is_planned`) nothing but the end limits them."""
+    (not `is_auto`) nothing but the end limits them."""
 
     end: float
-    is_planned: bool = True
+    is_auto: bool = True
 
     def until(self, sections: Sequence[Section], later: Sequence[Section]) -> float:
         """When the time of `sections`, which run side by side, is over: they have what they plan and what nobody plans.
         Where less is left than all plan, it is `later` ones that go short."""
-        if not self.is_planned or any(section.warms_up for section in sections):
+        if not self.is_auto or any(section.warms_up for section in sections):
             return self.end
         left = max(0.0, self.end - time.monotonic())
         planned = sum(section.seconds for section in sections)
@@ -166,7 +166,7 @@ def run(sections: list[Section], args: argparse.Namespace, gpus: int, head: dict
     folder = args.output.with_suffix("").resolve()
     folder.mkdir(parents=True, exist_ok=True)
     compiling = COMPILING if args.device == "cuda" and is_installed(COMPILES) else 0
-    budget = Budget(time.monotonic() + args.seconds + compiling, is_planned=not args.tiny)
+    budget = Budget(time.monotonic() + args.seconds + compiling, is_auto=not args.tiny)
     cores = Cores(os.cpu_count() or 1)
     results: list[dict] = []
     later = list(sections)

@@ -10,7 +10,7 @@ from argparse import Namespace
 from pathlib import Path
 
 
-def check(args: Namespace) -> None:
+def check_late_mistakes(args: Namespace) -> None:
     """Raise ValueError for mistakes in flags that would show late, or never."""
     for name, value in vars(args).items():
         if isinstance(value, float) and math.isnan(value):  # Megatron would train on NaN losses

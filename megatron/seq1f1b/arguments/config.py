@@ -64,10 +64,10 @@ class PipelineConfig:
             number = -(-longest // self.flags.segment_tokens)
         return max(1, min(number, shortest // self.run.segment_multiple))
 
-    def pack(self, lengths: Sequence[int], replicas: int, alike: bool) -> list[list[Pack]]:
+    def pack(self, lengths: Sequence[int], replicas: int, equal_counts: bool) -> list[list[Pack]]:
         """The micro-batches of each replica, of sequences of `lengths` tokens in units; see `packs_of_step`."""
         work = work_by_flops(*self.partition.costs.flops or (1, 0))
-        return packs_of_step(lengths, self.flags.unit_tokens, self.run.segment_multiple, replicas, work, alike)
+        return packs_of_step(lengths, self.flags.unit_tokens, self.run.segment_multiple, replicas, work, equal_counts)
 
     @property
     def follows_documents(self) -> bool:
@@ -126,7 +126,7 @@ def pipeline_config(flags: argparse.Namespace, run: MegatronRun, costs: Predicti
             else:
                 number = costs.best_num_segments(schedule, lambda number: partition.cut(run.sequence_length, number))
             partition = replace(partition, num_segments=number)
-        if schedule.is_planned and schedule.placement == "v":
+        if schedule.is_auto and schedule.placement == "v":
             partition = replace(partition, planned=schedule)
         lengths = partition.cut(run.sequence_length)
         if len(lengths) > 1:

@@ -29,7 +29,7 @@ _REMOVED = (
 )
 
 
-def value(
+def number_type(
     kind: type, is_valid: Callable[[Any], bool], problem: str, accepted: str | None = None
 ) -> Callable[[str], Any]:
     """An argparse type: text that is a valid number of the `kind`, or the word `accepted`."""
@@ -45,7 +45,7 @@ def value(
     return value_of
 
 
-share_or_auto = value(float, lambda share: 0 <= share <= 1, "neither a fraction from 0 to 1 nor 'auto'", AUTO)
+share_or_auto = number_type(float, lambda share: 0 <= share <= 1, "neither a fraction from 0 to 1 nor 'auto'", AUTO)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -55,10 +55,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "Segments of sequences, for smaller bubbles and less memory; docs/flags.md has more on each of these flags.",
     )
     add = group.add_argument
-    count = value(int, lambda number: number >= 1, "neither a number of segments nor 'auto'", AUTO)
-    tokens = value(int, lambda number: number >= 1, "no number of tokens")
-    iteration = value(int, lambda number: number >= 1, "no iteration, which are counted from 1")
-    size = value(float, lambda size: 0 < size < inf, "not a size above 0 in GiB")
+    count = number_type(int, lambda number: number >= 1, "neither a number of segments nor 'auto'", AUTO)
+    tokens = number_type(int, lambda number: number >= 1, "no number of tokens")
+    iteration = number_type(int, lambda number: number >= 1, "no iteration, which are counted from 1")
+    size = number_type(float, lambda size: 0 < size < inf, "not a size above 0 in GiB")
     text = f"Order of forwards and backwards, by default 1f1b; {' and '.join(splitting_families())} split backwards."
     add("--pipeline-schedule", choices=sorted(FAMILY_NAMES), help=text)
     text = (

@@ -35,8 +35,8 @@ _SWITCHES = """
 def read_launch(words: Sequence[str], preset: Sequence[str] = ()) -> argparse.Namespace:
     """Read the flags of a launch, behind those of a preset; a flag that is not given is None.
 
-    `kept` has those that a plan leaves as they are, each with its values; `unread` those of the launch that change no
-    prediction; `of_model` the names of those of the launch that belong to a model.
+    `passed_through` has those that a plan leaves as they are, each with its values; `unread` those of the launch that
+    change no prediction; `of_model` the names of those of the launch that belong to a model.
     """
     parser = Parser(None, allow_abbrev=False, add_help=False)
     add_every_model_flag(parser)
@@ -49,10 +49,10 @@ def read_launch(words: Sequence[str], preset: Sequence[str] = ()) -> argparse.Na
     given = with_values(words)
     launch.unread = [flag for flag in given if name_of(flag) not in read]
     launch.of_model = [name for name in map(name_of, given) if name in of_model]
-    launch.kept = [flag for flag in with_values([*preset, *words]) if name_of(flag) not in read - of_model]
+    launch.passed_through = [flag for flag in with_values([*preset, *words]) if name_of(flag) not in read - of_model]
     # Predictions are for an exchange of all experts with all.
     if launch.num_experts and not {"--moe-token-dispatcher-type flex", "--moe-token-dispatcher-type=flex"} & {*given}:
-        launch.kept.append("--moe-token-dispatcher-type alltoall")
+        launch.passed_through.append("--moe-token-dispatcher-type alltoall")
     return launch
 
 

@@ -10,7 +10,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from ..arguments.flags import refuse, value
+from ..arguments.flags import number_type, refuse
 
 # Endings of the pictures that matplotlib draws.
 PICTURES = (".png", ".svg", ".pdf")
@@ -26,13 +26,13 @@ class Parser(argparse.ArgumentParser):
 
 
 # The types of flags that count or measure something.
-count = value(int, lambda number: number >= 1, "not a whole number from 1 on")
-amount = value(float, lambda number: 0 < number < inf, "not a number above 0")
-amount_or_0 = value(float, lambda number: 0 <= number < inf, "not a number from 0 on")
+count = number_type(int, lambda number: number >= 1, "not a whole number from 1 on")
+amount = number_type(float, lambda number: 0 < number < inf, "not a number above 0")
+amount_or_0 = number_type(float, lambda number: 0 <= number < inf, "not a number from 0 on")
 
 
 def count_up_to(most: int) -> Callable[[str], Any]:
-    return value(int, lambda number: 1 <= number <= most, f"not a whole number from 1 to {most}")
+    return number_type(int, lambda number: 1 <= number <= most, f"not a whole number from 1 to {most}")
 
 
 def with_values(words: Sequence[str]) -> list[str]:

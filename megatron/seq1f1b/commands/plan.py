@@ -116,7 +116,7 @@ def question(args: argparse.Namespace, rules: LaunchRules) -> Question:
 
 def all_flags(launch: argparse.Namespace, best: Plan, by_megatron: bool = False) -> list[str]:
     """The flags that are kept, and those of the plan; the last wins where a name repeats."""
-    flags = [*launch.kept, *decided_flags(best.candidate, by_megatron)]
+    flags = [*launch.passed_through, *decided_flags(best.candidate, by_megatron)]
     return list({name_of(flag): flag for flag in flags}.values())
 
 
@@ -137,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     launch = args.launch
     in_units = args.lengths is not None
     always = {Use.PARTITIONED_STATE} if launch.partition_state else set()
-    rules = LaunchRules(launch.kept, always | ({Use.SEGMENTS, Use.UNITS} if in_units else set()))
+    rules = LaunchRules(launch.passed_through, always | ({Use.SEGMENTS, Use.UNITS} if in_units else set()))
     asked = question(args, rules)
     search: Any = UnitSearch(asked, args.histogram) if in_units else Search(asked)
     given = plan_as_given(launch, search)

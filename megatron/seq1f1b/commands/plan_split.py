@@ -23,7 +23,7 @@ from ..arguments.sequence_partition import SequencePartition
 from ..costs.run_costs import RunCosts
 from ..costs.simulator import check_size
 from ..partition import STRATEGIES, even, segment_times
-from ..report.plan_figures import Cut, plot_splits
+from ..report.plan_figures import CutRow, plot_splits
 from ..report.text import aligned
 from ..schedule import FAMILIES, Placement, Shape, build, simulate
 from .model_flags import add_model_flags, settings_of
@@ -82,7 +82,7 @@ def partitions(args: argparse.Namespace, costs: RunCosts) -> Iterator[tuple[str,
         yield "terapipe, free", SequencePartition(costs.run, costs, "terapipe", None, None)
 
 
-def table(cuts: list[Cut]) -> str:
+def table(cuts: list[CutRow]) -> str:
     """One line per strategy; lengths and costs of many segments are cut short."""
 
     def short(values: Iterable[float], form: str) -> str:
@@ -127,7 +127,7 @@ def main(argv: list[str] | None = None) -> None:
             continue
         schedule = build(args.pipeline_schedule, replace(shape, num_segments=len(lengths)))
         step = simulate(schedule, costs.of_actions(lengths))
-        cuts.append(Cut(name, lengths, tuple(segment_times(lengths, costs.time())), step))
+        cuts.append(CutRow(name, lengths, tuple(segment_times(lengths, costs.time())), step))
     print(table(cuts))
     if args.output is not None:
         sizes = f"{args.num_layers} layers of {args.hidden_size}, {args.seq_length} tokens"

@@ -64,7 +64,7 @@ def short_name(plan: Plan) -> str:
     return " ".join(words)
 
 
-def with_heads(rows: Sequence[Mapping[str, str]]) -> list[str]:
+def with_header(rows: Sequence[Mapping[str, str]]) -> list[str]:
     """A line with the names of the columns, and a line for each row."""
     return aligned([[*rows[0]], *([*row.values()] for row in rows)])
 
@@ -74,7 +74,7 @@ def ranking(
 ) -> list[str]:
     """A line for each configuration, for the best of Megatron's own schedules, and for the launch as given."""
     named = [*enumerate(plans, start=1), ("Megatron", megatron), ("as given", given)]
-    return with_heads([{"": str(name), **row(each)} for name, each in named if each is not None])
+    return with_header([{"": str(name), **row(each)} for name, each in named if each is not None])
 
 
 def of_launch(given: Plan, best: Plan, limit: float) -> str:

@@ -16,7 +16,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from ..arguments.flags import value
+from ..arguments.flags import number_type
 from ..costs.simulator import check_size, execute_lowered
 from ..files import read_costs, read_timeline
 from ..report import plot_timelines, write_trace
@@ -64,7 +64,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     limit = "activation memory of a rank for auto; default: the peak of 1f1b"
     add("--memory-limit", type=amount, metavar="UNITS", help=limit)
     inches = "of a figure; default: 8, and 3.3 is one column of a paper"
-    width = value(float, lambda width: 2 <= width <= 100, "not from 2 to 100")
+    width = number_type(float, lambda width: 2 <= width <= 100, "not from 2 to 100")
     add("--width", type=width, default=8.0, metavar="INCHES", help=inches)
     add("--no-labels", action="store_true", help="draw boxes without the numbers of micro-batches")
     path = output_path(*PICTURES, ".trace.json", ".json", ".csv")

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from ..arguments.flags import value
+from ..arguments.flags import number_type
 from ..files import converted
 from ..process.ranks import end_with_parent
 from ..schedule import reason, written_together
@@ -71,7 +71,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--workers", type=count_up_to(most), default=cores, metavar="N", help="processes (default: one a core)")
     train = "first train a byte-level BPE of this size on the input and save it in the folder --tokenizer-model"
     problem = f"not from 258, which bytes make, to {MOST_WORDS:,}"
-    size = value(int, lambda size: 256 + 2 <= size <= MOST_WORDS, problem)
+    size = number_type(int, lambda size: 256 + 2 <= size <= MOST_WORDS, problem)
     add("--train-tokenizer", type=size, metavar="VOCAB_SIZE", help=train)
     args, of_tokenizer = parser.parse_known_args(argv)
     # Megatron's imports warn of optional packages and of a missing GPU; neither is used here.

@@ -23,7 +23,7 @@ from .launch_flags import decided_flags
 from .model_flags import PRESETS, preset, preset_words
 from .parsing import Parser, amount, count, count_up_to, with_values
 from .plan import add_machine, in_lines, show
-from .plan_text import row, with_heads
+from .plan_text import row, with_header
 
 _OF_PLAN = ("step s", "TP", "CP", "PP", "DP", "C", "k", "schedule", "recompute", "GiB")
 
@@ -118,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         show(number, len(counts))
     if not found:
         raise way_out(question)
-    print("\n".join(with_heads(rows)))
+    print("\n".join(with_header(rows)))
     days, best = min(found, key=lambda each: each[0])
     flags = with_values(preset_words(args.model, args.seq_length)) + decided_flags(best.candidate)
     print(f"\nSoonest: {days:.2f} days on {best.candidate.setup.num_devices} GPUs, with{in_lines(flags)}")

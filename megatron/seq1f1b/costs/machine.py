@@ -225,16 +225,6 @@ def read_machine(machine: str | Path) -> Machine:
 MIB = 2**20
 GIB = 2**30
 
-
-def in_words(size: float) -> str:
-    """Bytes in the unit that makes them easiest to read."""
-    for unit in ("bytes", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} GiB"
-
-
 # The CUDA context with PyTorch's kernels, by nvidia-smi 0.4 to 0.6 GiB on A100 and H100; the workspace of cuBLAS
 # (CUBLAS_WORKSPACE_CONFIG, 8 MiB before Hopper); a buffer of NCCL (NCCL_BUFFSIZE) for each direction of each channel of
 # a communicator; 16 channels are usual in a node (docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html).

@@ -11,6 +11,7 @@ from typing import Any
 
 from .. import rehearsal
 from ..arguments import PipelineConfig, parse_options
+from ..costs.machine import bytes_outside
 from ..platform import cpu
 from ..process.net import Net
 from ..process.patches import Patch, patched, rebound
@@ -90,7 +91,7 @@ def bind(
     remember(overlay)
     patches.callback(remember, None)
     if is_rehearsal:
-        patches.enter_context(patched(rehearsal.patches(overlay.rehearse_in)))
+        patches.enter_context(patched(rehearsal.patches(overlay.rehearse_in, bytes_outside)))
 
 
 def check_version(version: str) -> None:

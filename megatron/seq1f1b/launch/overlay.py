@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 from ..arguments import PipelineConfig, add_arguments
 from ..arguments.config import refuse_unsupported
 from ..costs.run_costs import RunCosts
-from ..costs.summary import copies_summary
 from ..platform import cpu
 from ..process.net import Net
 from ..process.patches import Patch, patched, wrapping
 from ..process.ranks import is_rank_0, start_process
 from .of_models import use_segment_attention
+from .summary import copies_summary
 from .validation import configured, validated
 
 if TYPE_CHECKING:

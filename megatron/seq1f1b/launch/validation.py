@@ -6,10 +6,10 @@ Tested in arguments/test_config.py by test_what_validate_made_is_what_everybody_
 from argparse import Namespace
 
 from ..arguments import PipelineConfig, pipeline_config, run_of_arguments
-from ..arguments.checks import check
+from ..arguments.checks import check_late_mistakes
 from ..costs.run_costs import RunCosts
-from ..costs.summary import advice, summary
 from ..process.ranks import is_rank_0, warn_on_rank_0
+from .summary import advice, summary
 
 
 def validated(args: Namespace) -> PipelineConfig:
@@ -17,7 +17,7 @@ def validated(args: Namespace) -> PipelineConfig:
     prints it."""
     costs = RunCosts(args, run_of_arguments(args))
     config = configured(costs)
-    check(args)
+    check_late_mistakes(args)
     vars(args).update(config.in_force())
     if config.schedule is not None and is_rank_0() and not args.dry_run:
         from .executors import attention_kernel

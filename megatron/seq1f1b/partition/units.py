@@ -33,29 +33,29 @@ def packs_of_step(
     multiple_of: int = 1,
     replicas: int = 1,
     work: Callable[[int], float] = float,
-    alike: bool = False,
+    equal_counts: bool = False,
 ) -> list[list[Pack]]:
     """The micro-batches of each replica, from sequences of `lengths` tokens, in units of at most `most` tokens.
 
     `most` is a multiple of `multiple_of`, and so is every unit. Replicas get about equal sums of `work(length)`, and at
-    least one micro-batch each; `alike`, for collectives between them, they have equal numbers of segments.
+    least one micro-batch each; with `equal_counts`, for collectives between them, they have equal numbers of segments.
     The longest micro-batches come in the middle of a step, since stages wait for one another at its ends.
     """
     packs = _packs(lengths, most, multiple_of)
     work_of = {pack: sum(work(lengths[number]) for number in pack.sequences) for pack in packs}
-    packs.sort(key=lambda pack: (len(pack.lengths) if alike else 0, work_of[pack]), reverse=True)
+    packs.sort(key=lambda pack: (len(pack.lengths) if equal_counts else 0, work_of[pack]), reverse=True)
     shares: list[list[Pack]] = [[] for _ in range(replicas)]
     loads = [0.0] * replicas
-    # Give each pack to the replica with the least work; if alike, in rounds of one pack per replica.
-    for round_ in batched(packs, replicas if alike else 1):
+    # Give each pack to the replica with the least work; with `equal_counts`, in rounds of one pack per replica.
+    for round_ in batched(packs, replicas if equal_counts else 1):
         free = sorted(range(replicas), key=loads.__getitem__)
         for pack, replica in zip(sorted(round_, key=work_of.__getitem__, reverse=True), free, strict=False):
             shares[replica].append(pack)
             loads[replica] += work_of[pack]
-        for replica in free[len(round_) :] if alike else ():
+        for replica in free[len(round_) :] if equal_counts else ():
             shares[replica].append(Pack((), (multiple_of,)))
     filled = [share or [Pack((), (multiple_of,))] for share in shares]
-    if alike:
+    if equal_counts:
         rounds = [_alike(round_, multiple_of) for round_ in zip(*filled, strict=True)]
         filled = [list(share) for share in zip(*rounds, strict=True)]
     return [_longest_in_the_middle(share) for share in filled]

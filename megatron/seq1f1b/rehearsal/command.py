@@ -46,9 +46,10 @@ def prepare(environment: Mapping[str, str]) -> None:
         )
 
 
-def patches(rehearse_in: Callable[[Any], None]) -> PatchTable:
-    """The patches that `install` applies for a rehearsal; `rehearse_in(surroundings)` gives its steps theirs."""
-    rehearse = partial(_rehearse, rehearse_in)
+def patches(rehearse_in: Callable[[Any], None], bytes_outside: Callable[[int], int]) -> PatchTable:
+    """The patches that `install` applies for a rehearsal; `rehearse_in(surroundings)` gives its steps theirs. With that
+    many communicators a GPU holds `bytes_outside(communicators)` outside PyTorch's allocator."""
+    rehearse = partial(_rehearse, rehearse_in, bytes_outside)
     return (
         wrapping("megatron.training.arguments.parse_args", _parse_for_the_real_device, "looks for a GPU here"),
         Patch("torch.cuda.get_device_capability", lambda *_: (10, 0), "looks for a GPU here"),
@@ -85,13 +86,19 @@ def _build_empty_tokenizer(build_tokenizer: Callable, args: Namespace) -> Any:
         ) from None
 
 
-def _rehearse(rehearse_in: Callable[[Any], None], pretrain: Callable, *args: Any, **kwargs: Any) -> None:
+def _rehearse(
+    rehearse_in: Callable[[Any], None],
+    bytes_outside: Callable[[int], int],
+    pretrain: Callable,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
     from megatron.training import get_args
 
-    from ..costs.machine import GIB
+    from ..report.text import GIB
     from .launch import check, in_words, stood_for
-    from .report import RehearsalReport
-    from .stage import Stage
+    from .report import RehearsalReport, StageReport
+    from .stage import RehearsedStage
 
     launch = get_args()
     check(launch)
@@ -101,7 +108,11 @@ def _rehearse(rehearse_in: Callable[[Any], None], pretrain: Callable, *args: Any
     if launch.use_tp_pp_dp_mapping:
         apart = launch.tensor_model_parallel_size * launch.context_parallel_size
     ranks = range(0, apart * num_stages, apart)  # of one pipeline, from its first stage to its last
-    stages = run_stages(lambda: Stage(launch, rehearse_in).run(partial(pretrain, *args, **kwargs)), launch, ranks)
+
+    def run_stage() -> StageReport:
+        return RehearsedStage(launch, rehearse_in, bytes_outside).run(partial(pretrain, *args, **kwargs))
+
+    stages = run_stages(run_stage, launch, ranks)
     report = RehearsalReport(
         launch=in_words(launch),
         device_memory=int(launch.device_memory * GIB),

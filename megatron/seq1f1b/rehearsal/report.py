@@ -6,9 +6,8 @@ from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from typing import Any
 
-from ..costs.machine import GIB, MIB, in_words
 from ..report.style import BOXES
-from ..report.text import aligned
+from ..report.text import GIB, MIB, aligned, in_words
 from ..schedule import parse_action
 from .ledger import Category, Message, Moment
 

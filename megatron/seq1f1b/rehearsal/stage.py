@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from megatron.core.rerun_state_machine import RerunDataIterator
 
-from ..costs.machine import bytes_outside
 from ..model import use_segment_attention
 from ..process.patches import patched, wrapping
 from ..runtime import Surroundings, watched
@@ -28,13 +27,19 @@ class _Ended(BaseException):
     """Leaves Megatron's `pretrain` after the rehearsed step."""
 
 
-class Stage:
+class RehearsedStage:
     """Runs Megatron's `pretrain` for one pipeline stage up to the end of its first step; `rehearse_in(surroundings)`
-    gives that step its surroundings."""
+    gives that step its surroundings. A GPU holds `bytes_outside(communicators)` outside the allocator."""
 
-    def __init__(self, args: Namespace, rehearse_in: Callable[[Surroundings], None]) -> None:
+    def __init__(
+        self,
+        args: Namespace,
+        rehearse_in: Callable[[Surroundings], None],
+        bytes_outside: Callable[[int], int],
+    ) -> None:
         self._args = args
         self._rehearse_in = rehearse_in
+        self._bytes_outside = bytes_outside
         self.ledger = Ledger(WithoutValues(args.moe_router_topk, args.num_experts or 0))
         self._stand_ins = patches(args, self.ledger.as_one_kernel)
         self._surroundings = surroundings(args, self.new_buffer)
@@ -62,7 +67,7 @@ class Stage:
             moments=self.ledger.moments(),
             sent=self.ledger.sent,
             received=self.ledger.received,
-            outside=bytes_outside(len(self.ledger.groups)) if self._args.device != "cpu" else 0,
+            outside=self._bytes_outside(len(self.ledger.groups)) if self._args.device != "cpu" else 0,
             host_bytes=self._host_bytes,
         )
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .style import picture
+from .text import GIB
 
 # From below: the state, dark; then what comes and goes, light. The colours differ in grey, too.
 _COLOURS = {
@@ -21,7 +22,6 @@ _COLOURS = {
     "logits": "#c2588a",
     "temporaries": "#e0822d",
 }
-_GIB = 2**30
 
 
 def plot_memory(report: Mapping[str, Any], path: str | Path) -> None:
@@ -33,19 +33,19 @@ def plot_memory(report: Mapping[str, Any], path: str | Path) -> None:
     stages = report["pipeline_ranks"]
     num_columns = min(2, len(stages))
     num_rows = -(-len(stages) // num_columns)
-    highest = max(sum(stage["fullest"]["peak"].values()) for stage in stages) / _GIB
-    capacity = report["device_memory"] / _GIB
+    highest = max(sum(stage["fullest"]["peak"].values()) for stage in stages) / GIB
+    capacity = report["device_memory"] / GIB
     top = 1.05 * (max(highest, capacity) if capacity < 3 * highest else highest)
     names = [name for name in _COLOURS if any(name in moment["peak"] for s in stages for moment in s["moments"])]
     with picture(path, 4.2 * num_columns, 1.9 * num_rows + 0.7) as figure:
         panels = figure.subplots(num_rows, num_columns, sharey=True, squeeze=False).flat
         for number, (stage, axes) in enumerate(zip(stages, panels, strict=False)):
             moments = list(dropwhile(lambda each: each["name"] != "start of the step", stage["moments"]))
-            heights = [[moment["peak"].get(name, 0) / _GIB for moment in moments] for name in names]
+            heights = [[moment["peak"].get(name, 0) / GIB for moment in moments] for name in names]
             colours = [_COLOURS[name] for name in names]
             areas = axes.stackplot(range(len(moments)), heights, colors=colours, step="mid", linewidth=0)
-            axes.axhline(capacity - stage["outside"] / _GIB, color="#b2182b", linestyle="--", linewidth=0.9)
-            size = sum(stage["fullest"]["peak"].values()) / _GIB
+            axes.axhline(capacity - stage["outside"] / GIB, color="#b2182b", linestyle="--", linewidth=0.9)
+            size = sum(stage["fullest"]["peak"].values()) / GIB
             name = stage["fullest"]["name"]
             axes.set_title(f"rank {number}: {size:.1f} GiB at {name}")
             axes.set(xlim=(0, max(len(moments) - 1, 1)), ylim=(0, top))

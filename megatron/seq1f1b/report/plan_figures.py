@@ -60,7 +60,7 @@ def plot_frontier(groups: Mapping[str, Sequence[Point]], advised: Point, limit: 
 
 
 @dataclass(frozen=True)
-class Cut:
+class CutRow:
     """A way to cut a sequence: lengths in tokens, costs on the slowest stage in seconds, and the simulated step."""
 
     name: str
@@ -73,7 +73,7 @@ class Cut:
         return max(self.costs) * len(self.costs) / sum(self.costs)
 
 
-def plot_splits(cuts: Sequence[Cut], title: str, path: str | Path) -> None:
+def plot_splits(cuts: Sequence[CutRow], title: str, path: str | Path) -> None:
     """Write a .png, .svg or .pdf file: for each cut a bar of segments in tokens, left, and in milliseconds, right. Late
     segments are dark; a perfect cut has equally wide ones at the right. Needs matplotlib."""
     with picture(path, 9, 1.0 + max(2.0, 0.36 * len(cuts))) as figure:

@@ -1,9 +1,12 @@
-"""Tables as text.
+"""Tables and numbers of bytes as text.
 
 Tested in rehearsal/test_report.py.
 """
 
 from collections.abc import Sequence
+
+MIB = 2**20
+GIB = 2**30
 
 
 def aligned(rows: Sequence[Sequence[str]], sides: str = "", gap: int = 2) -> list[str]:
@@ -14,3 +17,12 @@ def aligned(rows: Sequence[Sequence[str]], sides: str = "", gap: int = 2) -> lis
         (" " * gap).join(side(cell, width) for side, cell, width in zip(put, row, widths, strict=True)).rstrip()
         for row in rows
     ]
+
+
+def in_words(size: float) -> str:
+    """Bytes in the unit that makes them easiest to read."""
+    for unit in ("bytes", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"

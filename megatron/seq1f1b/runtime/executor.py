@@ -40,8 +40,8 @@ from .forward_whole import WholeForwards
 from .gradient_sync import add_up_tied_embeddings, gradient_syncs
 from .interpreter import Interpreter
 from .loss import Losses
+from .multi_token import prediction_patches
 from .partitioned_state import is_partitioned
-from .prediction import prediction_patches
 from .program import Program, Programs
 from .segmentation import Segmentation
 from .step import Step
@@ -191,7 +191,7 @@ class PipelineExecutor:
         """Run the actions of this rank, then Megatron's end of the step."""
         config = step.config
         losses = Losses(step)
-        syncs = gradient_syncs(config, step.chunks, ends_last=len(step.chunks) == 1 and step.rank == 0)
+        syncs = gradient_syncs(config, step.chunks, finishes_last=len(step.chunks) == 1 and step.rank == 0)
         with ExitStack() as around:
             for sync in syncs:
                 around.callback(sync.close)  # also after a failure

@@ -79,12 +79,12 @@ class GradientSync(ChunkSync):
             self._start_gather(self._chunk.parameters())
 
 
-def gradient_syncs(config: Any, chunks: Sequence[Any], ends_last: bool = False) -> Sequence[ChunkSync]:
+def gradient_syncs(config: Any, chunks: Sequence[Any], finishes_last: bool = False) -> Sequence[ChunkSync]:
     """One ChunkSync for each chunk of a rank. Megatron passes a bare hook for one chunk, a list for several. On the
-    one-chunk rank that `ends_last`, DDP's hooks may reduce even with `grad_sync_func`."""
+    one-chunk rank that `finishes_last`, DDP's hooks may reduce even with `grad_sync_func`."""
     if hasattr(chunks[0], "partitioned_state"):
         return [chunk.partitioned_state.begin(chunk, chunks) for chunk in chunks]
-    hooks = config.no_sync_func, None if ends_last else config.grad_sync_func, config.param_sync_func
+    hooks = config.no_sync_func, None if finishes_last else config.grad_sync_func, config.param_sync_func
     of_chunks = (hook if isinstance(hook, list) else [hook] * len(chunks) for hook in hooks)
     return [GradientSync(chunk, *each) for chunk, *each in zip(chunks, *of_chunks, strict=True)]
 

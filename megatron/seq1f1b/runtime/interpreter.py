@@ -17,7 +17,7 @@ from .communication import Communicator
 from .forward_segments import SegmentForwards
 from .forward_whole import WholeForwards
 from .gradient_sync import ChunkSync
-from .prediction import rows_per_token
+from .multi_token import rows_per_token
 from .program import Program
 from .step import Step
 from .tracer import StepRecorder

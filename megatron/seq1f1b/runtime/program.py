@@ -62,7 +62,7 @@ class Programs:
         self._offloaded = offloaded
         self._choice = choice
         self._one_queue = one_queue
-        self._plan = lru_cache(maxsize=1)(partial(choice.plan, costs=costs))
+        self._source = lru_cache(maxsize=1)(partial(choice.resolve, costs=costs))
         self.program = lru_cache(maxsize=_KEPT)(self._program)
 
     def _program(
@@ -81,12 +81,12 @@ class Programs:
         try:
             if forward_only:  # a named family has an order for any shape
                 named = self._choice if self._choice.name in FAMILIES else ScheduleChoice("1f1b")
-                actions = lower_rank(named.plan(shape, lengths, None), rank, self._one_queue, in_turn)
+                actions = lower_rank(named.resolve(shape, lengths, None), rank, self._one_queue, in_turn)
                 # The order of what remains is the same on both ends of every channel.
                 return Program([action for action in actions if action.kind.facts.in_evaluation], is_partitioned)
-            if self._choice.is_planned and shape.num_stages * shape.num_units > _MANY_FORWARDS:
+            if self._choice.is_auto and shape.num_stages * shape.num_units > _MANY_FORWARDS:
                 warn_on_rank_0(f"Planning the order of a step on {shape}; the first step begins after that.")
-            actions = lower_rank(self._plan(shape, lengths), rank, self._one_queue, in_turn)
+            actions = lower_rank(self._source(shape, lengths), rank, self._one_queue, in_turn)
             if self._offloaded:
                 order = [action for action in actions if action.kind in COMPUTE_KINDS]
                 actions = with_moves(actions, units_to_move(order, self._offloaded))

@@ -17,7 +17,7 @@ from ..model import Segment, differs
 from ..process.ranks import Outcome
 from .call import Calls
 from .partitioned_state import is_partitioned
-from .segmentation import Cut, Segmentation, on_all_ranks, segments_of
+from .segmentation import CutFunction, Segmentation, StepDocuments, on_all_ranks, segments_of
 from .step import Step
 
 # The entries of a batch that may mark documents; the first one present is used.
@@ -33,13 +33,13 @@ _Sequence = Mapping[str, Tensor]
 class Repacking(Segmentation):
     """Units of the sequences or documents of a step.
 
-    `pack(lengths, replicas, alike)` gives the micro-batches of each replica, see `packs_of_step`; `cut` the lengths of
-    the segments of a sequence that is alone in its unit; `source` the sequences.
+    `pack(lengths, replicas, equal_counts)` gives the micro-batches of each replica, see `packs_of_step`; `cut` the
+    lengths of the segments of a sequence that is alone in its unit; `source` the sequences.
     """
 
     def __init__(
         self,
-        cut: Cut,
+        cut: CutFunction,
         pack: Callable[..., Any],
         end_of_document: int | None = None,
         source: "SequenceSource | None" = None,
@@ -55,7 +55,8 @@ class Repacking(Segmentation):
         sample, sequences = reading.result()
         plan = self._plan(step, of_replicas)
         if not step.forward_only:
-            self.apart = len(plan.packs), [plan.lengths[number] for pack in plan.packs for number in pack.sequences]
+            lengths = [plan.lengths[number] for pack in plan.packs for number in pack.sequences]
+            self.documents_of_step = StepDocuments(len(plan.packs), lengths)
         if sample is not None:
             batches = self._batches(step, plan, sample, sequences)
             # A copy for each chunk, since Megatron's functions divide a batch in place.
@@ -68,8 +69,8 @@ class Repacking(Segmentation):
         """The units of a step, by the lengths of the sequences that each replica has read."""
         lengths = list(chain(*of_replicas))
         # Replicas exchange tokens, or weights and gradients of chunks, within a step: after equally many actions.
-        alike = getattr(step.config, "expert_model_parallel_size", 1) > 1 or is_partitioned(step.chunks)
-        shares = self._pack(lengths, len(of_replicas), alike)
+        equal_counts = getattr(step.config, "expert_model_parallel_size", 1) > 1 or is_partitioned(step.chunks)
+        shares = self._pack(lengths, len(of_replicas), equal_counts)
         replica = step.groups.dp.rank()
         return _Plan(
             lengths=lengths,

@@ -20,7 +20,7 @@ from .partitioned_state import is_partitioned
 from .step import Step
 
 # Lengths of segments by that of a sequence, and by the documents of a micro-batch if there are any.
-Cut = Callable[..., Sequence[int]]
+CutFunction = Callable[..., Sequence[int]]
 
 
 class Sequences(NamedTuple):
@@ -29,6 +29,13 @@ class Sequences(NamedTuple):
     number: int
     length: int
     documents: Documents | None = None
+
+
+class StepDocuments(NamedTuple):
+    """The micro-batches of a training step, and the lengths in tokens of all documents in them."""
+
+    num_microbatches: int
+    lengths: list[int]
 
 
 # What the calls of the first stage are for, by micro-batch, on all ranks of the pipeline.
@@ -45,14 +52,14 @@ class Segmentation:
     number)` gives their lengths.
 
     In `packed` sequences documents are kept apart also if the call names none: they begin where `position_ids` start
-    anew, or after a token `end_of_document`. `apart` then holds the number of micro-batches of the last training step
-    and the lengths of all its documents. A rehearsal, whose tokens have no values, gives its own `read_calls`.
+    anew, or after a token `end_of_document`. `documents_of_step` then holds those of the last training step. A
+    rehearsal, whose tokens have no values, gives its own `read_calls`.
     """
 
     def __init__(
         self,
         num_segments: int = 1,
-        cut: Cut = lambda *_: (),
+        cut: CutFunction = lambda *_: (),
         packed: bool = False,
         end_of_document: int | None = None,
         from_calls: bool = False,
@@ -63,7 +70,7 @@ class Segmentation:
         self.packed = packed
         self.end_of_document = end_of_document
         self.from_calls = from_calls or packed
-        self.apart: tuple[int, list[int]] | None = None
+        self.documents_of_step: StepDocuments | None = None
         self._cut = cut
         self._segments_for = segments_for
         self._read_calls = read_calls or self._of_calls
@@ -87,7 +94,8 @@ class Segmentation:
             found = [Sequences(step.batch_size, step.seq_length)] * step.num_microbatches
             cuts = [self.lengths(step.seq_length)] * step.num_microbatches
         if self.packed and not step.forward_only:
-            self.apart = step.num_microbatches, [length for each in found for length in _lengths_of_documents(each)]
+            lengths = [length for each in found for length in _lengths_of_documents(each)]
+            self.documents_of_step = StepDocuments(step.num_microbatches, lengths)
         step.num_sequences = [each.number for each in found]
         step.segments = [
             segments_of(number, lengths, each.documents)

@@ -86,7 +86,7 @@ def shortest_makespan(timeline: Timeline) -> float:
 def _plans(shape: Shape, costs: Costs, limits: Sequence[float], split: bool) -> Iterator[Schedule | None]:
     scheduler = ListScheduler(shape, costs, limits, split)
     for patience in (0.0, 1.0) if split else (0.0,):  # the order of 1F1B, with W only where a rank waits
-        yield scheduler.plan(None, patience)
+        yield scheduler.schedule_by(None, patience)
 
     # Order units as if micro-batches started one after another and each ran as fast as alone. A micro-batch with fewer
     # segments starts as if its first segments were missing.
@@ -104,7 +104,7 @@ def _plans(shape: Shape, costs: Costs, limits: Sequence[float], split: bool) -> 
                 return begin + starts[kind, stage, segment + missing]
             return begin + starts[Kind.B, stage, segment]
 
-        yield scheduler.plan(priority, *waits)
+        yield scheduler.schedule_by(priority, *waits)
 
 
 @dataclass
@@ -177,7 +177,7 @@ class ListScheduler:
                     f"one micro-batch takes {whole:g} of activation memory on rank {rank}, the limit is {limit:g}"
                 )
 
-    def plan(
+    def schedule_by(
         self, priority: Callable[[Action], float] | None, patience: float = 0.0, hold: float = 0.0
     ) -> Schedule | None:
         """A free rank takes the forward or backward with the smallest priority among those that can start and fit.

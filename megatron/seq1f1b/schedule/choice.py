@@ -51,7 +51,7 @@ class ScheduleChoice:
         return cls(f"a schedule of its own ({digest})", given.shape.placement.style, given=given)
 
     @property
-    def is_planned(self) -> bool:
+    def is_auto(self) -> bool:
         """Whether the schedule is searched for with the costs of a step."""
         return self.name == "auto"
 
@@ -60,21 +60,21 @@ class ScheduleChoice:
         """Whether the actions may include W."""
         if self.given is not None:
             return any(action.kind is Kind.W for actions in self.given.ranks for action in actions)
-        return self.split if self.is_planned else FAMILIES[self.name](Shape(Placement(2), 2)).lag is not None
+        return self.split if self.is_auto else FAMILIES[self.name](Shape(Placement(2), 2)).lag is not None
 
     @property
     def has_moves(self) -> bool:
         """Whether the given schedule contains moves of activations."""
         return self.given is not None and self.given.has_moves
 
-    def plan(self, shape: Shape, lengths: Sequence[int], costs: CostsOfLengths | None) -> Clock | Schedule:
-        """The plan of a step with segments of `lengths` tokens, the same on every rank; `auto` plans for equal costs if
-        `costs` is None. Raises ValueError if a given schedule has another shape."""
+    def resolve(self, shape: Shape, lengths: Sequence[int], costs: CostsOfLengths | None) -> Clock | Schedule:
+        """The schedule of a step with segments of `lengths` tokens, the same on every rank; `auto` plans for equal
+        costs if `costs` is None. Raises ValueError if a given schedule has another shape."""
         if self.given is not None:
             if self.given.shape != shape:
                 raise ValueError(f"the given schedule is for {self.given.shape}, not for {shape}")
             return self.given
-        if self.is_planned:
+        if self.is_auto:
             return auto(shape, None if costs is None else costs(lengths), split=self.split)
         return FAMILIES[self.name](shape)
 

@@ -80,49 +80,53 @@ def lower(schedule: Schedule, one_queue: bool = False, in_turn: bool = False) ->
     cannot hang where each rank waits for the end of a message before it goes on.
     """
     plain = schedule.without_moves()
-    placement = schedule.shape.placement
+    shape = schedule.shape
     times = nominal_times(plain) if one_queue or in_turn else None
-    ends = [(rank, other) for rank in range(placement.num_ranks) for other in placement.neighbours_of(rank)]
-    transfers = {each: _transfers(schedule.shape, plain.ranks, *each) for each in ends}
-    ranks = (_merged(schedule, rank, order, transfers, times, in_turn) for rank, order in enumerate(plain.ranks))
-    return Schedule(schedule.shape, tuple(map(tuple, ranks)))
+    ends = [(rank, other) for rank in range(shape.num_ranks) for other in shape.placement.neighbours_of(rank)]
+    transfers = {each: _transfers(shape, plain.ranks, *each) for each in ends}
+    ranks = (_merged(shape, rank, actions, transfers, times, in_turn) for rank, actions in enumerate(schedule.ranks))
+    return Schedule(shape, tuple(map(tuple, ranks)))
 
 
-def lower_rank(plan: Schedule | Clock, rank: int, one_queue: bool = False, in_turn: bool = False) -> list[Action]:
-    """`lower` for one rank. A clock computes only the orders of this rank and its neighbours. If it has many actions,
-    its ticks serve as nominal times, since a simulation would take seconds; on one queue that costs up to 3 % of such a
-    step."""
-    shape = plan.shape
+def lower_rank(source: Schedule | Clock, rank: int, one_queue: bool = False, in_turn: bool = False) -> list[Action]:
+    """`lower` for one rank. Of a clock only the orders of this rank and its neighbours are computed. If it has many
+    actions, its ticks serve as nominal times, since a simulation would take seconds; on one queue that costs up to 3 %
+    of such a step."""
+    shape = source.shape
     needs_times = one_queue or in_turn
+    if isinstance(source, Clock) and needs_times and source.num_actions <= _SIMULATED:
+        source = source.schedule()
     neighbours = shape.placement.neighbours_of(rank)
-    if isinstance(plan, Clock) and needs_times and plan.num_actions <= _SIMULATED:
-        plan = plan.schedule()
     orders: Orders
     times: NominalTimes | None = None
-    if isinstance(plan, Schedule):
-        plain = plan.without_moves()
-        orders = plain.ranks
-        times = nominal_times(plain) if needs_times else None
+    if isinstance(source, Clock):
+        orders = {near: source.order(near) for near in (rank, *neighbours)}
+        if needs_times:
+            times = {near: source.ticks(order) for near, order in orders.items()}
+        actions = orders[rank]
     else:
-        orders = {near: plan.order(near) for near in (rank, *neighbours)}
-        times = {near: plan.ticks(order) for near, order in orders.items()} if needs_times else None
+        plain = source.without_moves()
+        orders = plain.ranks
+        if needs_times:
+            times = nominal_times(plain)
+        actions = source.ranks[rank]
     ends = chain(*(((near, rank), (rank, near)) for near in neighbours))
     transfers = {each: _transfers(shape, orders, *each) for each in ends}
-    return _merged(plan, rank, orders[rank], transfers, times, in_turn)
+    return _merged(shape, rank, actions, transfers, times, in_turn)
 
 
 def _merged(
-    plan: Schedule | Clock,
+    shape: Shape,
     rank: int,
-    order: Sequence[Action],
+    actions: Sequence[Action],
     transfers: Mapping[tuple[int, int], list[list[Transfer]]],
     times: NominalTimes | None,
     in_turn: bool,
 ) -> list[Action]:
-    """The compute actions of a rank, in their `order`, with all others around them. `transfers` has the messages from
-    one rank to another; by their nominal `times` they get an order for one queue, or in turn."""
-    shape = plan.shape
-    neighbours = plan.shape.placement.neighbours_of(rank)
+    """The compute `actions` and moves of a rank, in order, with all others around them. `transfers` has the messages
+    from one rank to another; by their nominal `times` they get an order for one queue, or in turn."""
+    order = [action for action in actions if action.kind not in MOVE_KINDS]
+    neighbours = shape.placement.neighbours_of(rank)
     before: list[list[Action]] = [[] for _ in order]
     after: list[list[Action]] = [[] for _ in order]
     for index, action in _gathers(shape, order):
@@ -140,7 +144,7 @@ def _merged(
     for index, action in _reductions(shape, order):
         after[index].append(action)
     index = 0
-    for action in plan.ranks[rank] if isinstance(plan, Schedule) else ():
+    for action in actions:
         if action.kind in MOVE_KINDS:
             before[index].append(action)
         else:

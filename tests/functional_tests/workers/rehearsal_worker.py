@@ -18,20 +18,21 @@ from megatron.training import training  # noqa: E402
 from torch.utils._python_dispatch import _disable_current_modes  # noqa: E402
 from torch.utils._pytree import tree_map_only  # noqa: E402
 
+from megatron.seq1f1b.costs.machine import bytes_outside  # noqa: E402
 from megatron.seq1f1b.launch.overlay import installed  # noqa: E402
 from megatron.seq1f1b.model import HostMemory  # noqa: E402
 from megatron.seq1f1b.model.memory.host_memory import mapped_buffer  # noqa: E402
 from megatron.seq1f1b.rehearsal.ledger import Ledger  # noqa: E402
-from megatron.seq1f1b.rehearsal.stage import Stage  # noqa: E402
+from megatron.seq1f1b.rehearsal.stage import RehearsedStage  # noqa: E402
 from megatron.seq1f1b.runtime import Surroundings  # noqa: E402
 from megatron.seq1f1b.runtime.communication import Communicator  # noqa: E402
 
 
-class RealStage(Stage):
+class RealStage(RehearsedStage):
     """Its tensors are real, and the other ranks run, too."""
 
     def __init__(self, args) -> None:
-        super().__init__(args, installed().rehearse_in)
+        super().__init__(args, installed().rehearse_in, bytes_outside)
         self.ledger = Ledger()
         self._stand_ins = ()
         self._surroundings = Surroundings(host_memory=lambda: HostMemory(new_buffer=self.new_buffer))

@@ -98,7 +98,7 @@ def test_few_units_in_a_v_are_cut_for_the_shortest_step(ranks, microbatches, lea
     assert equal == replace(config.partition, planned=None).cut(131072) and sum(config.lengths) == 131072
     shape = Shape(Placement(ranks, 2, "v"), microbatches, 8)
     steps = [
-        simulate(config.schedule.plan(shape, lengths, costs.of_actions), costs.of_actions(lengths)).makespan
+        simulate(config.schedule.resolve(shape, lengths, costs.of_actions), costs.of_actions(lengths)).makespan
         for lengths in (equal, config.lengths)
     ]
     assert steps[0] >= steps[1] * (1 + least_gain)
@@ -171,7 +171,7 @@ def test_auto_plans_whole_backwards_where_none_can_be_split(caplog):
     assert config.schedule == ScheduleChoice("auto", split=False)
     assert caplog.text.count("without splitting backwards: --moe-grouped-gemm with biases") == 1
     shape = Shape(Placement(2), 6)
-    schedule = config.schedule.plan(shape, config.lengths, config.partition.costs.of_actions)
+    schedule = config.schedule.resolve(shape, config.lengths, config.partition.costs.of_actions)
     kinds = {action.kind for actions in schedule.ranks for action in actions}
     assert Kind.B in kinds and not kinds & {Kind.I, Kind.W}
     assert validate(parsed("--pipeline-schedule", "auto")).schedule == ScheduleChoice("auto")

@@ -103,7 +103,12 @@ def test_sizes_of_all_kinds_of_layers_are_read():
 
 def test_other_flags_of_a_launch_come_back_unchanged():
     launch = "--num-layers 6 --tensor-model-parallel-size 2 --lr 6e-5 --data-path a b --sequence-parallel --bf16"
-    assert read_launch(shlex.split(launch)).kept == ["--num-layers 6", "--lr 6e-5", "--data-path a b", "--bf16"]
+    assert read_launch(shlex.split(launch)).passed_through == [
+        "--num-layers 6",
+        "--lr 6e-5",
+        "--data-path a b",
+        "--bf16",
+    ]
     assert as_given(read_launch(["--num-layers", "6"]), small()) is None, "no configuration without parallel sizes"
 
 

@@ -12,6 +12,7 @@ from megatron.seq1f1b.launch.training_loop import log
 from megatron.seq1f1b.launch.training_loop.checkpoints import Checkpoints
 from megatron.seq1f1b.launch.training_loop.log import IterationLog
 from megatron.seq1f1b.runtime import Reading
+from megatron.seq1f1b.runtime.segmentation import StepDocuments
 
 LINE = (
     " [2026-01-01 00:00:00.000000] iteration        3/       5 | consumed samples: 24 | "
@@ -22,7 +23,7 @@ LINE = (
 
 def log_of(documents=None, **args) -> IterationLog:
     recorder = SimpleNamespace(reading=lambda: None)
-    executor = SimpleNamespace(segmentation=SimpleNamespace(apart=documents), recorder=recorder)
+    executor = SimpleNamespace(segmentation=SimpleNamespace(documents_of_step=documents), recorder=recorder)
     return IterationLog(lambda: Namespace(**args), lambda: executor)
 
 
@@ -61,7 +62,7 @@ def test_the_first_iteration_is_printed_within_an_interval(log_interval, iterati
 
 def test_documents_and_micro_batches_are_those_of_the_step(alone, monkeypatch):
     monkeypatch.setattr(parallel_state, "get_data_parallel_group", lambda: torch.distributed.group.WORLD)
-    for documents, counted, scale in ((None, (7.0, 50.0), 0.5), ((4, [3, 5, 1]), (9.0, 35.0), 0.25)):
+    for documents, counted, scale in ((None, (7.0, 50.0), 0.5), (StepDocuments(4, [3, 5, 1]), (9.0, 35.0), 0.25)):
         found = log_of(documents, curr_iteration=0)
         assert found.count_documents(lambda: (7.0, 50.0)) == counted
         assert found.report_experts(lambda tracker, scale, iteration: (scale, iteration), None, 0.5, 3) == (scale, 3)

@@ -12,21 +12,21 @@ lengths = st.lists(st.integers(1, 100), max_size=60)
 
 @fixed
 @given(lengths, st.integers(1, 12), st.sampled_from([1, 2, 8]), st.integers(1, 5), st.booleans())
-def test_every_sequence_is_in_one_pack_and_no_unit_is_too_long(lengths, size, multiple, replicas, alike):
+def test_every_sequence_is_in_one_pack_and_no_unit_is_too_long(lengths, size, multiple, replicas, equal_counts):
     most = size * multiple
-    shares = packs_of_step(lengths, most, multiple, replicas, alike=alike)
+    shares = packs_of_step(lengths, most, multiple, replicas, equal_counts=equal_counts)
     packs = [pack for share in shares for pack in share]
     assert sorted(number for pack in packs for number in pack.sequences) == list(range(len(lengths)))
     for pack in packs:
         assert all(0 < length <= most and length % multiple == 0 for length in pack.lengths)
         used = sum(lengths[number] for number in pack.sequences)
         assert used <= sum(pack.lengths)
-        if not alike:  # no token more than makes the last unit a multiple, and one long sequence at most
+        if not equal_counts:  # no token more than makes the last unit a multiple, and one long sequence at most
             assert not pack.sequences or sum(pack.lengths) - used < multiple
             assert set(pack.lengths[:-1]) <= {most}
             assert all(lengths[number] <= most for number in pack.sequences[1:])
     assert all(shares) and (lengths or len(packs) == replicas)
-    if not alike:
+    if not equal_counts:
         short = [pack.sequences for pack in packs if len(pack.lengths) == 1 and pack.sequences]
         least = sorted(sum(lengths[number] for number in sequences) for sequences in short)[:2]
         assert len(least) < 2 or sum(least) > most, "two packs would fit into one"

@@ -29,22 +29,22 @@ class Chunk:
         self.called.append(list(parameters))
 
 
-def syncs_of(chunks, ends_last=False, **hooks) -> list[GradientSync]:
+def syncs_of(chunks, finishes_last=False, **hooks) -> list[GradientSync]:
     """Megatron passes hooks bare for one chunk, as a list for several."""
     none = dict.fromkeys(("no_sync_func", "grad_sync_func", "param_sync_func"))
     given = {name: made[0] if len(chunks) == 1 else made for name, made in hooks.items()}
-    return gradient_syncs(SimpleNamespace(**{**none, **given}), chunks, ends_last)
+    return gradient_syncs(SimpleNamespace(**{**none, **given}), chunks, finishes_last)
 
 
 @pytest.mark.parametrize(
-    "num_chunks, is_aligned, ends_last",
+    "num_chunks, is_aligned, finishes_last",
     [(1, False, False), (2, False, False), (1, True, False), (2, True, False), (1, True, True)],
 )
-def test_hooks_reduce_in_the_last_backward_or_one_call_does(num_chunks, is_aligned, ends_last):
+def test_hooks_reduce_in_the_last_backward_or_one_call_does(num_chunks, is_aligned, finishes_last):
     chunks = [Chunk() for _ in range(num_chunks)]
     hooks = {"grad_sync_func": [chunk.hook for chunk in chunks]} if is_aligned else {}
-    syncs = syncs_of(chunks, ends_last, no_sync_func=[chunk.no_sync for chunk in chunks], **hooks)
-    by_hooks = ends_last or not is_aligned
+    syncs = syncs_of(chunks, finishes_last, no_sync_func=[chunk.no_sync for chunk in chunks], **hooks)
+    by_hooks = finishes_last or not is_aligned
     assert not any(chunk.may_reduce for chunk in chunks)
     for last, sync in enumerate(syncs):
         for _ in ("input-gradient half", "weight-gradient half"):

@@ -13,8 +13,8 @@ from megatron.seq1f1b.runtime.repacking import BOUNDS
 from megatron.seq1f1b.schedule import Placement
 
 
-def pack(lengths, replicas, alike):
-    return packs_of_step(lengths, 4, 2, replicas, alike=alike)
+def pack(lengths, replicas, equal_counts):
+    return packs_of_step(lengths, 4, 2, replicas, equal_counts=equal_counts)
 
 
 def step_of(*batches, size=1, length=12, forward_only=False):
@@ -80,12 +80,12 @@ def test_what_was_apart_in_the_last_step_of_a_training(alone):
     batch = [sequence(1, 2, 3, 4, 5, 6), sequence(7)]
     units.cut_step(step_of(batch), None)
     units.cut_step(step_of(batch, batch, forward_only=True), None)
-    assert units.apart == (1, [6, 1])
+    assert units.documents_of_step == (1, [6, 1])
     rows = Segmentation(2, lambda length, documents, number: (6, 6), packed=True, end_of_document=9)
     tokens = torch.tensor([[1, 2, 9, 3, 4, 5, 6, 7, 9, 0, 0, 0], [8] * 12])
     call = SimpleNamespace(arguments=Arguments((tokens,), {}, ("input_ids",)))
     rows.cut_step(step_of(batch, size=2), SimpleNamespace(start_all=lambda: None, at=lambda chunk, number: call))
-    assert rows.apart == (1, [3, 6, 3, 12])
+    assert rows.documents_of_step == (1, [3, 6, 3, 12])
 
 
 def test_documents_of_a_batch(alone):

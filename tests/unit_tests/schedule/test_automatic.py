@@ -94,7 +94,7 @@ def test_unequal_segments_are_within_4_percent_of_the_optimum():
 
 
 def test_the_search_of_a_long_step_ends_where_nothing_is_shorter(monkeypatch):
-    monkeypatch.setattr(ListScheduler, "plan", lambda *_: pytest.fail("a plan too many"))
+    monkeypatch.setattr(ListScheduler, "schedule_by", lambda *_: pytest.fail("a plan too many"))
     shape = Shape(Placement(16), 64, 8)
     assert auto(shape) == build("zb-h1", shape)
 

@@ -96,10 +96,11 @@ class IterationLog:
         tokens, squares = upstream()
         executor = self._executor()
         is_skipped = self._args().curr_iteration + 1 in self._skipped
-        if not is_skipped and (apart := executor and executor.segmentation.apart) is not None:
+        documents = None if executor is None else executor.segmentation.documents_of_step
+        if not is_skipped and documents is not None:
             replicas = parallel_state.get_data_parallel_group()
-            number, lengths = apart
-            counts = [number, sum(lengths), sum(length**2 for length in lengths)]
+            lengths = documents.lengths
+            counts = [documents.num_microbatches, sum(lengths), sum(length**2 for length in lengths)]
             sums = torch.tensor(counts, dtype=torch.float64, device=torch.cuda.current_device())
             dist.all_reduce(sums, group=replicas)
             microbatches, tokens, squares = sums.tolist()

@@ -8,11 +8,11 @@ from msgspec import structs
 
 from ..arguments import PipelineConfig
 from ..arguments.supported import Use, first_unsupported
+from ..costs.run_costs import RunCosts
+from ..costs.stage_costs import analytic_costs
 from ..partition import segment_times
+from ..report.text import in_words
 from ..schedule import ScheduleChoice
-from .machine import in_words
-from .run_costs import RunCosts
-from .stage_costs import analytic_costs
 
 _FEW = 8  # segments at most, to print all their lengths
 
@@ -74,7 +74,7 @@ def _predictions(costs: RunCosts, schedule: ScheduleChoice, lengths: Sequence[in
     ours = costs.forecast(schedule, lengths)
     own = costs.forecast_of_megatron()
     other = "with Megatron's 1F1B"
-    bound = "at most " if schedule.is_planned else ""
+    bound = "at most " if schedule.is_auto else ""
     held = in_words(ours.activations)
     would_hold = in_words(own.activations)
     return [
@@ -91,7 +91,7 @@ def advice(config: PipelineConfig, costs: RunCosts) -> Iterator[str]:
         return
     if config.num_segments > 1 and config.run.has_sizes and costs.machine.name != "cpu":
         yield from _of_waiting_gpus(config, costs)
-    if schedule.is_planned and not schedule.split:
+    if schedule.is_auto and not schedule.split:
         obstacle = first_unsupported(config.run.settings, {Use.SPLIT_BACKWARDS})
         yield f"--pipeline-schedule auto plans without splitting backwards: {obstacle}"
 

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron.seq1f1b import validate
-from megatron.seq1f1b.costs.summary import copies_summary
+from megatron.seq1f1b.launch.summary import copies_summary
 from unit_tests.arguments.parsed import parsed
 
 SIZES = {"pipeline_model_parallel_size": 8, "global_batch_size": 16, "data_parallel_size": 1, "seq_length": 32768}
