@@ -89,8 +89,8 @@ class PipelineConfig:
 
     @property
     def wants_segment_attention(self) -> bool:
-        """Whether a script should build layers with our attention, for Megatron's own schedules, too: Megatron's local
-        one is several times slower, and Transformer Engine's needs a GPU."""
+        """Whether layers should have our attention even under Megatron's own schedules, because its local one is
+        several times slower, and Transformer Engine's needs a GPU."""
         settings = self.run.settings
         is_transformer_engines = settings["transformer_impl"] != "local" and not is_on_cpu(self.flags)
         if is_transformer_engines or settings["attention_backend"].name == "local":
@@ -103,7 +103,7 @@ class PipelineConfig:
 
 
 def refuse_unsupported(flags: argparse.Namespace, settings: Mapping[str, Any]) -> None:
-    """Raise ValueError for a feature in `settings` that does not go with our flags; to be called before Megatron's own
+    """Raise ValueError for a feature in `settings` that conflicts with our flags. Call this before Megatron's own
     checks, whose assertions would end the program first."""
     _refuse(settings, _uses(flags, _schedule(flags, settings), settings))
 

@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     add("--pipeline-schedule-file", type=Path, metavar="FILE.csv", help=text)
     text = "How model chunks lie in the depth: 'looped' as Megatron's, or in a 'v', where every second one runs back."
     add("--pipeline-placement", choices=PLACEMENTS, default="looped", help=text)
-    text = "Number of segments of every sequence; 'auto': that of the shortest predicted step that fits in memory."
+    text = "Number of segments of every sequence; 'auto' picks that with the shortest predicted step that fits."
     add("--sequence-splits", *EQUAL_SPLITS, action=_Splits, type=count, metavar="K", help=text)
     text = "Instead: segments of at most N tokens, as many as each micro-batch needs, for sequences of any length."
     add("--segment-tokens", type=tokens, metavar="N", help=text)

@@ -102,7 +102,7 @@ class SequencePartition:
         )
 
     def _trials(self, num_segments: int) -> dict[str, Any]:
-        """The step of a cut, and how many cuts can be tried in a second; empty if too few can."""
+        """Arguments for a search over cuts: how to time a step, and how many cuts to try; empty if it would be slow."""
         run = self.run
         planned = self.planned
         if planned is None or num_segments == 1 or run.num_microbatches > _FEW_MICROBATCHES or not run.has_sizes:

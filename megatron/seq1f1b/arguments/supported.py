@@ -341,7 +341,7 @@ UNSUPPORTED: Mapping[Use, tuple[Unsupported, ...]] = {
                 "--save-tokens-per-expert-interval": on("save_tokens_per_expert_interval"),
                 "--moe-routing-trace-path": on("moe_routing_trace_path"),
             },
-            because="takes every forward for a micro-batch",
+            because="would log every segment as a micro-batch",
             way_out="drop it, or --sequence-splits",
         ),
         *_rows(
@@ -349,7 +349,7 @@ UNSUPPORTED: Mapping[Use, tuple[Unsupported, ...]] = {
                 "--save-activations-interval": on("save_activations_interval"),
                 "--save-dgrads-interval": on("save_dgrads_interval"),
             },
-            because="keeps what every module did last, which is one segment",
+            because="would save only the last segment",
             way_out="drop it",
         ),
         *_rows(

@@ -62,7 +62,7 @@ class DeviceTimer:
         return self._seconds(lambda: kernel.backward(output, Saved(query, key, value, output, saved)))
 
     def small_kernel(self) -> float:
-        """From the start of one to the start of the next."""
+        """Seconds from the start of one to the start of the next."""
         number = torch.zeros((), **self._type)
 
         def add() -> None:

@@ -40,7 +40,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--seq-length", type=count, default=65536, help="default: 65536")
     add("--sequence-splits", type=count, default=8, metavar="K", help="segments; default: 8")
     add("--pipeline-model-parallel-size", type=count, default=8, metavar="P", help="ranks; default: 8")
-    add("--num-virtual-stages", type=count, default=1, metavar="C", help="model chunks on each rank")
+    chunks = "model chunks on each rank; default: 1"
+    add("--num-virtual-stages-per-pipeline-rank", type=count, default=1, metavar="C", help=chunks)
     add("--tensor-model-parallel-size", type=count, default=1, metavar="T")
     add("--sequence-parallel", action="store_true", help="segments are then multiples of T")
     add("--num-microbatches", type=count, default=8, metavar="M", help="default: 8")
@@ -65,7 +66,7 @@ def run_costs(args: argparse.Namespace, shape: Shape) -> RunCosts:
         raise ValueError(f"--num-attention-heads {heads} is no multiple of --tensor-model-parallel-size {tensor}")
     check_size(shape, MOST_ACTIONS)
     settings = settings_of(args) | {"recompute_granularity": "full" if args.recompute else None}
-    settings["virtual_pipeline_model_parallel_size"] = args.num_virtual_stages
+    settings["virtual_pipeline_model_parallel_size"] = args.num_virtual_stages_per_pipeline_rank
     run = run_of_settings(settings, args.num_microbatches)
     return RunCosts(args, replace(run, layers_per_stage=even(args.num_layers, shape.num_stages)))
 
@@ -110,7 +111,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     ranks = args.pipeline_model_parallel_size
     microbatches = args.num_microbatches
-    shape = Shape(Placement(ranks, args.num_virtual_stages), microbatches, args.sequence_splits)
+    shape = Shape(Placement(ranks, args.num_virtual_stages_per_pipeline_rank), microbatches, args.sequence_splits)
     costs = run_costs(args, shape)
     if costs.is_measured:
         errors = costs.measured[1]

@@ -54,10 +54,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--pipeline-model-parallel-size", type=count, metavar="P", help="ranks; default: 4")
     add("--num-microbatches", type=count, metavar="M", help="default: 8")
     add("--sequence-splits", type=count, metavar="K", help="segments of each sequence; default: 1")
-    add("--num-virtual-stages", type=count, metavar="C", help="model chunks on each rank; default: 1")
+    chunks = "model chunks on each rank; default: 1"
+    add("--num-virtual-stages-per-pipeline-rank", type=count, metavar="C", help=chunks)
     share = "share of the activations that waits on the host; with move=1 in --costs a copy takes 1; default: 0"
     add("--offload-activations", type=float, metavar="FRACTION", help=share)
-    add("--placement", choices=PLACEMENTS, help="of the model chunks; default: looped")
+    add("--pipeline-placement", choices=PLACEMENTS, help="of the model chunks; default: looped")
     times = f"times of forward, of input and weight gradient, and of a message; default: {EQUAL_COSTS},message=0; or a "
     times += "JSON file with the same names, in which a value may be a list over segments, or over stages and segments"
     add("--costs", metavar="COSTS", help=times)
@@ -77,8 +78,8 @@ _USUAL_SIZES: dict[str, Any] = {
     "pipeline_model_parallel_size": 4,
     "num_microbatches": 8,
     "sequence_splits": 1,
-    "num_virtual_stages": 1,
-    "placement": "looped",
+    "num_virtual_stages_per_pipeline_rank": 1,
+    "pipeline_placement": "looped",
 }
 
 
@@ -104,7 +105,11 @@ def _schedule_and_costs(args: argparse.Namespace) -> tuple[Schedule, Costs, floa
         schedule = read_csv(args.pipeline_schedule_file)
         return schedule, *read_costs(schedule.shape, text)
     sizes = {name: getattr(args, name) or usual for name, usual in _USUAL_SIZES.items()}
-    placement = Placement(sizes["pipeline_model_parallel_size"], sizes["num_virtual_stages"], sizes["placement"])
+    placement = Placement(
+        num_ranks=sizes["pipeline_model_parallel_size"],
+        num_chunks=sizes["num_virtual_stages_per_pipeline_rank"],
+        style=sizes["pipeline_placement"],
+    )
     shape = Shape(placement, sizes["num_microbatches"], sizes["sequence_splits"])
     costs, copy_time = read_costs(shape, text)
     check_size(shape, MOST_ACTIONS)

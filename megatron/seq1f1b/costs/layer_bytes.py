@@ -57,7 +57,7 @@ def layer_activation(setup: TrainingSetup, layer: int, start: int, end: int) -> 
 
 
 def _kept_of_block(setup: TrainingSetup, block: Block, length: int) -> float:
-    """The input of a block, the normalised input of its first product, and what is inside."""
+    """Bytes that a block keeps: its input, the normalised input of its first product, and its inner activations."""
     again = setup.recompute.split()
     inside = 0.0 if setup.repeats(block.symbol) else block.kept - (block.activated if "moe_act" in again else 0)
     if block.attention is not None and setup.context_parallel > 1 and len(setup.segments) > 1:
@@ -171,7 +171,7 @@ def keeps_logits(setup: TrainingSetup) -> bool:
 
 def head_kept(setup: TrainingSetup, length: int, for_weights: bool = False) -> tuple[float, float]:
     """What the last stage keeps of a segment for its backward, or only for its weight gradients: hidden states around
-    the last norm, and logits; of a loss in pieces a number for each token, and nothing for weight gradients."""
+    the last norm, and logits. A loss in pieces keeps one number for each token, and nothing for weight gradients."""
     heads = 1 + setup.model.prediction_depth
     is_whole = keeps_logits(setup)
     copies = is_whole if for_weights else 2
@@ -203,7 +203,7 @@ def routed_bytes(setup: TrainingSetup, blocks: Iterable[Block], length: int) -> 
 
 @singledispatch
 def backward_working(setup: TrainingSetup, stage: Stage, start: int, end: int) -> float:
-    """The most of any layer of a stage in the backward of the segment [start, end), without the loss."""
+    """The largest working memory of a layer of the stage in the backward of the segment [start, end); not the loss."""
     return max((_layer_working(setup.alone, layer, start, end) for layer, _ in stage.layers), default=0.0)
 
 

@@ -105,7 +105,7 @@ class RunCosts:
         return action_costs(self.stages, self.run.layers_per_stage, lengths)
 
     def best_num_segments(self, schedule: ScheduleChoice, cut: Callable[[int], tuple[int, ...]]) -> int:
-        """The number of the shortest step that fits; where nothing fits, that of the least memory. The search ends
+        """The number of segments with the shortest step that fits, else with the least memory. The search ends
         where the overhead of actions makes steps longer. Raises ValueError if the sequence cannot be cut at all."""
         found: dict[int, Forecast] = {}
         least = max(1 if self.is_measured else _SAFE_LENGTH, self.full_speed_rows)  # tokens on average

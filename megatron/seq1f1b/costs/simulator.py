@@ -166,10 +166,10 @@ def _built(family: str, shape: Shape, offloads: float = 0.0) -> Schedule:
 
 
 def extended(shape: Shape, measured: Callable[[int], Sequence[float]]) -> Sequence[float]:
-    """`measured(number of micro-batches)`, times and memory of a step of this shape; of one with very many actions to
-    within 1 %, by short steps. In its steady state a schedule repeats itself with every group of micro-batches that
-    occupies all ranks, so times and memory grow by as much with each. Two steps give that growth; longer ones are taken
-    until it leads to a third step, twice as long."""
+    """Times and memory of a step of this shape, as `measured(number of micro-batches)` gives them. A step with very
+    many actions is extrapolated from short ones, to within 1 %. In its steady state a schedule repeats itself with
+    every group of micro-batches that occupies all ranks, so times and memory grow by as much with each. Two steps give
+    that growth; longer ones are taken until it leads to a third step, twice as long."""
     group = ceil(shape.num_ranks / shape.num_segments)
     groups, rest = divmod(shape.num_microbatches, group)
     short = _SHORT_STEP

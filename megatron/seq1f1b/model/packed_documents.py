@@ -100,8 +100,8 @@ class MaskCheck:
 
 
 def differs(mask: Tensor, document: Tensor | None = None) -> Tensor:
-    """Whether `mask` [b, s, s] differs from causal attention, which hides later tokens, and other documents if
-    `document` [b, s] is the number of each token's: a boolean on its device."""
+    """Whether `mask` [b, s, s], True where hidden, differs from the causal mask, or from that within documents if
+    `document` [b, s] numbers them for each token: a boolean on its device."""
     found = torch.zeros((), dtype=torch.bool, device=mask.device)
     for first in range(0, mask.shape[-1], _ROWS_AT_ONCE):
         rows = mask[:, first : first + _ROWS_AT_ONCE]

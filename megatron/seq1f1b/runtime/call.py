@@ -154,9 +154,9 @@ class _ThreadState(NamedTuple):
 class Calls:
     """The calls of a program's forward step in one step. Within it, the models of all chunks are doors.
 
-    `around_program(stage, length)` is entered while the program runs for sequences of `length` tokens, for code that
-    derives shapes or the entries to read from globals. A program that `divides_documents` gives context-parallel ranks
-    a share of each document of a pack, else of whole sequences.
+    `around_program(stage, length)` is entered while the program runs for sequences of `length` tokens: programs read
+    the length, and whether their rank has data, from globals. A program that `divides_documents` gives context-parallel
+    ranks a share of each document of a pack, else of whole sequences.
     """
 
     def __init__(

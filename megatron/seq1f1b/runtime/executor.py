@@ -52,11 +52,11 @@ class PipelineExecutor:
     """Called like Megatron's `forward_backward_func`; made once, used for every step.
 
     `auto` plans for `costs(lengths)`, for equal costs if it is None. `around_program` and `divides_documents` are those
-    of `Calls`. No wait for a message is longer than `timeout`. With `reports_on_last_rank` the last rank gets the
-    reports of another one, too. The loss is computed in pieces of `piece` logits (model/memory/loss_pieces.py), or all
-    logits are kept if that is None. The share `offloads` of activations moves to the host; with `keeps_attention`
-    recomputation repeats all but attention. A `tracer` records training steps. Attention runs on `kernels_of` the
-    configuration of a model; activations on the host are in `host_memory`.
+    of `Calls`. No wait for a message is longer than `timeout`. `reports_on_last_rank`: if another rank computes the
+    loss, the last one gets its reports, too. The loss is computed in pieces of `piece` logits
+    (model/memory/loss_pieces.py), or all logits are kept if that is None. The share `offloads` of activations moves to
+    the host; with `keeps_attention` recomputation repeats all but attention. A `tracer` records training steps.
+    Attention runs on `kernels_of` the configuration of a model; activations on the host are in `host_memory`.
 
     No state of a step survives it. After a step that failed every call raises RuntimeError: the other ranks stopped in
     the middle of it, and their messages no longer match.

@@ -29,7 +29,8 @@ _NOTHING = nullcontext()
 class Interpreter:
     """Runs the program of one rank for one step; its own state is empty when the step ends.
 
-    The host time of a unit matters (tools/benchmark_host.py): if a segment's layers take less, the GPU waits.
+    Keep this loop cheap (tools/benchmark_host.py): if the kernels of a segment end before the host has issued the next
+    ones, the GPU idles.
     """
 
     step: Step

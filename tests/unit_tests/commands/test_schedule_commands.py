@@ -48,7 +48,8 @@ def test_moves_to_the_host_have_spans_of_their_own(tmp_path):
 
 def test_costs_from_a_file_for_auto(tmp_path):
     (tmp_path / "costs.json").write_text(json.dumps({"f": [1, 2], "i": 1.5, "message": 0.1, "activation": 2}))
-    sizes = [*SIZES, "--num-virtual-stages", 2, "--placement", "v", "--costs", tmp_path / "costs.json"]
+    chunks = ["--num-virtual-stages-per-pipeline-rank", 2, "--pipeline-placement", "v"]
+    sizes = [*SIZES, *chunks, "--costs", tmp_path / "costs.json"]
     words = [*sizes, "--pipeline-schedule", "auto", "--memory-limit", 16, "--output", tmp_path / "a.json"]
     assert seq1f1b("plot", *words) == 0
     spans = [span for rank in read_timeline(tmp_path / "a.json").ranks for span in rank]

@@ -63,7 +63,8 @@ class IterationLog:
         return upstream(losses, sums, *args, is_first_iteration=is_first_iteration and not is_end, **more)
 
     def print_rank_last(self, upstream: Callable[[str], None], message: str) -> None:
-        """Add to the line of an iteration, TensorBoard and wandb; called on all ranks with the same message."""
+        """Append tokens/s, idle shares and memory to the line of an iteration, and write them to TensorBoard and wandb.
+        All ranks call this with the same message."""
         line = _LINE.search(message)
         if line is None or int(line["iteration"]) in self._skipped:
             upstream(message)
