@@ -82,7 +82,7 @@ def test_the_state_is_partitioned_where_that_is_faster():
 
 
 def test_winners_with_too_many_actions_for_auto_are_named(monkeypatch):
-    monkeypatch.setattr("megatron.seq1f1b.planner.search.MOST_ACTIONS_OF_AUTO", 0)
+    monkeypatch.setattr(search, "MOST_ACTIONS_OF_AUTO", 0)
     of_four = Search(small(families=("zb-h1", "auto"), accepts=lambda each: each.setup.pipeline_parallel == 4))
     found = of_four.best(3)
     assert {each.candidate.setup.family for each in found} == {"zb-h1"}
