@@ -29,8 +29,9 @@ LOG = "  seq_length ..... 64\n iteration        1/ 2 | elapsed time per iteratio
 LOG += "| global batch size:     8 | lm loss: 1.0E+00 |\n"
 
 TRACE = {"schedule": "1f1b", "iteration": 1, "peak_memory_bytes": [1]}
-CELL = "7b,a100-80gb,8192,176,2,2,1.5,T2,1.6,P2"
-CELLS = "model,machine,seq_length,bandwidth,gpus,batch,seconds,configuration,megatron_seconds,megatron_configuration\n"
+CELL = "7b,a100-80gb,8192,176,12,2,2,1.5,0.1,T2,1.6,0.2,P2"
+CELLS = "model,machine,seq_length,bandwidth,host_bandwidth,gpus,batch,seconds,idle,configuration,"
+CELLS += "megatron_seconds,megatron_idle,megatron_configuration\n"
 
 
 def trace(**spoilt):
@@ -45,7 +46,7 @@ def cells(old, new):
 
 
 FILES = {
-    "cell_short.csv": cells(",1.6,P2", ""),
+    "cell_short.csv": cells(",0.2,P2", ""),
     "cell_nan.csv": cells("1.6", "nan"),
     "cell_many.csv": cells("P2", "P2,3"),
     "cell_batch.csv": cells("8192", "8192.5"),
