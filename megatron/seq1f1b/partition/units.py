@@ -56,7 +56,7 @@ def packs_of_step(
             shares[replica].append(Pack((), (multiple_of,)))
     filled = [share or [Pack((), (multiple_of,))] for share in shares]
     if equal_counts:
-        rounds = [_alike(round_, multiple_of) for round_ in zip(*filled, strict=True)]
+        rounds = [_with_equal_counts(round_, multiple_of) for round_ in zip(*filled, strict=True)]
         filled = [list(share) for share in zip(*rounds, strict=True)]
     return [_longest_in_the_middle(share) for share in filled]
 
@@ -88,7 +88,7 @@ def _packs(lengths: Sequence[int], most: int, multiple_of: int) -> list[Pack]:
     return packs
 
 
-def _alike(packs: Sequence[Pack], multiple_of: int) -> list[Pack]:
+def _with_equal_counts(packs: Sequence[Pack], multiple_of: int) -> list[Pack]:
     """The packs, each with as many segments as the longest has."""
     most = max(len(pack.lengths) for pack in packs)
     cuts = (even(max(sum(pack.lengths), most * multiple_of), most, multiple_of) for pack in packs)

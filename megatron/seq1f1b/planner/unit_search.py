@@ -8,11 +8,11 @@ the drawn steps, every unit with its own tokens and attention.
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from heapq import merge
 from itertools import accumulate, chain, pairwise
 from math import ceil, inf, lcm, log2
-from operator import itemgetter
+from operator import itemgetter, truediv
 from random import Random
 from statistics import fmean
 from typing import Any
@@ -183,8 +183,8 @@ class UnitSearch:
         def of_busiest(replicas: int) -> float:
             return units * _share_of_busiest(self.steps, unit_tokens, replicas, authors_flops(self.question.model))
 
-        alike = replace(self.question, sequence_length=unit_tokens, segments=(1,))
-        return Average(**vars(alike), of_busiest=of_busiest, seen=pairs_in_all / units)
+        one_unit = replace(self.question, sequence_length=unit_tokens, segments=(1,))
+        return Average(**vars(one_unit), of_busiest=of_busiest, seen=pairs_in_all / units)
 
     def of_megatron(self) -> UnitPlan | None:
         """The best of Megatron's own schedules on packs as long as the longest sequence; None if nothing fits. Packs
@@ -195,8 +195,8 @@ class UnitSearch:
         packs = len(packs_of_step([*chain(*self.steps)], length)[0]) / len(self.steps)
         seen = self.average(length).seen * self.tokens / (length * packs)
         for batch in sorted({ceil(packs / ranks) * ranks for ranks in powers_of_two(int(packs))}):
-            alike = replace(self.question, global_batch_size=batch, micro_batches=(1, 2))
-            search = Search(Average(**vars(alike), of_busiest=batch.__truediv__, seen=seen).of_megatron())
+            packed = replace(self.question, global_batch_size=batch, micro_batches=(1, 2))
+            search = Search(Average(**vars(packed), of_busiest=partial(truediv, batch), seen=seen).of_megatron())
             for best in search.best(1):
                 tokens = self.tokens * batch / packs
                 setup = best.candidate.setup
@@ -269,7 +269,7 @@ class UnitSearch:
             multiple=multiple,
             replicas=setup.data_parallel,
             flops=authors_flops(setup.model),
-            alike=setup.expert_parallel > 1 or setup.partitions_state,
+            equal_counts=setup.expert_parallel > 1 or setup.partitions_state,
         )
 
 
@@ -294,7 +294,7 @@ class _Packed:
     costs, then the number of columns."""
 
     def __init__(
-        self, steps: Steps, most: int, multiple: int, replicas: int, flops: Sequence[int], alike: bool
+        self, steps: Steps, most: int, multiple: int, replicas: int, flops: Sequence[int], equal_counts: bool
     ) -> None:
         part = lcm(multiple, max(1, most // _PARTS))
 
@@ -305,17 +305,19 @@ class _Packed:
         by_kind = []
         tokens = 0
         for lengths in steps:
-            shares = packs_of_step(lengths, most, multiple, replicas, work_by_flops(*flops), alike)
+            shares = packs_of_step(lengths, most, multiple, replicas, work_by_flops(*flops), equal_counts)
             tokens += sum(sum(pack.lengths) for share in shares for pack in share)
             by_kind.append([[kind_of(pack) for pack in share] for share in shares])
             for pack in chain(*shares):
                 seen[kind_of(pack)].append(seen_by_units(pack, lengths))
         numbers = {kind: number for number, kind in enumerate(seen)}
         self.kinds = [(kind, tuple(map(fmean, zip(*each, strict=True)))) for kind, each in seen.items()]
-        *self.steps, fullest_step = [
-            [tuple(numbers[kind] for kind in order) for order in of_step]  # an order for each replica
-            for of_step in by_kind
-        ]
+
+        def numbered(of_replicas: list[list[tuple[int, ...]]]) -> list[tuple[int, ...]]:
+            return [tuple(numbers[kind] for kind in order) for order in of_replicas]
+
+        self.steps = [numbered(of_step) for of_step in by_kind[:-1]]
+        fullest_step = numbered(by_kind[-1])
         self.fullest = max(fullest_step, key=lambda order: max(sum(self.kinds[kind][0]) for kind in order))
         self.longest = max(max(map(max, steps)), most)
         self.padding = 1 - sum(map(sum, steps)) / tokens
@@ -324,12 +326,13 @@ class _Packed:
 
     def _setup_of(self, setup: TrainingSetup) -> TrainingSetup:
         way = None if setup.context_parallel == 1 else comm_type_of_segments(setup)
-        alone = replace(setup, longest=self.longest, num_microbatches=1, cp_comm_type=way, seen=())
+        one_batch = replace(setup, longest=self.longest, num_microbatches=1, cp_comm_type=way, seen=())
         parts = tuple(
-            replace(alone, sequence_length=sum(lengths), segments=lengths, seen=seen) for lengths, seen in self.kinds
+            replace(one_batch, sequence_length=sum(lengths), segments=lengths, seen=seen)
+            for lengths, seen in self.kinds
         )
         columns = tuple(chain(*(lengths for lengths, _ in self.kinds)))
-        return replace(alone, sequence_length=sum(columns), segments=columns, parts=parts)
+        return replace(one_batch, sequence_length=sum(columns), segments=columns, parts=parts)
 
     def around_longest(self, count: int) -> tuple[int, ...]:
         """The fullest step from `count` micro-batches before its longest one to as many after it."""

@@ -50,11 +50,11 @@ def by_use(memory: Memory) -> str:
 
 def _leanest(question: Question) -> Memory | None:
     """The fullest rank of the leanest configuration, with as much on its host as that holds; None without a layout."""
-    lean = replace(question, families=("1f1b",), micro_batches=(1,), segments=_NUMBERS)
+    smallest = replace(question, families=("1f1b",), micro_batches=(1,), segments=_NUMBERS)
     evenly = (
         next(cuts(setup, "1f1b", segments), None)
-        for setup in sorted(setups(lean), key=least_bytes)[:_LEANEST]
-        for segments in numbers_of_segments(lean, setup)
+        for setup in sorted(setups(smallest), key=least_bytes)[:_LEANEST]
+        for segments in numbers_of_segments(smallest, setup)
     )
     away = (_mostly_away(each.setup, question.room) for each in evenly if each is not None)
     fullest = (max(memory_in_flight(setup), key=lambda rank: rank.total) for setup in away)

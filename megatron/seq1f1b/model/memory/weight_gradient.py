@@ -75,18 +75,20 @@ def defer_weight_gradients(store: WeightGradientStore, chunks: Iterable[torch.nn
     """Inside, the backward of linear layers leaves weight gradients in `store`. Other gradients (norms, biases,
     embeddings) are cheap, and come with the input gradients, as do those of logits in pieces."""
     modules = [module for chunk in chunks for module in chunk.modules() if keeps_logits(module)]
-    local = "megatron.core.tensor_parallel.layers"
-    reason = "computes the weight gradient with the input gradient"
     rows = [
-        Patch(f"{local}.{kind}._forward_impl", lambda _, forward: deferring(forward, store), reason, wraps=True)
+        Patch(
+            f"megatron.core.tensor_parallel.layers.{kind}._forward_impl",
+            lambda _, forward: deferring(forward, store),
+            "computes the weight gradient with the input gradient",
+            wraps=True,
+        )
         for kind in ("ColumnParallelLinear", "RowParallelLinear")
     ]
     of_te = [module for module in modules if hasattr(module, "wgrad_store")]  # TE's attention has no weights
     if of_te:
         base = "transformer_engine.pytorch.module.base.TransformerEngineBaseModule"
-        reason = "fires hooks too early"
         rows.append(Patch(f"{base}.wgrad_store", lambda layer, _: _store_of(layer, store), "mixes units", wraps=True))
-        rows.append(wrapping(f"{base}.forward", _on_aliases, reason))
+        rows.append(wrapping(f"{base}.forward", _on_aliases, "fires hooks too early"))
     local_ones = [module for module in modules if hasattr(module, "_forward_impl")]
     return patched_on([*local_ones, *of_te], rows)
 
