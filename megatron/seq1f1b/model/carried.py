@@ -25,6 +25,6 @@ class Carried:
         """A segment has gone forward: forget what nothing reads again. `has_backward`: its backward will come;
         `has_graph`: that backward starts from this forward, and not from a repeated one."""
 
-    def rest(self, keep: Callable[[Tensor], Any]) -> None:
+    def to_host(self, keep: Callable[[Tensor], Any]) -> None:
         """All segments have gone forward: replace tensors by what `keep` returns, see HostMemory, until a backward
         reads them."""

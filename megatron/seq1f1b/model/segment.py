@@ -122,7 +122,7 @@ class SegmentContext:
         carried = self._carried[key]
         carried.end_forward(output.requires_grad, has_backward)
         if segment.is_last:
-            carried.rest(self.host_memory.keep)
+            carried.to_host(self.host_memory.keep)
 
     def at_end_of_backward(self, layer: Hashable) -> Callable[[], object]:
         """A function for the end of the segment's backward: after the first segment's, `layer` carries nothing."""

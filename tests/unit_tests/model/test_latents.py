@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 
 from megatron.seq1f1b.model.attention.latents import LARGEST_SHARE, LatentCache, share_of_projection
-from megatron.seq1f1b.model.attention.segment_attention import _Attend, _Call
+from megatron.seq1f1b.model.attention.segment_attention import _Attend, _Cached
 from megatron.seq1f1b.model.kernels import AttentionRule, KernelChoice
 from support.segments import of_lengths
 
@@ -21,8 +21,8 @@ def attended(cache, segment):
     keys, values = projected.unflatten(2, (HEADS, -1)).split([SIZE, VALUE], -1)
     keys = torch.cat([keys, rotary.unsqueeze(2).expand(-1, -1, HEADS, -1)], -1)
     kernel = KernelChoice().kernel(AttentionRule((SIZE + ROTARY) ** -0.5), query, values)
-    call = _Call(kernel, segment, cache, lambda: None)
-    return _Attend.apply(query, keys, values, None, cache.prefix, call)
+    cached = _Cached(cache, segment, end=lambda: None)
+    return _Attend.apply(query, keys, values, None, cache.prefix, kernel, cached)
 
 
 def test_kept_are_latents_and_rotary_keys_and_their_gradients():

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..carried import Carried
 from ..kernels import Gradients
-from ..memory.host_memory import taken
+from ..memory.host_memory import tensor_of
 
 
 class Rows:
@@ -34,14 +34,14 @@ class Rows:
         self._rows = rows
 
     def write(self, start: int, end: int, rows: Tensor) -> None:
-        self._rows = rows.new_empty((self._length, *rows.shape[1:])) if self._rows is None else taken(self._rows)
+        self._rows = rows.new_empty((self._length, *rows.shape[1:])) if self._rows is None else tensor_of(self._rows)
         self._rows[start:end].copy_(rows)
 
     def read(self, start: int, end: int) -> Tensor:
         """The rows that the tokens `start` to `end` see, outside the graph, which later writes would invalidate."""
         assert self._rows is not None, "segments went forward out of order"
         if end not in self._first:
-            self._rows = taken(self._rows)
+            self._rows = tensor_of(self._rows)
             self._first[end] = self._rows[:end]
         return self._first[end]
 
@@ -53,7 +53,7 @@ class Rows:
         found = [self._rows, self._sum, *self._first.values()]
         return [tensor for tensor in found if isinstance(tensor, Tensor)]
 
-    def rest(self, keep: Callable[[Tensor], Any]) -> None:
+    def to_host(self, keep: Callable[[Tensor], Any]) -> None:
         """Replace the rows by what `keep` returns, see HostMemory, until a backward uses them."""
         rows = self._rows
         self._rows = keep(self._rows)
@@ -97,7 +97,7 @@ class WindowRows(Rows):
     def tensors(self) -> list[Tensor]:
         return [*super().tensors(), *(rows for rows in self._kept.values() if isinstance(rows, Tensor))]
 
-    def rest(self, keep: Callable[[Tensor], Any]) -> None:
+    def to_host(self, keep: Callable[[Tensor], Any]) -> None:
         self._kept = {end: keep(rows) for end, rows in self._kept.items()}
 
     def trim(self, keeps_earlier: bool) -> None:
@@ -116,7 +116,7 @@ class WindowRows(Rows):
         """The rows of the tokens from `first` to `end`, without a copy if they are of one segment."""
         seen = [stop for stop in self._kept if stop == end or first < stop < end]
         for stop in seen:
-            self._kept[stop] = taken(self._kept[stop])
+            self._kept[stop] = tensor_of(self._kept[stop])
         parts = [_last(self._kept[stop], stop - first) for stop in seen]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -164,9 +164,9 @@ class KVCache(Carried):
             for rows in self.rows:
                 rows.trim(keeps_earlier=has_backward)
 
-    def rest(self, keep: Callable[[Tensor], Any]) -> None:
+    def to_host(self, keep: Callable[[Tensor], Any]) -> None:
         for rows in self.rows:
-            rows.rest(keep)
+            rows.to_host(keep)
 
     def exchange_gradients(self, start: int, end: int, grads: Gradients) -> tuple[Tensor, Tensor, Tensor | None]:
         """The complete gradients of the segment's keys and values, and of the `prefix`, see `Rows`; the keys and values

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..memory.host_memory import taken
+from ..memory.host_memory import tensor_of
 from ..packed_documents import CumulativeLengths, Documents, document_start, pieces
 from ..segment import KeptAttention, Segment
 from .interface import DocumentKernel, Gradients, Kernel, Saved
@@ -130,7 +130,7 @@ class RunOnce:
             results, state = self.kept.pop(self.unit) if self.is_recorded else self.kept[self.unit]
             if self.generator is not None and state is not None:
                 self.generator.set_state(state)
-            first_output, *first_statistics = map(taken, results)
+            first_output, *first_statistics = map(tensor_of, results)
             return first_output, tuple(first_statistics)
         output, statistics = self.kernel.forward(query, key, value)
         if not self.is_recorded:

@@ -184,13 +184,13 @@ class HostMemory:
         """Inside, the forward of `unit` runs; the tensors that autograd saves may move."""
         self._running = self._here[unit] = WeakValueDictionary()
         try:
-            with torch.autograd.graph.saved_tensors_hooks(self.keep, taken):
+            with torch.autograd.graph.saved_tensors_hooks(self.keep, tensor_of):
                 yield
         finally:
             self._running = None
 
     def keep(self, tensor: Any) -> Any:
-        """A handle from which `taken` gives the tensor back, or `tensor` itself if it may not move."""
+        """A handle from which `tensor_of` gives the tensor back, or `tensor` itself if it may not move."""
         # Other types have attributes, or parts, that a view of their storage lacks.
         if self._running is None or type(tensor) is not Tensor:
             return tensor
@@ -329,7 +329,7 @@ def _pairs(storages: Iterable[_Storage], blocks: list[Tensor]) -> Pairs:
     return found
 
 
-def taken(kept: Any) -> Any:
+def tensor_of(kept: Any) -> Any:
     """The tensor that `HostMemory.keep` was given."""
     return kept.tensor() if isinstance(kept, _Handle) else kept
 
