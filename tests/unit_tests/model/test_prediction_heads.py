@@ -6,7 +6,7 @@ import pytest
 import torch
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 
-from megatron.seq1f1b.model import LookAhead, PredictionHeads, SegmentContext
+from megatron.seq1f1b.model import LookAhead, PredictionHeads, Segment, SegmentContext
 from megatron.seq1f1b.process.patches import patched
 
 LAYER = SimpleNamespace(layer_number=1, cp_group=None, config=SimpleNamespace(mtp_detach_heads=False))
@@ -15,9 +15,9 @@ LAYER = SimpleNamespace(layer_number=1, cp_group=None, config=SimpleNamespace(mt
 def embedded(**options):
     """Tokens, positions, padding mask and embeddings of a segment of three tokens, which 9 follows."""
     ahead = LookAhead({name: torch.full((1, 1, 1), 9.0) for name in ("input_ids", "position_ids")}, torch.ones(2))
-    heads = PredictionHeads(SegmentContext(), lambda segment: ahead)
-    heads._ahead = ahead
-    with patched(heads.patches()):
+    context = SegmentContext()
+    running = context.running(Segment(0, 0, 0, 3, 6), keeps_for_backward=True)
+    with running, patched(PredictionHeads(context, lambda segment: ahead).patches()):
         hidden = torch.ones(3, 1, 2, requires_grad=True)
         return MultiTokenPredictionLayer._get_embeddings(
             LAYER, torch.tensor([[1, 2, 3]]), None, lambda input_ids, position_ids: input_ids, hidden, **options
