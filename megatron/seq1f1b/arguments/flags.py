@@ -40,9 +40,18 @@ def number_type(
         with suppress(ValueError):
             if is_valid(number := kind(text)):
                 return number
-        raise argparse.ArgumentTypeError(f"{text!r} is {problem}")
+        raise argparse.ArgumentTypeError(f"{text!r} is {problem}{_in_digits(text)}")
 
     return value_of
+
+
+def _in_digits(text: str) -> str:
+    """The number that `8k` or `1m` stands for, as a question; empty for all else."""
+    found = re.fullmatch("([0-9]+)([km])", text, re.IGNORECASE)
+    if found is None:
+        return ""
+    number = int(found[1]) * (1024 if found[2].lower() == "k" else 1024**2)
+    return f" (did you mean {number}?)"
 
 
 share_or_auto = number_type(float, lambda share: 0 <= share <= 1, "neither a fraction from 0 to 1 nor 'auto'", AUTO)
@@ -129,9 +138,13 @@ class _Splits(argparse.Action):
 
 def refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
     """Replaces `ArgumentParser.error`, which prints the usage, several hundred lines, on every rank."""
-    unknown = message.removeprefix("unrecognized arguments: ").split()[0] if "unrecognized" in message else ""
-    known = difflib.get_close_matches(unknown, parser._option_string_actions, n=1) if unknown else []
-    raise ValueError(f"{message} (did you mean {known[0]}?)" if known else message)
+    near: list[str] = []
+    if message.startswith("unrecognized arguments: "):
+        unknown = message.removeprefix("unrecognized arguments: ").split()[0]
+        near = difflib.get_close_matches(unknown, parser._option_string_actions, n=1)
+    elif choice := re.search(r"invalid choice: '(.+?)' \(choose from (.+)\)", message):
+        near = difflib.get_close_matches(choice[1], re.findall(r"[^', ]+", choice[2]), n=1)
+    raise ValueError(f"{message} (did you mean {near[0]}?)" if near else message)
 
 
 def parse_options(options: Mapping[str, Any]) -> argparse.Namespace:

@@ -20,6 +20,7 @@ from dataclasses import replace
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 from ..arguments.supported import Use
@@ -36,6 +37,7 @@ from .launch_flags import decided_flags, read_launch
 from .launch_rules import LaunchRules
 from .model_flags import PRESETS, model_of, preset_words
 from .parsing import PICTURES, Parser, amount, amount_or_0, count, count_up_to, name_of, output_path
+from .plan_json import write_answer
 
 # What keeps the sequences of a launch apart.
 _APART = ("--sft", "--dataloader-inter-document-masking", "--reset-attention-mask")
@@ -51,11 +53,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--model", choices=PRESETS, metavar="NAME", help=f"{', '.join(PRESETS)}; instead of --num-layers and its kin")
     size = os.environ.get("WORLD_SIZE")
-    add("--gpus", type=count_up_to(10**6), default=size, required=not size, metavar="N", help="default: WORLD_SIZE")
+    add("--gpus", type=count_up_to(10**6), default=size, metavar="N", help="default: WORLD_SIZE")
     add("--seq-length", type=count, metavar="TOKENS", help="of a sequence; required without --lengths")
     lengths = "plan for unequal lengths, cut off at --seq-length: a CSV of 'tokens,sequences', or the .idx of a corpus"
     add("--lengths", type=Path, metavar="FILE", help=lengths)
-    add("--global-batch-size", type=count_up_to(2**16), required=True, metavar="N", help="in sequences; required")
+    add("--global-batch-size", type=count_up_to(2**16), metavar="N", help="in sequences; required")
     add_machine(parser, "a100-80gb")
     add("--device-memory", type=amount, metavar="GIB", help="default: what a device of the machine has")
     host = "of the host, for activations of each device; 0: none moves there; default: what the machine file has"
@@ -64,6 +66,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--explain", action="store_true", help="where the time goes, and what the second best lacks")
     picture = "throughput against memory: .png, .svg or .pdf (needs matplotlib)"
     add("--output", type=output_path(*PICTURES), metavar="FILE", help=picture)
+    add("--json", type=output_path(".json"), metavar="FILE", help="the same answer for programs")
     what = "rehearse what is advised on this machine (--dry-run) with your training script; default: pretrain_gpt.py"
     add("--rehearse", type=Path, nargs="?", const=Path("pretrain_gpt.py"), metavar="SCRIPT", help=what)
     args, words = parser.parse_known_args(argv)
@@ -72,6 +75,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         own = [flag for flag in parser._option_string_actions if abs(len(flag) - len(name)) <= 2]
         if near := get_close_matches(name, own, n=1, cutoff=0.83):
             parser.error(f"{name} is unknown; did you mean {near[0]}?")
+    if missing := _missing(args, words):
+        parser.error(f"{' and '.join(filter(None, (', '.join(missing[:-1]), missing[-1])))} must be given")
     if args.lengths is not None:
         if args.explain or args.output is not None or args.rehearse is not None:
             parser.error("--explain, --output and --rehearse are for sequences of one length; drop them, or --lengths")
@@ -80,14 +85,26 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             parser.error(f"--global-batch-size {args.global_batch_size}: {most}, the flags hold for more")
         args.histogram = read_histogram(args.lengths)
         args.seq_length = args.seq_length or -(-max(args.histogram) // _ROUND) * _ROUND
-    if args.seq_length is None:
-        parser.error("--seq-length is missing")
     if args.rehearse is not None and not args.rehearse.is_file():
         parser.error(f"--rehearse {args.rehearse}: there is no such script; name your own")
     args.launch = read_launch(words, preset_words(args.model, args.seq_length) if args.model else ())
     if args.model and args.launch.of_model:
         parser.error(f"--model {args.model} has its own {args.launch.of_model[0]}; drop one of them")
     return args
+
+
+def _missing(args: argparse.Namespace, words: Sequence[str]) -> list[str]:
+    """The names of flags without which nothing can be planned."""
+    missing = []
+    if args.model is None and not any(word.startswith("--num-layers") for word in words):
+        missing.append("--model (or the sizes of one, --num-layers and its kin)")
+    if args.gpus is None:
+        missing.append("--gpus")
+    if args.seq_length is None and args.lengths is None:
+        missing.append("--seq-length")
+    if args.global_batch_size is None:
+        missing.append("--global-batch-size")
+    return missing
 
 
 def add_machine(parser: Parser, default: str) -> None:
@@ -120,16 +137,29 @@ def all_flags(launch: argparse.Namespace, best: Plan, by_megatron: bool = False)
     return list({name_of(flag): flag for flag in flags}.values())
 
 
-def in_lines(flags: Sequence[str]) -> str:
-    """The flags as the end of a command."""
-    return "\n  " + " \\\n  ".join(flags)
-
-
 def show(done: int, total: int) -> None:
     """A bar of progress on a terminal."""
     if sys.stderr.isatty():
         end = "\n" if done == total else ""
         print(f"\r[{'#' * round(30 * done / total):30}]", end=end, file=sys.stderr, flush=True)
+
+
+class Progress:
+    """On a terminal, twice a second: how many candidates are left to look at. Each may be several configurations, or
+    be left out by its bound."""
+
+    def __init__(self) -> None:
+        self._is_shown = sys.stderr.isatty()
+        self._next = 0.0
+
+    def __call__(self, left: int) -> None:
+        if self._is_shown and monotonic() >= self._next:
+            self._next = monotonic() + 0.5
+            print(f"\r{left:9,} candidates are left", end="", file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        if self._is_shown:
+            print("\r" + " " * 40 + "\r", end="", file=sys.stderr, flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -139,14 +169,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     always = {Use.PARTITIONED_STATE} if launch.partition_state else set()
     rules = LaunchRules(launch.passed_through, always | ({Use.SEGMENTS, Use.UNITS} if in_units else set()))
     asked = question(args, rules)
-    search: Any = UnitSearch(asked, args.histogram) if in_units else Search(asked)
+    progress = Progress()
+    search: Any = UnitSearch(asked, args.histogram) if in_units else Search(asked, progress)
     given = plan_as_given(launch, search)
     found = search.best(args.best)
     if not found:
         raise search.way_out() if in_units else way_out(asked, [*rules.left_out()])
-    show(1, 2)
     megatron = search.of_megatron()
-    show(2, 2)
+    progress.end()
     rate = megatron and megatron.tokens_per_second
     gain = Gain(found[0].tokens_per_second, rate, asked.machine.error)
     best = found[0] if megatron is None or gain.is_of_segments else megatron
@@ -155,11 +185,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     print("", *plan_text.ranking(found, megatron, given, row), sep="\n")
     if given is not None:
         print(plan_text.of_launch(given, found[0], asked.memory_limit))
-    print("", plan_text.verdict(gain, megatron, in_units), plan_text.memory_by_stage(best, asked), sep="\n")
-    flags = all_flags(launch, best, by_megatron=best is megatron)
-    print(f"Flags of {"Megatron's own schedules" if best is megatron else 'the best'}:{in_lines(flags)}")
-    if best is megatron:
-        print(f"Runner-up: this package, in {found[0].seconds:.3f} s:{in_lines(all_flags(launch, found[0]))}")
+    print("", plan_text.verdict(gain, megatron, in_units), sep="\n")
+    if megatron is not None and not in_units:
+        print(plan_text.reason(found[0], megatron, gain))
+    print(plan_text.memory_by_stage(best, asked))
+
+    def flags_of(plan: Plan) -> list[str]:
+        return all_flags(launch, plan, by_megatron=plan is megatron)
+
+    flags = flags_of(best)
+    other = found[0] if best is megatron else megatron
+    print(plan_text.flags_of_both(best, other, megatron, flags_of))
     print("".join(f"{sentence}\n" for sentence in rules.left_out()), end="")
     for name in map(name_of, launch.unread):
         if name in ("--fp8-format", "--fp4-format"):
@@ -173,8 +209,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"auto was left out for {long} of the best, with more than {MOST_ACTIONS_OF_AUTO:,} actions.")
     if args.explain:
         print(plan_text.explained(found))
+    if args.json is not None:
+        write_answer(args.json, args, found, megatron, given, gain, flags_of)
+        print(f"{args.json} written.")
     if args.output is not None:
-        draw(search, best, args.output)
+        draw(search, best, megatron, given, args.output)
     return 0 if args.rehearse is None else rehearse(args, asked, flags)
 
 
@@ -189,8 +228,9 @@ def plan_as_given(launch: argparse.Namespace, search: Any) -> Plan | None:
     return None if candidate is None else search.predict(replace(candidate, unit_tokens=launch.unit_tokens))
 
 
-def draw(search: Search, advised: Plan, path: Path) -> None:
-    """Draw every configuration that was simulated, for this memory and for less, and what is advised."""
+def draw(search: Search, advised: Plan, megatron: Plan | None, given: Plan | None, path: Path) -> None:
+    """Draw every configuration that was simulated, for this memory and for less, and mark what is advised, the best of
+    Megatron's own schedules and the launch as given."""
     from ..report.plan_figures import Point, plot_frontier
 
     def point(plan: Plan) -> Point:
@@ -206,7 +246,9 @@ def draw(search: Search, advised: Plan, path: Path) -> None:
         group = "segments" if len(each.candidate.setup.segments) > 1 else "whole sequences"
         group = "recomputation" if each.candidate.setup.recompute != "none" else group
         groups[group].append(point(each))
-    plot_frontier(groups, point(advised), asked.memory_limit, plan_text.title(asked), path)
+    marked = {"advised": advised, "Megatron's own": megatron, "as given": given}
+    points = {name: point(plan) for name, plan in marked.items() if plan is not None}
+    plot_frontier(groups, points, asked.memory_limit, plan_text.title(asked), path)
     print(f"{path} written.")
 
 

@@ -5,6 +5,7 @@ Tested in commands/test_plan.py.
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -119,6 +120,7 @@ def row(plan: Plan) -> Mapping[str, str]:
         "step s": f"{plan.seconds:.3f}",
         "tokens/s": f"{plan.tokens_per_second:.0f}",
         "TFLOPS": f"{flops / plan.seconds / setup.num_devices / 1e12:.0f}",
+        "MFU": f"{100 * flops / plan.seconds / setup.num_devices / plan.prediction.machine.device.peak_flops:.0f} %",
         "bubble": f"{100 * plan.prediction.bubble:.1f} %",
         "GiB": f"{plan.memory_gib:.1f}",
         "host GiB": f"{plan.host_gib:.1f}",
@@ -177,6 +179,76 @@ def verdict(found: Gain, megatron: Plan | None, in_units: bool) -> str:
     if found.is_of_segments:
         return f"Megatron's own schedules take {taken}: the gain over them is {found}."
     return f"Use Megatron's own schedules: they take {taken}, and the gain over them is {found}."
+
+
+# What makes a step spend less on a part of it; parts that a user cannot make smaller are not here.
+_CURES = {
+    "tensor-parallel collectives": "with faster links within a node",
+    "context- and expert-parallel collectives": "with a faster network between nodes",
+    "recomputation": "with more memory on a device or on its host",
+    "bubble and messages": "with more sequences a step",
+    "gradients and parameters between replicas": "with a faster network between nodes, or more sequences a step",
+}
+
+
+def reason(ours: Plan, megatron: Plan, gain: Gain) -> str:
+    """What either takes of all devices and, where they differ by more than the error, why the faster of the two wins,
+    and what would help the other."""
+    hours = (
+        f"A billion tokens take {_gpu_hours(ours):,.4g} GPU hours with this package, {_gpu_hours(megatron):,.4g} with "
+        "Megatron's own schedules."
+    )
+    if gain.value is None or abs(gain.value) < gain.error:
+        return hours
+    sides = ("this package spends", ours), ("Megatron's own schedules spend", megatron)
+    (_, faster), (loser_spends, slower) = sorted(sides, key=lambda side: side[1].seconds)
+    of_faster = breakdown(faster.prediction)
+    of_slower = breakdown(slower.prediction)
+    more = {name: of_slower.get(name, 0.0) - of_faster.get(name, 0.0) for name in of_faster | of_slower}
+    most = max(more, key=more.__getitem__)
+    cure = f"; {_CURES[most]} that shrinks" if most in _CURES else ""
+    return f"{hours} Most of the difference: {loser_spends} {more[most]:.3f} s more on {most}{cure}."
+
+
+def _gpu_hours(plan: Plan) -> float:
+    """Hours of all devices for a billion tokens."""
+    return plan.prediction.setup.num_devices / plan.tokens_per_second * 1e9 / 3600
+
+
+def flags_of_both(
+    advised: Plan, other: Plan | None, megatron: Plan | None, flags_of: Callable[[Plan], Sequence[str]]
+) -> str:
+    """The flags that two plans share, then those that each has beside them, what is advised first. The other is left
+    out if there is none, or if it is the same layout."""
+    flags = flags_of(advised)
+    if other is None or _layout(other) == _layout(advised):
+        text = f"Flags of {_side(advised, megatron)}:{in_lines(flags)}"
+        return text if other is None else f"{text}\nThe best plan of {_name(other, megatron)} has the same layout."
+    shared = [flag for flag in flags if flag in flags_of(other)]
+    parts = [f"Flags of both:{in_lines(shared)}"]
+    for plan in (advised, other):
+        own = [flag for flag in flags_of(plan) if flag not in shared]
+        parts.append(f"+ {_side(plan, megatron)}:{in_lines(own)}")
+    return "\n".join(parts)
+
+
+def _name(plan: Plan, megatron: Plan | None) -> str:
+    return "Megatron's own schedules" if plan is megatron else "this package"
+
+
+def _side(plan: Plan, megatron: Plan | None) -> str:
+    return f"{_name(plan, megatron)}, {plan.tokens_per_second:,.0f} tokens/s"
+
+
+def _layout(plan: Plan) -> TrainingSetup:
+    """What runs where, without what the two sides count differently."""
+    setup = plan.prediction.setup
+    return replace(setup, keeps_logits=False, hides_experts=False, offloads=0.0, cp_comm_type=None)
+
+
+def in_lines(flags: Sequence[str]) -> str:
+    """The flags as the end of a command."""
+    return "\n  " + " \\\n  ".join(flags)
 
 
 def explained(plans: Sequence[Plan]) -> str:

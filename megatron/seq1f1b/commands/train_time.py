@@ -22,8 +22,8 @@ from ..planner.way_out import way_out
 from .launch_flags import decided_flags
 from .model_flags import PRESETS, preset, preset_words
 from .parsing import Parser, amount, count, count_up_to, with_values
-from .plan import add_machine, in_lines, show
-from .plan_text import row, with_header
+from .plan import add_machine, show
+from .plan_text import in_lines, row, with_header
 
 _OF_PLAN = ("step s", "TP", "CP", "PP", "DP", "C", "k", "schedule", "recompute", "GiB")
 

@@ -1,7 +1,7 @@
 """The best configurations: those that fit, by throughput."""
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from heapq import heapify, heappop, heappush
@@ -234,10 +234,12 @@ class Search:
     """The configurations that answer a question, fastest first; `plans` has all that were predicted, and
     `too_long_for_auto` the winners with too many actions for `auto`. Items wait in the order of a lower bound of their
     step: sizes and numbers of segments, from these chunks and schedules, from these the best cut that fits, from this
-    its prediction, each with a closer bound. The first item with its exact time is the fastest that is left."""
+    its prediction, each with a closer bound. The first item with its exact time is the fastest that is left.
+    `progress` is told how many items wait."""
 
-    def __init__(self, question: Question) -> None:
+    def __init__(self, question: Question, progress: Callable[[int], None] = lambda left: None) -> None:
         self.question = question
+        self._progress = progress
         self.plans: dict[Candidate, Plan] = {}
         self.too_long_for_auto: set[Candidate] = set()
 
@@ -255,7 +257,7 @@ class Search:
 
     def of_megatron(self) -> Plan | None:
         """The best of Megatron's own schedules for the question; None if none fits."""
-        return next(iter(Search(self.question.of_megatron()).best(1)), None)
+        return next(iter(Search(self.question.of_megatron(), self._progress).best(1)), None)
 
     def fastest_first(self, below: float = inf) -> Iterator[Plan]:
         """All configurations of the named families that fit in less than `below` seconds."""
@@ -266,6 +268,7 @@ class Search:
         heapify(waiting)
         numbers = count(len(waiting))  # decide between equal bounds
         while waiting and waiting[0][0] < below:
+            self._progress(len(waiting))
             bound, _, first = heappop(waiting)
             if isinstance(first, Plan):
                 yield first

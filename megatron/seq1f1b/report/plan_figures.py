@@ -33,16 +33,19 @@ def frontier(points: Sequence[Point]) -> list[Point]:
     return found
 
 
-def plot_frontier(groups: Mapping[str, Sequence[Point]], advised: Point, limit: float, title: str, path: Path) -> None:
-    """One colour per group, a star for what is `advised`, names along the common frontier, and a line at the memory of
-    a device."""
+def plot_frontier(
+    groups: Mapping[str, Sequence[Point]], marked: Mapping[str, Point], limit: float, title: str, path: Path
+) -> None:
+    """One colour per group, a sign for each configuration that is `marked`, by what it is, names along the common
+    frontier, and a line at the memory of a device."""
     with picture(path, 8, 5) as figure:
         axes = figure.subplots()
         for (name, points), marker in zip(groups.items(), cycle("os^vD")):
             memory = [each.memory for each in points]
             throughput = [each.throughput for each in points]
             axes.plot(memory, throughput, marker, markersize=4, alpha=0.6, label=name)
-        axes.plot(*advised[:2], "*", markersize=13, color="#b03030", label=f"advised: {advised.name}")
+        for (what, point), sign in zip(marked.items(), ("*", "X", "P"), strict=False):
+            axes.plot(*point[:2], sign, markersize=13, markeredgecolor="white", label=f"{what}: {point.name}")
         best = frontier([*chain(*groups.values())])
         axes.step(*zip(*(point[:2] for point in best), strict=True), where="post", color="black", lw=1)
         axes.axvline(limit, color="#b03030", lw=1, ls="--", label="a device holds")

@@ -1,6 +1,7 @@
 """The commands `seq1f1b plan`, `gain-map` and `train-time`: what a user sees, and the laws of the batch."""
 
 import gc
+import json
 import re
 import struct
 from dataclasses import replace
@@ -23,14 +24,23 @@ from unit_tests.planner.question import MODEL, small
 SMALL = "--num-layers 8 --hidden-size 1024 --num-attention-heads 8 --gpus 4 --seq-length 8192 --global-batch-size 4"
 
 
+def flags_of_sides(printed):
+    """The flags of Megatron's own schedules and of this package, as a plan prints them; None for the same layout."""
+    shared, *sides = re.split("\n[+] ", printed[printed.index("Flags of") :])
+    named = dict(side.split(",", 1) for side in sides)
+    if not named:
+        return shared, None
+    return f"{shared}\n{named["Megatron's own schedules"]}", f"{shared}\n{named['this package']}"
+
+
 def test_a_launch_is_planned_predicted_as_it_is_and_explained(tmp_path, monkeypatch, capsys):
     """Where Megatron alone does as well, its flags come first, and the picture has it."""
     plot_frontier = plan_figures.plot_frontier
     drawn = []
 
-    def plot_and_keep(groups, advised, *others):
-        drawn.append(advised)
-        plot_frontier(groups, advised, *others)
+    def plot_and_keep(groups, marked, *others):
+        drawn.append(marked)
+        plot_frontier(groups, marked, *others)
 
     monkeypatch.setattr(plan_figures, "plot_frontier", plot_and_keep)
     launch = f"{SMALL} --best 2 --explain --output {tmp_path}/frontier.png --pipeline-model-parallel-size 4 --lr 1e-4"
@@ -38,15 +48,17 @@ def test_a_launch_is_planned_predicted_as_it_is_and_explained(tmp_path, monkeypa
     assert (tmp_path / "frontier.png").stat().st_size > 10_000
     printed = capsys.readouterr().out
     throughput = float(next(line for line in printed.splitlines() if line.startswith("Megatron")).split()[14])
-    (advised,) = drawn
-    assert advised.throughput == pytest.approx(throughput, rel=1e-3) and advised.name
+    (marked,) = drawn
+    assert {*marked} == {"advised", "Megatron's own", "as given"}
+    assert marked["advised"].throughput == pytest.approx(throughput, rel=1e-3) and marked["advised"].name
     for words in ("tokens/s", "rank  0", "Where the time goes", "as given", "As given it fits, and takes "):
         assert words in printed
     assert "Use Megatron's own schedules: they take " in printed and "(within error)." in printed
-    flags, ours = printed[printed.index("Flags of Megatron's own schedules:") :].split("Runner-up: this package, in ")
+    flags, ours = flags_of_sides(printed)
     assert "--lr 1e-4" in flags and "--num-layers 8" in flags and flags.count("--global-batch-size") == 1
     of_ours = ("--pipeline-schedule", "--sequence-split", "--keep-logits", "--partition-state")
-    assert of_ours[0] in ours and not any(flag in flags for flag in of_ours)
+    assert ours is None and printed.count("The best plan of this package has the same layout.") == 1
+    assert not any(flag in flags for flag in of_ours)
 
 
 @pytest.mark.parametrize("more, is_partitioned", [("", True), ("--log-params-norm", False)])
@@ -86,12 +98,26 @@ def test_nothing_fits_for_what_the_flags_exclude(capsys):
     assert "--mtp-num-layers with tied embeddings" in sentence
 
 
+def test_plans_of_both_sides_say_why_one_wins_and_are_json(tmp_path, capsys):
+    """Flags that both have come once; together with those of a side they are its flags in the file."""
+    words = "--model 30b --gpus 64 --machine a100-seq1f1b --seq-length 65536 --global-batch-size 16 --host-memory 0"
+    assert commands.main(["plan", *words.split(), "--best", "1", "--json", str(tmp_path / "plan.json")]) == 0
+    printed = capsys.readouterr().out
+    answer = json.loads((tmp_path / "plan.json").read_text())
+    megatron, ours = flags_of_sides(printed)
+    for answered, side in ((answer["megatron"], megatron), (answer["plans"][0], ours)):
+        assert sorted(answered["flags"]) == sorted(re.findall(r"(?m)^  (--.*?)(?: \\)?$", side))
+    rate = answer["plans"][0]["tokens_per_second"] / answer["megatron"]["tokens_per_second"]
+    assert answer["gain"] == pytest.approx(rate - 1)
+    assert "GPU hours with this package" in printed and "Most of the difference: " in printed
+
+
 def test_what_a_prediction_ignores_is_listed_and_comes_back(capsys):
     words = "--gpus 1 --seq-length 2048 --global-batch-size 1 --model 2.7b"
     words += " --lr 1e-4 --foo --fp8-format hybrid --eval-global-batch-size 4"
     assert commands.main(["plan", *words.split()]) == 0
     printed = capsys.readouterr().out
-    flags = printed[printed.index("Flags of ") : printed.index("Runner-up")]
+    flags, _ = flags_of_sides(printed)
     assert "--lr 1e-4 \\" in flags and "--foo \\" in flags and flags.count("--bf16") == 1
     assert "--fp8-format is not modelled" in printed
     assert "change no prediction: --lr 1e-4, --foo, --fp8-format hybrid, --eval-global-batch-size 4." in printed
@@ -116,7 +142,7 @@ def test_a_rehearsal_has_the_memory_of_the_whole_device(monkeypatch, tmp_path, c
     memory = float(seen[seen.index("--device-memory") + 1])
     assert memory == pytest.approx(read_machine("a100-80gb").device.memory_gib)
     printed = capsys.readouterr().out
-    assert "--pipeline-schedule" in printed[printed.index("Flags of the best:") :] and "Runner-up" not in printed
+    assert "--pipeline-schedule" in flags_of_sides(printed)[0]
     assert "--pipeline-schedule" in seen
 
 
@@ -131,7 +157,7 @@ def test_a_histogram_of_lengths_has_a_plan_in_units(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "61 sequences of 100 to 8,192 tokens, " in printed and "8192 packs" in printed and "as given" in printed
     assert "Use Megatron's own schedules on packs as long as the longest sequence, " in printed and "rank  0" in printed
-    megatron, ours = printed[printed.index("Flags of Megatron's own schedules:") :].split("Runner-up: this package, ")
+    megatron, ours = flags_of_sides(printed)
     assert "--unit-tokens" not in megatron and "--pipeline-schedule" not in megatron
     flags = ours.split()
     assert flags.count("--unit-tokens") == flags.count("--calculate-per-token-loss") == 1

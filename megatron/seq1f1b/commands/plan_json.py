@@ -1,0 +1,53 @@
+"""The answer of `seq1f1b plan` as JSON, for programs.
+
+Tested in commands/test_plan.py by test_plans_of_both_sides_say_why_one_wins_and_are_json.
+"""
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..planner.gain import Gain
+from ..planner.search import Plan
+from ..schedule import written_whole
+
+
+def write_answer(
+    path: Path,
+    args: argparse.Namespace,
+    found: Sequence[Plan],
+    megatron: Plan | None,
+    given: Plan | None,
+    gain: Gain,
+    flags_of: Callable[[Plan], list[str]],
+) -> None:
+    """Write what was asked and every plan that is shown: seconds of a step, tokens/s of all devices, GiB of the fullest
+    device and of its host, the share of time that a pipeline idles, and its flags. `gain` is relative, None where only
+    one side fits."""
+
+    def as_json(plan: Plan) -> dict[str, Any]:
+        return {
+            "step_seconds": plan.seconds,
+            "tokens_per_second": plan.tokens_per_second,
+            "memory_gib": plan.memory_gib,
+            "host_gib": plan.host_gib,
+            "bubble": plan.prediction.bubble,
+            "flags": flags_of(plan),
+        }
+
+    answer = {
+        "gpus": args.gpus,
+        "machine": args.machine,
+        "seq_length": args.seq_length,
+        "global_batch_size": args.global_batch_size,
+        "advised": "this package" if gain.is_of_segments else "megatron",
+        "gain": gain.value,
+        "error": gain.error,
+        "plans": [as_json(plan) for plan in found],
+        "megatron": None if megatron is None else as_json(megatron),
+        "as_given": None if given is None else as_json(given),
+    }
+    with written_whole(path) as unfinished:
+        unfinished.write_text(json.dumps(answer, indent=1) + "\n", encoding="utf-8")
