@@ -44,8 +44,11 @@ def plot_frontier(
             memory = [each.memory for each in points]
             throughput = [each.throughput for each in points]
             axes.plot(memory, throughput, marker, markersize=4, alpha=0.6, label=name)
-        for (what, point), sign in zip(marked.items(), ("*", "X", "P"), strict=False):
-            axes.plot(*point[:2], sign, markersize=13, markeredgecolor="white", label=f"{what}: {point.name}")
+        # Where what is advised is one of the others, the star lies on their sign.
+        signs = zip(marked.items(), ("*", "s", "P"), (8, 12, 12), strict=False)
+        for number, ((what, point), sign, size) in enumerate(signs):
+            label = f"{what}: {point.name}"
+            axes.plot(*point[:2], sign, markersize=size, markeredgecolor="white", zorder=9 - number, label=label)
         best = frontier([*chain(*groups.values())])
         axes.step(*zip(*(point[:2] for point in best), strict=True), where="post", color="black", lw=1)
         axes.axvline(limit, color="#b03030", lw=1, ls="--", label="a device holds")
