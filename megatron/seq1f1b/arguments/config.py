@@ -32,6 +32,7 @@ class PipelineConfig:
 
     @property
     def num_segments(self) -> int:
+        """Of a sequence of `run.sequence_length` tokens."""
         return len(self.lengths)
 
     @property
