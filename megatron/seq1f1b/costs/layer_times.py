@@ -39,7 +39,8 @@ class Parts(NamedTuple):
     attention: float
     other: float
     exchange: float  # collectives of tensor parallelism that nothing hides
-    all_to_all: float  # exchanges of context and expert parallelism
+    all_to_all: float  # exchanges of context parallelism
+    dispatch: float  # tokens on the way to experts and back
 
     @property
     def total(self) -> float:
@@ -48,6 +49,9 @@ class Parts(NamedTuple):
     def beside(self, **work: float) -> "Parts":
         """What remains of the named parts beside other work of these seconds."""
         return self._replace(**{name: max(0.0, getattr(self, name) - seconds) for name, seconds in work.items()})
+
+
+NOTHING = Parts(*[0.0] * len(Parts._fields))
 
 
 class LayerTime(NamedTuple):
@@ -72,10 +76,6 @@ def layer_time(setup: TrainingSetup, machine: Machine, start: int, end: int, lay
         back = back.beside(exchange=min(forward.exchange, _HIDING * weight))
     routed = _routed_time(setup, machine, blocks, end - start, layer)
     weight += routed.weight
-    if setup.hides_experts:  # a forward runs beside the backward of another micro-batch
-        of_back = back.matmul + routed.input.matmul + back.attention + weight
-        of_forward = forward.matmul + routed.forward.matmul + forward.attention
-        routed = LayerTime(routed.forward.beside(all_to_all=of_back), routed.input.beside(all_to_all=of_forward), 0.0)
     return LayerTime(Parts(*map(add, forward, routed.forward)), Parts(*map(add, back, routed.input)), weight)
 
 
@@ -104,6 +104,7 @@ def _dense_time(
         other=device.moving_time(5 * whole + moved, 5 * len(blocks)),
         exchange=exchange,
         all_to_all=exchanged[0],
+        dispatch=0.0,
     )
     back = Parts(
         matmul=2 * scan + sum(device.matmul_time(rows, into, out) for out, into in products),
@@ -111,6 +112,7 @@ def _dense_time(
         other=device.moving_time(7 * whole + 1.5 * moved, 7 * len(blocks)),
         exchange=exchange * (1.5 if setup.sequence_parallel else 1),
         all_to_all=exchanged[1],
+        dispatch=0.0,
     )
     return LayerTime(forward, back, sum(device.matmul_time(out, into, rows) for out, into in products))
 
@@ -142,7 +144,7 @@ def _routed_time(setup: TrainingSetup, machine: Machine, blocks: Sequence[Block]
     """The routed experts of blocks; at most one block has some."""
     block = next((block for block in blocks if block.expert), None)
     if block is None:
-        return LayerTime(Parts(*[0.0] * 5), Parts(*[0.0] * 5), 0.0)
+        return LayerTime(NOTHING, NOTHING, 0.0)
     device = machine.device
     hidden = setup.model.hidden_size
     first, last = block.expert
@@ -157,7 +159,7 @@ def _routed_time(setup: TrainingSetup, machine: Machine, blocks: Sequence[Block]
     # Sorting tokens by expert and back, each a read and a write; the activation function.
     other = device.moving_time(BYTES * routed * (4 * hidden + first.outputs + last.inputs), 12)
     sent = 2 * machine.all_to_all_time(Group(setup.expert_parallel, 1), BYTES * routed * hidden)  # there and back
-    forward = Parts(matmul + router, 0.0, other, 0.0, sent)
+    forward = NOTHING._replace(matmul=matmul + router, other=other, dispatch=sent)
     return LayerTime(forward, forward._replace(other=2 * other), max(weight, adding) + router)
 
 

@@ -17,6 +17,7 @@ from typing import Self
 
 from ..schedule import (
     COMPUTE_KINDS,
+    Action,
     Kind,
     Lane,
     Schedule,
@@ -32,6 +33,7 @@ from ..schedule.cost_tables import Costs, Table
 from ..schedule.timeline import Span, Timeline
 from .layer_bytes import moved_bytes
 from .machine import Machine
+from .pair_times import PairTimes, pair_times
 from .stage_times import StepEnd, replica_times, step_costs, step_end
 from .step_memory import Memory, host_bytes, rank_memory
 from .training_setup import TrainingSetup
@@ -156,7 +158,7 @@ def timeline_of(setup: TrainingSetup, machine: Machine, schedule: Schedule, cost
             raise ValueError(f"{machine.name} has no host_bandwidth in [device], which copies to the host take; add it")
         copies = tuple(tuple(size / bandwidth for size in row) for row in moved_bytes(setup))
         aside |= {Kind.OFFLOAD: copies, Kind.RELOAD: copies}
-    return execute_lowered(lowered, costs, aside)
+    return execute_lowered(lowered, costs, aside, pair_times(setup, machine) if setup.hides_experts else None)
 
 
 @lru_cache(maxsize=32)
@@ -199,9 +201,12 @@ class _Messages:
         return self.arrived
 
 
-def execute_lowered(lowered: Schedule, costs: Costs, aside: Mapping[Kind, Table] | None = None) -> Timeline:
+def execute_lowered(
+    lowered: Schedule, costs: Costs, aside: Mapping[Kind, Table] | None = None, pairs: PairTimes | None = None
+) -> Timeline:
     """The timeline of the compute actions, and of GATHER, REDUCE, OFFLOAD and RELOAD if `aside` has the seconds of the
-    kind, by stage and segment. Raises ValueError if the costs do not fit, or if the schedule cannot run to its end."""
+    kind, by stage and segment. With `pairs` a backward and the forward right after it, which is of another unit, run
+    beside each other. Raises ValueError if the costs do not fit, or if the schedule cannot run to its end."""
     costs.check(lowered.shape)
     aside, placement = aside or {}, lowered.shape.placement
     tables = {kind: costs.tables(kind) for kind in Kind}
@@ -219,6 +224,7 @@ def execute_lowered(lowered: Schedule, costs: Costs, aside: Mapping[Kind, Table]
         lanes = dict.fromkeys(Lane, 0.0)  # the end of each
         parameters: dict[int, float] = {}  # the times at which those of a stage are complete
         there: dict[Unit, float] = {}  # the ends of the last copies of units
+        before: Action | None = None  # the last compute action
         for action in lowered.ranks[rank]:
             kind, stage, _, segment = action
             facts = kind.facts
@@ -235,6 +241,9 @@ def execute_lowered(lowered: Schedule, costs: Costs, aside: Mapping[Kind, Table]
                 end = now
                 for table in tables[kind]:
                     end += table[stage][segment]
+                if pairs is not None and kind is Kind.F and before is not None and before.kind is Kind.B:
+                    end = max(now, end - pairs.saved(action, before))
+                before = action
                 spans.append(Span(action, now, end))
                 now = end
             elif kind in aside:

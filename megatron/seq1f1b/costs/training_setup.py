@@ -221,6 +221,7 @@ class TrainingSetup:
             layers_per_stage=(self.model.num_layers,),
             family=self.family if self.splits_backward else "1f1b",
             overlaps_data_parallel=False,
+            hides_experts=False,
             offloads=self.offloads if self.moves_parts else 0.0,
             moves=self.moves if self.offloads else Moves.UNITS,
         )

@@ -5,13 +5,15 @@ Tested in planner/test_search.py.
 
 from ..costs.layer_times import layer_time, repeated_time
 from ..costs.simulator import Prediction
+from ..costs.stage_times import stage_rows
 
 _OF_LAYERS = (
     "matrix products",
     "attention",
     "norms, activations, positions",
     "tensor-parallel collectives",
-    "context- and expert-parallel collectives",
+    "context-parallel collectives",
+    "exchange of experts",
     "recomputation",
 )
 
@@ -31,6 +33,10 @@ def breakdown(prediction: Prediction) -> dict[str, float]:
                 repeated = repeated_time(setup, machine, *span, layer)
                 for name, part in zip(_OF_LAYERS, (matmul + time.weight, *others, repeated), strict=True):
                     named[name] += setup.num_microbatches * count * part
+    # What pairs hide is missing in the time of the rank.
+    rows = stage_rows(setup, machine)
+    work = sum(sum(map(sum, rows[stage])) for stage in setup.placement.stages_of(rank))
+    named["exchange of experts"] -= max(0.0, setup.num_microbatches * work - busy[rank]) if setup.hides_experts else 0.0
     # Collectives and recomputation are listed only where they take time.
     parts = {name: seconds for name, seconds in named.items() if seconds or name in _OF_LAYERS[:3]}
     # The device waits for the host where kernels end faster than the host launches them.

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from ..costs.layer_bytes import kept
 from ..costs.machine import GIB, Machine, without_tiles
+from ..costs.pair_times import pair_row, pair_times
 from ..costs.simulator import Prediction, predict
 from ..costs.stage_costs import action_costs, setup_costs
 from ..costs.stage_times import stage_rows, step_end
@@ -86,8 +87,13 @@ def least_seconds(setup: TrainingSetup, machine: Machine) -> float:
     ranks = setup.pipeline_parallel
     longest = 0.0
     before = 0.0
+    hidden = 0.0
+    if setup.hides_experts:
+        chunks = setup.placement.num_chunks
+        units = setup.num_microbatches * len(setup.segments) * chunks
+        hidden = _most_paired(setup, len(setup.segments), chunks) * units * pair_times(setup, machine).most_saved
     for rank in range(ranks):
-        total = setup.num_microbatches * sum(work[stage] for stage in setup.placement.stages_of(rank))
+        total = setup.num_microbatches * sum(work[stage] for stage in setup.placement.stages_of(rank)) - hidden
         # The end of the step looks alike on all ranks between the first and the last.
         reduce = step_end(setup, machine, rank).reduce if rank in (0, 1, ranks - 1) else 0.0
         longest = max(longest, before + total + reduce)
@@ -100,14 +106,19 @@ def least_seconds_of(sizes: TrainingSetup, machine: Machine, segments: int) -> f
     """A lower bound for all schedules, spreads of layers and cuts: ranks share the compute of an even cut and never
     idle; inf where there is no such cut."""
     work = _least_work(sizes.alone, machine, segments)
+    if sizes.hides_experts:
+        # Of several chunks two have most pairs.
+        paired = _most_paired(sizes, segments, min(2, sizes.pipeline_parallel))
+        work -= paired * _most_hidden(sizes.alone, machine, segments)
     return sizes.num_microbatches * work / sizes.pipeline_parallel + machine.host.step
 
 
 def least_seconds_of_any(sizes: TrainingSetup, question: Question, segments: int) -> float:
     """The same for all recomputations: none of them takes less than no recomputation."""
     hides = question.by_megatron and sizes.expert_parallel > 1
-    least = replace(sizes.alone, recompute="none", recomputed_share=1.0, hides_experts=hides)
-    return sizes.num_microbatches * _least_work(least, question.machine, segments) / sizes.pipeline_parallel
+    return least_seconds_of(
+        replace(sizes, recompute="none", recomputed_share=1.0, hides_experts=hides), question.machine, segments
+    )
 
 
 @lru_cache(maxsize=1 << 16)
@@ -117,6 +128,23 @@ def _least_work(alone: TrainingSetup, machine: Machine, segments: int) -> float:
     if evenly is None:
         return inf
     return sum(map(sum, stage_rows(evenly, _of_any_cut(machine, segments))[0]))
+
+
+@lru_cache(maxsize=1 << 16)
+def _most_hidden(alone: TrainingSetup, machine: Machine, segments: int) -> float:
+    """The most seconds of a micro-batch that pairs hide, if all of its units are in pairs."""
+    evenly = _evenly_cut(alone, segments)
+    if evenly is None:
+        return 0.0
+    row = pair_row(evenly, machine, evenly.stages[0])
+    return min(sum(row.exchange_f), sum(row.compute_b)) + min(sum(row.exchange_b), sum(row.compute_f))
+
+
+def _most_paired(setup: TrainingSetup, segments: int, chunks: int) -> float:
+    """The most of the units of a rank that run their forward beside a backward, as a share: those of the last rank, on
+    which the fewest forwards are alone."""
+    alone = (chunks - 1) * setup.pipeline_parallel + 1
+    return max(0.0, 1 - alone / (setup.num_microbatches * segments * chunks))
 
 
 def least_seconds_cut(setup: TrainingSetup, machine: Machine, segments: int) -> float:
