@@ -13,23 +13,28 @@ from typing import Any
 
 from msgspec import structs
 
+from megatron.seq1f1b.arguments.layer_layout import stages_of_layout
 from megatron.seq1f1b.commands.model_flags import preset
 from megatron.seq1f1b.costs.blocks import model_flops
-from megatron.seq1f1b.costs.machine import Machine, read_machine
+from megatron.seq1f1b.costs.machine import GIB, Machine, read_machine
 from megatron.seq1f1b.costs.model_shape import ModelShape
 from megatron.seq1f1b.costs.simulator import predict
 from megatron.seq1f1b.costs.training_setup import TrainingSetup
 from megatron.seq1f1b.schedule import Placement
 
-from .row import REFERENCE, Row, read
+from .row import REFERENCE, Row, fits, known, measured, read, scaled
 from .shapes import LLAMA_7B
 
 WITHOUT_OFFLOAD = "Kwai without offload"
 WITH_OFFLOAD = "Kwai with offload"
 SUMMARY = "NVIDIA performance summary"
+MIXTURES = "NVIDIA performance summary, mixtures of experts"
 LONG = "NVIDIA long sequences"
 # Less of the activations than this moves to the host in runs that count as without offload.
 _HARDLY = 0.05
+MEMORY = "Kwai with offload, memory"
+META = "Llama 3 405B"
+_CASTING = 2.75
 _KWAI = {
     "Llama-65B": ModelShape(
         num_layers=80,
@@ -62,6 +67,13 @@ _KWAI = {
 }
 
 
+_OF_SUMMARY = {
+    "llama3-70b": preset("llama3-70b"),
+    "llama3.1-405b": preset("llama3-405b"),
+    **{name: preset(name) for name in ("gpt-oss-120b", "qwen3-30b-a3b", "qwen3-235b-a22b", "deepseek-v3")},
+}
+
+
 def h800(machine: Machine) -> Machine:
     """An H100 with the links that the table names: NVLink of 400 GB/s for 900, eight adapters of 100 Gbit/s a node."""
     slower = 400 / 900
@@ -80,9 +92,14 @@ def h800(machine: Machine) -> Machine:
 
 
 def fp8(machine: Machine) -> Machine:
-    """With twice the peak in products of linear layers."""
+    """With twice the peak in products of linear layers, and more launches for each expert, which casts its inputs; that
+    factor is fitted on one row, qwen3-30b-a3b in release 26.02."""
     device = machine.device
-    return replace(machine, device=structs.replace(device, matmul_efficiency=2 * device.matmul_efficiency))
+    return replace(
+        machine,
+        device=structs.replace(device, matmul_efficiency=2 * device.matmul_efficiency),
+        host=structs.replace(machine.host, expert=_CASTING * machine.host.expert),
+    )
 
 
 def on(row: Row, machine: Machine) -> Machine:
@@ -92,7 +109,7 @@ def on(row: Row, machine: Machine) -> Machine:
     return machine if "bf16" in row.label else fp8(machine)
 
 
-def _predicted(table: str, label: str, tokens_per_second: float, setup: TrainingSetup) -> Row:
+def _predicted(table: str, label: str, tokens_per_second: float | None, setup: TrainingSetup) -> Row:
     row = Row(
         table=table,
         label=label,
@@ -126,7 +143,7 @@ def _setup(model: ModelShape, length: int, batch: int, devices: int, *sizes: int
 
 def kwai(folder: Path = REFERENCE) -> Iterator[Row]:
     for row in read("kwai_offload_h800", folder):
-        model = _KWAI[row["model"]]
+        model = known(_KWAI, row["model"])
         devices = int(row["gpus"])
         stages = int(row["p"])
         chunks = model.num_layers // stages // int(row["layers_per_virtual_stage"])
@@ -141,27 +158,70 @@ def kwai(folder: Path = REFERENCE) -> Iterator[Row]:
             offloads=float(row["offload_alpha"]),
         )
         table = WITHOUT_OFFLOAD if float(row["offload_alpha"]) < _HARDLY else WITH_OFFLOAD
-        yield _predicted(table, f"{row['model']}, {devices} GPUs", float(row["tokens_per_second_all_gpus"]), setup)
+        yield _predicted(table, f"{row['model']}, {devices} GPUs", measured(row["tokens_per_second_all_gpus"]), setup)
+
+
+def _layers(layout: str) -> tuple[int, ...]:
+    """The layers of each stage; () stands for an even spread."""
+    return tuple(stage.count("t") for stage in stages_of_layout(layout)) if layout else ()
+
+
+def memory_of_kwai(folder: Path = REFERENCE) -> Iterator[Row]:
+    """What a rank of Llama-65B allocates, by the share of its activations on the host. The parallel sizes are those of
+    the script that the table names."""
+    model = _KWAI["Llama-65B"]
+    for row in read("kwai_offload_memory_65b", folder):
+        setup = _setup(
+            known(_KWAI, row["model"]),
+            8192,
+            256,
+            int(row["gpus"]),
+            *(2, 2, 8),
+            placement=Placement(8, model.num_layers // 8 // 2),
+            offloads=float(row["alpha"]),
+        )
+        for column, recompute in (("no_ckpt", "none"), ("balanced_ckpt", "layernorm")):
+            published = scaled(measured(row[f"max_memory_allocated_{column}_bytes"]), 1 / GIB)
+            each = replace(setup, recompute=recompute)
+            prediction = predict(each, h800(read_machine("h100-80gb")))
+            allocated = max(memory.total - memory.reserved for memory in prediction.memory)
+            words = "nothing" if recompute == "none" else "norms and activation functions"
+            yield Row(
+                table=MEMORY,
+                label=f"{row['model']}, {row['alpha']} on the host, {words} computed again",
+                unit="GiB",
+                published=published,
+                predicted=allocated / GIB if fits(prediction) else None,
+                setup=each,
+                machine=prediction.machine,
+            )
 
 
 def summary(folder: Path = REFERENCE) -> Iterator[Row]:
+    """Recomputation, and whether experts exchange beside another micro-batch, are those of NVIDIA's recipes."""
     for row in read("h100_megatron_bridge", folder):
-        name = row["model"].replace("3.1", "3")
+        model = known(_OF_SUMMARY, row["model"])
         devices = int(row["gpus"])
         stages = int(row["pp"])
         setup = _setup(
-            preset(name),
+            model,
             int(row["seq_length"]),
             int(row["gbs"]),
             devices,
             *(int(row["tp"]), int(row["cp"]), stages),
             micro_batch_size=int(row["mbs"]),
             placement=Placement(stages, int(row["vp"])),
+            layers_per_stage=_layers(row["layout"]),
             expert_parallel=int(row["ep"]),
             overlaps_data_parallel=True,
+            recompute=row["recompute"],
+            dispatches_on_device=row["dispatcher"] == "flex",
+            hides_experts=row["hides_experts"] == "yes",
         )
-        published = devices * float(row["tokens_per_second_per_gpu"])
-        yield _predicted(SUMMARY, f"{name}, {devices} GPUs, {row['precision'].split('-')[0]}", published, setup)
+        published = scaled(measured(row["tokens_per_second_per_gpu"]), devices)
+        release = row["source"].split()[-1]
+        label = f"{row['model']}, {devices} GPUs, {row['precision'].split('-')[0]}, batch {row['gbs']}, {release}"
+        yield _predicted(SUMMARY if model.experts is None else MIXTURES, label, published, setup)
 
 
 def long(folder: Path = REFERENCE) -> Iterator[Row]:
@@ -181,5 +241,30 @@ def long(folder: Path = REFERENCE) -> Iterator[Row]:
             overlaps_data_parallel=True,
         )
         flops = model_flops(LLAMA_7B, length, 1) / length
-        published = 1e12 * devices * float(row["tflops_per_gpu"]) / flops
+        published = scaled(measured(row["tflops_per_gpu"]), 1e12 * devices / flops)
         yield _predicted(LONG, f"{row['model']}, {length // 1024}K, {devices} GPUs, fp8", published, setup)
+
+
+def meta(folder: Path = REFERENCE) -> Iterator[Row]:
+    """Pre-training of Llama 3 405B. Its first chunk has only the embedding and its last one only the loss (section
+    3.3.2), so the others have one layer of 126 each. FLOPs count attention as causal."""
+    model = preset("llama3-405b")
+    for row in read("llama3_405b", folder):
+        length = int(row["seq_length"])
+        devices = int(row["gpus"])
+        stages = int(row["pp"])
+        setup = _setup(
+            model,
+            length,
+            int(row["batch_per_dp"]) * int(row["dp"]),
+            devices,
+            *(int(row["tp"]), int(row["cp"]), stages),
+            placement=Placement(stages, int(row["chunks_inferred"])),
+            layers_per_stage=(0, *(1,) * model.num_layers, 0),
+            overlaps_data_parallel=True,
+        )
+        if setup.context_parallel > 1:
+            setup = replace(setup, cp_comm_type="all_gather")
+        flops = model_flops(model, length, 1) / length
+        published = scaled(measured(row["tflops_per_gpu"]), 1e12 * devices / flops)
+        yield _predicted(META, f"{devices} GPUs, {length // 1024}K, bf16", published, setup)

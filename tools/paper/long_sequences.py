@@ -4,16 +4,18 @@ Its slices are segments. What it spreads over the pipeline, the projection to th
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
+from megatron.seq1f1b.commands.model_flags import preset
 from megatron.seq1f1b.costs.machine import GIB, OUTSIDE_GIB, read_machine
 from megatron.seq1f1b.costs.model_shape import ModelShape
 from megatron.seq1f1b.costs.step_memory import rank_memory
 from megatron.seq1f1b.costs.training_setup import TrainingSetup
 from megatron.seq1f1b.planner.search import fits
-from megatron.seq1f1b.schedule import Placement, build
+from megatron.seq1f1b.schedule import Placement, build, moved
 
-from .row import REFERENCE, Row, read
+from .row import REFERENCE, Line, Row, known, measured, read
 from .shapes import LLAMA_7B
 
 # It counts a vocabulary of 128,000.
@@ -27,6 +29,8 @@ _SLIMPIPE = {
         vocab_size=128000,
         is_gated=True,
     ),
+    "Mixtral-8x7B": replace(preset("mixtral-8x7b"), vocab_size=128000),
+    "Mixtral-8x22B": replace(preset("mixtral-8x22b"), vocab_size=128000),
     "LLaMA-70B-GQA": ModelShape(
         num_layers=80,
         hidden_size=8192,
@@ -43,34 +47,48 @@ _SLIMPIPE = {
 def memory_model(folder: Path = REFERENCE) -> Iterator[Row]:
     """The first rank, all but the output, against the authors' model, which is an estimate, too."""
     for row in read("slimpipe_memory_model", folder):
-        length = int(row["s"])
-        slices = int(row["n"])
-        data = int(row["d"])
-        setup = TrainingSetup(
-            _SLIMPIPE[row["Model"]],
-            length,
-            int(row["B"]) // data,
-            tensor_parallel=int(row["t"]),
-            context_parallel=int(row["c"]),
-            data_parallel=data,
-            placement=Placement(int(row["p"]), int(row["v"])),
-            segments=(length // slices,) * slices,
-            sequence_parallel=True,
-            recompute="none" if row["recompute"] == "no" else row["recompute"],
-            distributed_optimizer=True,
-        )
-        memory = rank_memory(setup, build("1f1b", setup.shape).ranks[0], 0)
-        published = float(row["Peak Memory (GiB)"]) - float(row["Output Memory (GiB)"])
-        parallel = f"TP {row['t']}, CP {row['c']}, PP {row['p']}, {slices} slices, {row['v']} chunks"
-        label = f"{row['Model']}, {length // 1024}K, {parallel}"
-        yield Row(
-            table="SlimPipe memory model",
-            label=label,
-            unit="GiB",
-            published=published,
-            predicted=(memory.total - memory.reserved) / GIB,
-            setup=setup,
-        )
+        yield _first_rank(row, "SlimPipe memory model", "none" if row["recompute"] == "no" else row["recompute"])
+
+
+def ultra_long(folder: Path = REFERENCE) -> Iterator[Row]:
+    """The same for two and three million tokens, with a share of the activations on the host. The authors' partial
+    recomputation counts as that of norms and feed-forward blocks."""
+    for row in read("slimpipe_ultra_long", folder):
+        yield _first_rank(row, "SlimPipe memory model, ultra-long", "layernorm mlp moe")
+
+
+def _first_rank(row: Line, table: str, recompute: str) -> Row:
+    length = int(row["s"])
+    slices = int(row["n"])
+    data = int(row["d"])
+    share = float(row.get("offload ratio", "0"))
+    setup = TrainingSetup(
+        known(_SLIMPIPE, row["Model"]),
+        length,
+        int(row["B"]) // data,
+        tensor_parallel=int(row["t"]),
+        context_parallel=int(row["c"]),
+        expert_parallel=int(row["e"]),
+        data_parallel=data,
+        placement=Placement(int(row["p"]), int(row["v"])),
+        segments=(length // slices,) * slices,
+        sequence_parallel=True,
+        recompute=recompute,
+        distributed_optimizer=True,
+        offloads=share,
+    )
+    order = moved(build("1f1b", setup.shape), share).ranks[0]
+    memory = rank_memory(setup, order, 0)
+    parallel = f"TP {row['t']}, CP {row['c']}, PP {row['p']}, {slices} slices, {row['v']} chunks"
+    peak, output = (measured(row[f"{use} Memory (GiB)"]) for use in ("Peak", "Output"))
+    return Row(
+        table=table,
+        label=f"{row['Model']}, {length // 1024}K, {parallel}",
+        unit="GiB",
+        published=None if peak is None or output is None else peak - output,
+        predicted=(memory.total - memory.reserved) / GIB,
+        setup=setup,
+    )
 
 
 def longest_sequence(folder: Path = REFERENCE) -> Iterator[Row]:

@@ -9,7 +9,7 @@ from megatron.seq1f1b.costs.step_memory import rank_memory
 from megatron.seq1f1b.schedule import Placement, build
 
 from .programs import PaperSetup
-from .row import REFERENCE, Row, gpt, read
+from .row import REFERENCE, Row, gpt, measured, read
 
 # Scores in memory, blocking messages, gradients summed in 16 bit; the reduction in the backward of the
 # tensor-parallel layers was put beside weight gradients after SC21.
@@ -42,7 +42,7 @@ def sc21(folder: Path = REFERENCE) -> Iterator[Row]:
             table="Megatron SC21 table 1",
             label=f"{row['params_B']}B, {row['gpus']} GPUs",
             unit="s",
-            published=float(row["iteration_s_derived_eq3"]),
+            published=measured(row["iteration_s_derived_eq3"]),
             predicted=predict(setup, machine).seconds,
             setup=setup,
             machine=machine,
@@ -68,7 +68,7 @@ def _recomputation(folder: Path, source: str, table: str) -> Iterator[Row]:
             table=table,
             label=label,
             unit="s",
-            published=float(row["iteration_s"]),
+            published=measured(row["iteration_s"]),
             predicted=seconds,
             setup=setup,
             machine=machine,
@@ -86,7 +86,7 @@ def activations(folder: Path = REFERENCE) -> Iterator[Row]:
             table="Megatron activations, figure 1",
             label=label,
             unit="GiB",
-            published=float(row["activations_GiB"]),
+            published=measured(row["activations_GiB"]),
             predicted=predicted,
             setup=setup,
         )

@@ -1,10 +1,11 @@
 """One published figure with the set-up that it was measured with."""
 
 import csv
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
+from typing import Self
 
 from megatron.seq1f1b.costs.machine import GIB, Machine
 from megatron.seq1f1b.costs.model_shape import ModelShape
@@ -33,8 +34,8 @@ def fits(prediction: Prediction) -> bool:
 
 @dataclass(frozen=True)
 class Row:
-    """`published` and `predicted` in `unit`; None stands for out of memory. Where `less_is_better`, a prediction below
-    what is published misses nothing."""
+    """`published` and `predicted` in `unit`. None stands for a prediction that is out of memory, and for a run that was
+    or failed otherwise. Where `less_is_better`, a prediction below what is published misses nothing."""
 
     table: str
     label: str
@@ -88,10 +89,64 @@ def slug(label: str) -> str:
     return "-".join("".join(c if c.isalnum() or c == "." else " " for c in label.lower()).split())
 
 
-def read(name: str, folder: Path = REFERENCE) -> list[dict[str, str]]:
+class Cell(str):
+    """What a table has in a cell; as a number it raises ValueError with its place."""
+
+    place: str
+
+    @classmethod
+    def at(cls, text: str, place: str) -> Self:
+        cell = cls(text)
+        cell.place = place
+        return cell
+
+    def __int__(self) -> int:
+        return self._as(int, "a whole number")
+
+    def __float__(self) -> float:
+        return self._as(float, "a number")
+
+    def _as[Number](self, kind: Callable[[str], Number], words: str) -> Number:
+        try:
+            return kind(str(self))
+        except ValueError:
+            raise ValueError(f"{self.place}: {str(self)!r} is not {words}") from None
+
+
+class Line(dict[str, str]):
+    """The cells of a row of a table by their columns. Raises ValueError for a column that the table lacks."""
+
+    def __init__(self, cells: Mapping[str, str], place: str) -> None:
+        super().__init__({column: Cell.at(text or "", f"{place}, column {column}") for column, text in cells.items()})
+        self.place = place
+
+    def __missing__(self, column: str) -> str:
+        raise ValueError(f"{self.place}: there is no column {column}")
+
+
+def read(name: str, folder: Path = REFERENCE) -> list[Line]:
     """The rows of a published table; none if the folder does not have it."""
     path = folder / f"{name}.csv"
     if not path.is_file():
         return []
     with path.open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
+        lines = csv.DictReader(file)
+        return [Line(cells, f"{path.name}, line {lines.line_num}") for cells in lines]
+
+
+def measured(cell: str) -> float | None:
+    """A measurement; None for a run that ended out of memory, or has left none."""
+    return None if cell.strip() in ("", "OOM") else float(cell)
+
+
+def scaled(value: float | None, factor: float) -> float | None:
+    """A measurement in another unit."""
+    return None if value is None else factor * value
+
+
+def known[Known](sizes: Mapping[str, Known], model: str) -> Known:
+    """The sizes of a model by its name in a table. Raises ValueError for one whose sizes are not known."""
+    if model not in sizes:
+        place = f"{model.place}: " if isinstance(model, Cell) else ""
+        raise ValueError(f"{place}the sizes of {model} are not known; there are {', '.join(sizes)}")
+    return sizes[model]

@@ -13,7 +13,7 @@ from megatron.seq1f1b.partition import uniform_comp
 from megatron.seq1f1b.schedule import Placement, build
 
 from .programs import PaperSetup
-from .row import REFERENCE, Row, fits, gpt, read
+from .row import REFERENCE, Row, fits, gpt, known, measured, read
 
 # Kernels of Megatron's code of 2023 are fused by nvFuser, which PyTorch 2.2 no longer has.
 _PROGRAM = dict(overlaps_messages=False, concatenates_prefix=True, fuses_kernels=False, frees_late=True)
@@ -60,9 +60,7 @@ def setup_of(
 
 
 def _of_paper(row: dict[str, str], microbatches: int, chunks: int | None = None) -> PaperSetup:
-    if row["model"] not in MODELS:
-        raise ValueError(f"the sizes of {row['model']} are not known; there are {', '.join(MODELS)}")
-    layers, hidden, heads, tensor, pipeline = MODELS[row["model"]]
+    layers, hidden, heads, tensor, pipeline = known(MODELS, row["model"])
     model = gpt(layers, hidden, heads, 32768)
     return setup_of(model, int(row["seqlen"]), microbatches, tensor, pipeline, row["method"], chunks=chunks)
 
@@ -71,7 +69,6 @@ def throughput(folder: Path = REFERENCE) -> Iterator[Row]:
     """The row that its source prints wrong (its TFLOPS and its tokens/s contradict each other) is left out."""
     machine = read_machine("a100-seq1f1b")
     for row in read("seq1f1b_7b_32gpu_throughput", folder):
-        published = row["throughput_tok_s"]
         if row["note"].startswith("INCONSISTENT"):
             continue
         setup = _of_paper(row, int(row["micro_batches"]))
@@ -81,7 +78,7 @@ def throughput(folder: Path = REFERENCE) -> Iterator[Row]:
             table="Seq1F1B 7B throughput",
             label=f"{group}, {row['method']}",
             unit="tokens/s",
-            published=None if published == "OOM" else float(published),
+            published=measured(row["throughput_tok_s"]),
             predicted=prediction.tokens_per_second if fits(prediction) else None,
             group=group,
             setup=setup,
@@ -113,7 +110,7 @@ def _memory(
             table=table,
             label=f"{row['model']}, {row['seqlen']} tokens, {row['method']}",
             unit="GiB",
-            published=None if row[column] == "OOM" else float(row[column]),
+            published=measured(row[column]),
             predicted=of_stages(sizes) if max(sizes) <= machine.device.memory_gib else None,
             setup=setup,
             machine=machine,

@@ -8,7 +8,7 @@ from megatron.seq1f1b.costs.simulator import predict
 from megatron.seq1f1b.schedule import Placement
 
 from .programs import PaperSetup
-from .row import REFERENCE, Row, gpt, read
+from .row import REFERENCE, Row, gpt, measured, read, scaled
 
 _PROGRAM = dict(flash_attention=False, overlaps_messages=False, gradient_bytes=2, dropout=True)
 _VOCABULARY = 51200  # of Megatron's GPT-2 tokenizer, padded
@@ -34,7 +34,7 @@ def _rows(folder: Path, name: str, table: str, recompute: str) -> Iterator[Row]:
             f"{sizes['num_layers']} x {sizes['hidden_size']}, batch {sizes['global_batch']}, micro-batch "
             f"{sizes['micro_batch']}, TP {sizes['tp']} DP {sizes['dp']} PP {sizes['pp']}"
         )
-        seconds = float(row["iteration_ms"]) / 1e3
+        seconds = scaled(measured(row["iteration_ms"]), 1e-3)
         yield Row(
             table=table,
             label=label,

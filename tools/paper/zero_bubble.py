@@ -19,7 +19,7 @@ from megatron.seq1f1b.schedule import Costs, Holds, Placement, Schedule, auto, b
 from megatron.seq1f1b.schedule.cost_tables import Table
 
 from .programs import PaperSetup
-from .row import REFERENCE, Row, gpt, read
+from .row import REFERENCE, Row, gpt, measured, read
 
 _PROGRAM = dict(flash_attention=False, dropout=True)
 _FAMILIES = {"1F1B": "1f1b", "1F1B-I": "1f1b", "ZB-H1": "zb-h1", "ZB-1p": "auto", "ZB-2p": "auto"}
@@ -121,7 +121,7 @@ def memory(folder: Path = REFERENCE) -> Iterator[Row]:
                 table="Zero Bubble memory",
                 label=label,
                 unit="GB",
-                published=float(row["memory_GB"]),
+                published=measured(row["memory_GB"]),
                 predicted=most,
                 setup=setup,
                 machine=machine,

@@ -163,7 +163,7 @@ def _step(plan: Plan | None) -> tuple[float | None, float | None, str]:
 
 def gain_of(cell: Cell) -> Gain:
     ours, megatron = (each and 1 / each for each in (cell.seconds, cell.megatron_seconds))
-    return Gain(ours, megatron, read_machine(cell.machine).error)
+    return Gain(ours, megatron, read_machine(cell.machine).error_of(preset(cell.model)))
 
 
 def read_cells(path: Path) -> list[Cell]:
@@ -203,7 +203,7 @@ def plot_gains(cells: Sequence[Cell], title: str, path: Path) -> None:
     slowest = min(rates - {0.0}, default=0.0)
     cells = [cell for cell in cells if cell.host_bandwidth == slowest]
     values = {(cell.bandwidth, cell.gpus, cell.batch): gain_of(cell).value for cell in cells}
-    error = 100 * read_machine(cells[0].machine).error
+    error = 100 * gain_of(cells[0]).error
     bandwidths, devices, batches = (sorted(set(each)) for each in zip(*values, strict=True))
     with picture(path, 1 + 3.2 * len(batches), 3.4) as figure:
         panels = figure.subplots(1, len(batches), squeeze=False, sharey=True)[0]

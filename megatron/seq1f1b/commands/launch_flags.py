@@ -28,7 +28,8 @@ _COUNTS = """
 _SWITCHES = """
     sequence-parallel use-distributed-optimizer overlap-grad-reduce overlap-param-gather partition-state keep-logits
     recompute-activations recompute-keeps-attention fine-grained-activation-offloading tp-comm-overlap
-    overlap-moe-expert-parallel-comm account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split
+    overlap-moe-expert-parallel-comm use-megatron-fsdp account-for-embedding-in-pipeline-split
+    account-for-loss-in-pipeline-split
 """
 
 
@@ -62,7 +63,13 @@ def _add_decided(parser: argparse.ArgumentParser) -> None:
         add(f"--{name}", type=count)
     for name in _SWITCHES.split():
         add(f"--{name}", action="store_true")
-    for name in (*NOT_PREDICTED, "recompute_method", "pipeline_model_parallel_layout"):
+    for name in (
+        *NOT_PREDICTED,
+        "recompute_method",
+        "pipeline_model_parallel_layout",
+        "data_parallel_sharding_strategy",
+        "ckpt_format",
+    ):
         add(f"--{name.replace('_', '-')}")
     add("--pipeline-schedule", choices=sorted(FAMILY_NAMES))
     add("--sequence-splits", *EQUAL_SPLITS, type=count)
@@ -91,6 +98,13 @@ def decided_flags(candidate: Candidate, by_megatron: bool = False) -> list[str]:
         flags += ["--overlap-grad-reduce", "--overlap-param-gather"]
     if setup.partitions_state:
         flags.append("--partition-state")
+    if setup.shards_parameters:
+        flags += [
+            "--use-megatron-fsdp",
+            "--data-parallel-sharding-strategy optim_grads_params",
+            "--ckpt-format fsdp_dtensor",
+            "--no-gradient-accumulation-fusion",
+        ]
     if setup.sequence_parallel:
         flags.append("--sequence-parallel")
         if setup.hides_tensor_exchange:

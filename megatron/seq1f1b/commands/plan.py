@@ -178,7 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     megatron = search.of_megatron()
     progress.end()
     rate = megatron and megatron.tokens_per_second
-    gain = Gain(found[0].tokens_per_second, rate, asked.machine.error)
+    gain = Gain(found[0].tokens_per_second, rate, asked.machine.error_of(asked.model))
     best = found[0] if megatron is None or gain.is_of_segments else megatron
     print(plan_text.title_of_units(search) if in_units else plan_text.title(asked))
     row = partial(plan_text.row_of_units, search) if in_units else plan_text.row

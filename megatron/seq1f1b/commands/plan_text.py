@@ -60,6 +60,8 @@ def short_name(plan: Plan) -> str:
         words.append("recompute")
     if setup.partitions_state:
         words.append("partitioned")
+    if setup.shards_parameters:
+        words.append("FSDP")
     if setup.offloads > 0:
         words.append("offload")
     return " ".join(words)

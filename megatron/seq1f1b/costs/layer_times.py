@@ -159,6 +159,7 @@ def _routed_time(setup: TrainingSetup, machine: Machine, blocks: Sequence[Block]
     # Sorting tokens by expert and back, each a read and a write; the activation function.
     other = device.moving_time(BYTES * routed * (4 * hidden + first.outputs + last.inputs), 12)
     sent = 2 * machine.all_to_all_time(Group(setup.expert_parallel, 1), BYTES * routed * hidden)  # there and back
+    other += 0.0 if setup.dispatches_on_device else machine.host.expert * here
     forward = NOTHING._replace(matmul=matmul + router, other=other, dispatch=sent)
     return LayerTime(forward, forward._replace(other=2 * other), max(weight, adding) + router)
 

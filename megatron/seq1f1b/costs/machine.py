@@ -18,6 +18,7 @@ from msgspec import Meta, Struct, structs
 
 from ..files import At0, Count, Positive, Share, read_toml
 from .blocks import BYTES
+from .model_shape import ModelShape
 
 _FOLDER = Path(__file__).parent / "machines"
 # Rows, columns, and speed relative to the largest tile. Its efficiency is fitted; the other speeds are guesses.
@@ -108,6 +109,9 @@ class Host(Struct, frozen=True, forbid_unknown_fields=True):
     layer_backward: _Seconds
     action: _Seconds  # per forward or backward of a model chunk: data, loss, bookkeeping of the schedule
     step: _Seconds  # per iteration, outside the pipeline
+    # Per expert of a rank in the forward of a layer, twice that in the backward: launches that wait for the counts of
+    # tokens, which the `alltoall` dispatcher brings to the host.
+    expert: _Seconds = 0.0
 
 
 class Link(Struct, frozen=True, forbid_unknown_fields=True):
@@ -139,6 +143,11 @@ class Machine:
     node: Link
     network: Link
     error: float = 0.1  # mean relative error of its predictions of published times that it is not fitted to
+    error_of_mixtures: float = 0.15  # the same of mixtures of experts
+
+    def error_of(self, model: ModelShape) -> float:
+        """The mean relative error of predictions for a model of this kind."""
+        return self.error if model.experts is None else self.error_of_mixtures
 
     def all_gather_time(self, group: Group, num_bytes: float) -> float:
         """All-gather or reduce-scatter over a ring; `num_bytes` is the size of the whole, on every rank."""
@@ -204,6 +213,7 @@ class _File(Struct, forbid_unknown_fields=True):
     node: _Node
     network: Link
     error: Annotated[float, Meta(ge=0, lt=1)] = Machine.error
+    error_of_mixtures: Annotated[float, Meta(ge=0, lt=1)] = Machine.error_of_mixtures
 
 
 def read_machine(machine: str | Path) -> Machine:
@@ -219,7 +229,16 @@ def read_machine(machine: str | Path) -> Machine:
         raise ValueError(f"--machine {machine}: there is no such file; {way_out}")
     file = read_toml(path, _File)
     node = Link(file.node.bandwidth, file.node.message_bandwidth, file.node.latency)
-    return Machine(path.stem, file.device, file.host, file.node.devices, node, file.network, file.error)
+    return Machine(
+        path.stem,
+        file.device,
+        file.host,
+        file.node.devices,
+        node,
+        file.network,
+        file.error,
+        file.error_of_mixtures,
+    )
 
 
 MIB = 2**20

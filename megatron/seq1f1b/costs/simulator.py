@@ -149,7 +149,7 @@ def timeline_of(setup: TrainingSetup, machine: Machine, schedule: Schedule, cost
     if setup.partitions_state:
         lowered = replace(lowered, ranks=tuple(tuple(partition_state(actions)) for actions in lowered.ranks))
     aside: dict[Kind, Table] = {}
-    if setup.overlaps_data_parallel and setup.data_group.size > 1:
+    if setup.overlaps_data_parallel and setup.data_group.size > 1 and not setup.shards_parameters:
         reduce, gather = zip(*(replica_times(setup, machine, *sizes) for sizes in setup.parameters), strict=True)
         aside = {Kind.REDUCE: tuple((each,) for each in reduce), Kind.GATHER: tuple((each,) for each in gather)}
     if schedule.has_moves:

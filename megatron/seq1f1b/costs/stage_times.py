@@ -38,6 +38,10 @@ def _rows(setup: TrainingSetup, machine: Machine, stage: Stage) -> tuple[Row, Ro
     times = [(count, _layer_times(setup, machine, layer)) for layer, count in stage.layers]
     launch_f = num_layers * host.layer_forward
     launch_b = num_layers * host.layer_backward + (launch_f if setup.recomputes_layers else 0.0)
+    # Sharded parameters are gathered in both directions and their gradients reduced, beside compute.
+    reduce = gather = 0.0
+    if setup.shards_parameters:
+        reduce, gather = replica_times(setup, machine, *setup.stage_parameters(stage))
     rows = []
     for index, span in enumerate(setup.spans):
         forward = sum(count * of_layer[index].forward.total for count, of_layer in times)
@@ -48,11 +52,11 @@ def _rows(setup: TrainingSetup, machine: Machine, stage: Stage) -> tuple[Row, Ro
                 forward, back, weight = map(add, (forward, back, weight), end_time(setup, machine, *span))
         copied = stage_moved(setup, stage, *span)
         copying = copied / machine.device.host_bandwidth if copied else 0.0
-        total = max(back + weight, launch_b, copying) + host.action
+        total = max(back + weight, launch_b, copying, gather + reduce) + host.action
         weight *= (total - host.action) / (back + weight) if setup.splits_backward and weight else 1.0
         # A forward waits for the copies of whole layers: Transformer Engine frees a layer only when it has moved.
         leaving = copying if setup.moves is Moves.LAYERS else 0.0
-        rows.append((max(forward, launch_f, leaving) + host.action, total - weight, weight))
+        rows.append((max(forward, launch_f, leaving, gather) + host.action, total - weight, weight))
     f, i, w = zip(*rows, strict=True)
     return f, i, w
 
@@ -152,7 +156,7 @@ def step_end(setup: TrainingSetup, machine: Machine, rank: int) -> StepEnd:
     stages = setup.placement.stages_of(rank)
     parameters, experts = map(sum, zip(*(setup.parameters[stage] for stage in stages), strict=True))
     reduce = gather = 0.0
-    if not setup.overlaps_data_parallel:
+    if not (setup.overlaps_data_parallel or setup.shards_parameters):
         reduce, gather = replica_times(setup, machine, parameters, experts)
     is_twice = setup.tied_embeddings or setup.model.prediction_depth > 0  # the embedding
     if is_twice and any(setup.stages[stage].is_first != setup.stages[stage].is_last for stage in stages):

@@ -59,6 +59,7 @@ def choices_of(settings: Mapping[str, Any], layers_per_stage: tuple[int, ...], k
         "recomputed_share": share,
         "distributed_optimizer": bool(settings.get("use_distributed_optimizer")),
         "hides_tensor_exchange": bool(settings.get("tp_comm_overlap")),
+        "dispatches_on_device": settings.get("moe_token_dispatcher_type") == "flex",
     }
 
 
@@ -104,8 +105,12 @@ class TrainingSetup:
     tied_embeddings: bool = False
     overlaps_data_parallel: bool = False  # --overlap-grad-reduce, --overlap-param-gather
     partitions_state: bool = False  # replicas keep shares of weights and gradients; needs `distributed_optimizer`
+    # Replicas keep shares of weights, gradients and state, and gather each layer beside the one before it
+    # (--use-megatron-fsdp); in Megatron's own schedules.
+    shards_parameters: bool = False
     keeps_logits: bool = False  # the loss is never taken in pieces
     cp_comm_type: str | None = None  # how context-parallel ranks exchange whole sequences; None: the fastest way
+    dispatches_on_device: bool = False  # --moe-token-dispatcher-type flex
     hides_experts: bool = False  # --overlap-moe-expert-parallel-comm, in Megatron's own schedules
     hides_tensor_exchange: bool = False  # --tp-comm-overlap, for segments of one length; needs `sequence_parallel`
     recomputed_share: float = 1.0  # the part of the layers of a stage, with FULL (--recompute-method block)
@@ -216,7 +221,7 @@ class TrainingSetup:
         return replace(
             self,
             num_microbatches=1,
-            data_parallel=1,
+            data_parallel=self.data_parallel if self.shards_parameters else 1,
             placement=Placement(1),
             layers_per_stage=(self.model.num_layers,),
             family=self.family if self.splits_backward else "1f1b",
@@ -260,10 +265,10 @@ class TrainingSetup:
         """Parameters of each stage on one rank, without those of routed experts, and those of routed experts. The first
         stage holds the embedding, the last the projection to the vocabulary, and for prediction heads projections that
         join their inputs and another embedding."""
-        sizes = {stage: self._stage_parameters(stage) for stage in set(self.stages)}
+        sizes = {stage: self.stage_parameters(stage) for stage in set(self.stages)}
         return [sizes[stage] for stage in self.stages]
 
-    def _stage_parameters(self, stage: Stage) -> tuple[float, float]:
+    def stage_parameters(self, stage: Stage) -> tuple[float, float]:
         model = self.model
         of_layers = [(many, *self.layer_parameters(layer)) for layer, many in stage.layers]
         count = sum(many * dense for many, dense, _ in of_layers)

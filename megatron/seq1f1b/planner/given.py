@@ -89,6 +89,7 @@ def _whole(launch: argparse.Namespace, question: Question) -> TrainingSetup:
         overlaps_data_parallel=launch.overlap_grad_reduce,
         keeps_logits=launch.keep_logits or not (launch.pipeline_schedule or launch.sequence_splits),
         hides_experts=launch.overlap_moe_expert_parallel_comm,
+        shards_parameters=launch.use_megatron_fsdp,
         **choices_of(settings, layers, launch.recompute_keeps_attention),
     )
 

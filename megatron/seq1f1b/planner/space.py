@@ -138,8 +138,10 @@ def all_sizes(question: Question) -> Iterator[TrainingSetup]:
                 # It refuses to hide that of experts that are computed again.
                 hides = may_hide and expert > 1 and recompute != FULL and "moe" not in recompute.split()
                 each = replace(setup, expert_parallel=expert, recompute=recompute, hides_experts=hides)
-                for share in _SHARES if question.by_megatron and recompute == FULL else (1.0,):
-                    yield replace(each, recomputed_share=share)
+                shares = _SHARES if question.by_megatron and recompute == FULL else (1.0,)
+                shards = (False, True) if question.by_megatron and data * context > 1 else (False,)
+                for share, is_sharded in product(shares, shards):
+                    yield replace(each, recomputed_share=share, shards_parameters=is_sharded)
 
 
 def recomputes(question: Question) -> list[str]:

@@ -82,11 +82,14 @@ def test_whole_sequences_go_the_fastest_way(tensor, length, kind):
     assert free == named
 
 
-def test_experts_that_hide_their_exchange_take_less():
+def test_each_expert_of_a_rank_costs_launches_unless_counts_stay_on_the_device():
     setup = TrainingSetup(preset("deepseek-v3"), 4096, 8, expert_parallel=64, data_parallel=64)
-    shown, hidden = (layer_time(replace(setup, hides_experts=hides), MACHINE, 0, 4096, 5) for hides in (False, True))
-    assert hidden.forward.all_to_all < shown.forward.all_to_all
-    assert hidden.forward._replace(all_to_all=0) == shown.forward._replace(all_to_all=0)
+    device, host = (
+        layer_time(replace(setup, dispatches_on_device=stays), MACHINE, 0, 4096, 5) for stays in (True, False)
+    )
+    launches = 256 / 64 * MACHINE.host.expert
+    assert host.forward.other - device.forward.other == pytest.approx(launches) and launches > 0
+    assert host.input.other - device.input.other == pytest.approx(2 * launches)
 
 
 def test_tensor_parallelism_hides_behind_products_at_most():
