@@ -34,11 +34,29 @@ def test_a_table_that_cannot_be_predicted_is_a_sentence(tmp_path, capsys):
     no_length = {column: value for column, value in row.items() if column != "seqlen"}
     for table, sentence in (
         (None, "it has no table by a name in"),
-        (row | {"model": "8B"}, "the sizes of 8B are not known; there are 2.7B"),
-        (no_length, "there is no 'seqlen'"),
+        (row | {"model": "8B"}, f"{name}.csv, line 2, column model: the sizes of 8B are not known; there are 2.7B"),
+        (no_length, "seq1f1b_7b_32gpu_throughput.csv, line 2: there is no column seqlen"),
+        (row | {"seqlen": "32k"}, f"{name}.csv, line 2, column seqlen: '32k' is not a whole number"),
+        (row | {"throughput_tok_s": "fast"}, f"{name}.csv, line 2, column throughput_tok_s: 'fast' is not a number"),
     ):
         if table:
             write(tmp_path, name, [table])
         with pytest.raises(SystemExit):
             paper_tables.main(["--reference", str(tmp_path)])
         assert sentence in capsys.readouterr().err
+
+
+def test_a_run_without_a_measurement_failed_or_did_not_fit(tmp_path, capsys):
+    runs = read("kwai_offload_h800")[-2:]
+    write(tmp_path, "kwai_offload_h800", [runs[0] | {"tokens_per_second_all_gpus": ""}, runs[1]])
+    assert paper_tables.main(["--reference", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "tokens/s,failed or out of memory," in printed and "| 1 |" in printed
+
+
+def test_the_memory_of_runs_with_offload_is_predicted(tmp_path, capsys):
+    for name in ("kwai_offload_memory_65b", "slimpipe_ultra_long"):
+        write(tmp_path, name, read(name)[-2:])
+    assert paper_tables.main(["--reference", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "| Kwai with offload, memory | 4 |" in printed and "| SlimPipe memory model, ultra-long | 2 |" in printed
