@@ -50,8 +50,8 @@ def headline_text() -> str:
             "arXiv 2406.03488: 1F1B and its interleaved form cannot. Predicted for the authors' code and 16 "
             "micro-batches, the verdicts agree. The authors measured 66.9 GiB for Seq1F1B-I: the prediction for two "
             "chunks is near that, the one for four, which meets the published times, is not. A "
-            "[rehearsal](rehearsal.md) on 8 micro-batches agrees, too: 1F1B exceeds 80 GiB on pipeline ranks 0 to 3, "
-            "its interleaved form on 0 to 6, Seq1F1B and its interleaved form on none.",
+            "[rehearsal](rehearsal.md) on 8 micro-batches agrees, too: 1F1B exceeds 80 GiB on pipeline ranks 0 to 2, "
+            "its interleaved form on 0 to 5, Seq1F1B and its interleaved form on none.",
             "bash scripts/paper/seq1f1b.sh --predict",
             ("Seq1F1B memory", "Seq1F1B 7B throughput"),
         ),
@@ -202,8 +202,10 @@ def gains_section(pictures: Path | None) -> str:
         "which allows other parallel sizes or less recomputation. Where the gain is within the error, or negative, "
         "[take Megatron's own schedules](choosing.md#segments-or-megatrons-own-schedules). X is context parallelism, "
         "C model chunks, k segments. "
-        + nearest("NVIDIA long sequences", "Kwai with offload", "NVIDIA performance summary", "vTrain multi-node")
-        + " None has latent attention, recurrent layers, or context parallelism on A100: there the error is not known."
+        + nearest("NVIDIA long sequences", "Kwai with offload", "NVIDIA performance summary", "Llama 3 405B")
+        + " Of mixtures: "
+        + nearest("NVIDIA performance summary, mixtures of experts")
+        + " None has recurrent layers, or context parallelism on A100: there the error is not known."
     )
     lines = ["## What this package gains", "", *wrap(text, 118, break_on_hyphens=False), ""]
     lines += ["`seq1f1b gain-map --output docs/gains.csv --host-bandwidths 30 50 0 --model ...`", ""]

@@ -42,8 +42,13 @@ class PairTimes:
     @property
     def most_saved(self) -> float:
         """The most that any pair saves."""
-        exchange_f, compute_f, exchange_b, compute_b = (max(map(max, table)) for table in vars(self).values())
-        return min(exchange_f, compute_b) + min(exchange_b, compute_f)
+        hidden_f = min(_most(self.exchange_f), _most(self.compute_b))
+        hidden_b = min(_most(self.exchange_b), _most(self.compute_f))
+        return hidden_f + hidden_b
+
+
+def _most(table: Table) -> float:
+    return max(max(row) for row in table)
 
 
 def _at(table: Table, place: tuple[int, int]) -> float:

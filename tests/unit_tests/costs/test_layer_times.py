@@ -82,7 +82,7 @@ def test_whole_sequences_go_the_fastest_way(tensor, length, kind):
     assert free == named
 
 
-def test_each_expert_of_a_rank_costs_launches_unless_counts_stay_on_the_device():
+def test_each_expert_costs_launches_unless_counts_stay_there():
     setup = TrainingSetup(preset("deepseek-v3"), 4096, 8, expert_parallel=64, data_parallel=64)
     device, host = (
         layer_time(replace(setup, dispatches_on_device=stays), MACHINE, 0, 4096, 5) for stays in (True, False)

@@ -25,7 +25,7 @@ WHOLE = TrainingSetup(
 SHARDED = replace(WHOLE, shards_parameters=True)
 
 
-def test_two_layers_and_embeddings_are_whole_and_the_rest_is_shared():
+def test_two_layers_and_embeddings_are_whole():
     weights, gradients, optimizer = static_memory(SHARDED, 0)
     of_whole = static_memory(WHOLE, 0)
     layer = sum(WHOLE.layer_parameters())
