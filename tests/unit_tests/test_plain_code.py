@@ -2,6 +2,7 @@
 
 import ast
 import re
+from collections import defaultdict
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -111,3 +112,13 @@ def test_the_package_names_nothing_of_its_own_in_strings():
 @pytest.mark.parametrize("rule", RULES)
 def test_an_example_is_recognised_of(rule):
     assert len(list(rule(ast.parse(EXAMPLES[rule])))) == 1
+
+
+def test_no_two_classes_share_a_name():
+    """One name means one thing; private classes are of their module."""
+    files = defaultdict(list)
+    for path in sorted((ROOT / "megatron").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                files[node.name].append(path.name)
+    assert not {name: paths for name, paths in files.items() if len(paths) > 1}

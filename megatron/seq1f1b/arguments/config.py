@@ -11,7 +11,7 @@ from .conditions import packs_documents
 from .flags import AUTO
 from .megatron_run import MegatronRun, is_on_cpu
 from .sequence_partition import Predictions, SequencePartition
-from .supported import Use, first_unsupported, unsupported
+from .supported import OurFeature, first_unsupported, unsupported
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class PipelineConfig:
 
     @property
     def _segments_are_possible(self) -> bool:
-        return not any(unsupported(self.run.settings, {Use.SEGMENTS}))
+        return not any(unsupported(self.run.settings, {OurFeature.SEGMENTS}))
 
 
 def refuse_unsupported(flags: argparse.Namespace, settings: Mapping[str, Any]) -> None:
@@ -131,7 +131,7 @@ def pipeline_config(flags: argparse.Namespace, run: MegatronRun, costs: Predicti
             partition = replace(partition, planned=schedule)
         lengths = partition.cut(run.sequence_length)
         if len(lengths) > 1:
-            _refuse(settings, {Use.SEGMENTS})
+            _refuse(settings, {OurFeature.SEGMENTS})
         if settings.get("tp_comm_overlap") and len(set(lengths)) > 1:
             raise ValueError(
                 f"--tp-comm-overlap has buffers for segments of one length, and {list(lengths)} differ; take "
@@ -163,32 +163,32 @@ def _schedule(flags: argparse.Namespace, settings: Mapping[str, Any]) -> Schedul
         if all(each is None for each in cuts) and flags.sequence_split_strategy != "terapipe":
             return None
         name = "1f1b"
-    split = name != "auto" or first_unsupported(settings, {Use.SPLIT_BACKWARDS}) is None
+    split = name != "auto" or first_unsupported(settings, {OurFeature.SPLIT_BACKWARDS}) is None
     return ScheduleChoice(name, flags.pipeline_placement, split)
 
 
-def _uses(flags: argparse.Namespace, schedule: ScheduleChoice | None, settings: Mapping[str, Any]) -> set[Use]:
+def _uses(flags: argparse.Namespace, schedule: ScheduleChoice | None, settings: Mapping[str, Any]) -> set[OurFeature]:
     """The features that the flags select, as known before a cut."""
     if schedule is None:
-        return {Use.EVERY_RUN, Use.MEGATRONS_OWN}
+        return {OurFeature.EVERY_RUN, OurFeature.MEGATRONS_OWN}
     in_units = flags.unit_tokens is not None
     by_tokens = flags.segment_tokens is not None
     has_number = flags.sequence_splits not in (None, 1)
     selected = {
-        Use.EVERY_RUN: True,
-        Use.ANY_SCHEDULE: True,
-        Use.SEGMENTS: has_number or flags.sequence_split_file is not None or in_units or by_tokens,
-        Use.SPLIT_BACKWARDS: schedule.splits_backwards,
-        Use.V_CHUNKS: schedule.placement == "v",
-        Use.OFFLOAD: flags.offload_activations or schedule.has_moves,
-        Use.PARTITIONED_STATE: settings.get("partition_state"),
-        Use.SEGMENTS_OF_TOKENS: by_tokens,
-        Use.UNITS: in_units,
+        OurFeature.EVERY_RUN: True,
+        OurFeature.ANY_SCHEDULE: True,
+        OurFeature.SEGMENTS: has_number or flags.sequence_split_file is not None or in_units or by_tokens,
+        OurFeature.SPLIT_BACKWARDS: schedule.splits_backwards,
+        OurFeature.V_CHUNKS: schedule.placement == "v",
+        OurFeature.OFFLOAD: flags.offload_activations or schedule.has_moves,
+        OurFeature.PARTITIONED_STATE: settings.get("partition_state"),
+        OurFeature.SEGMENTS_OF_TOKENS: by_tokens,
+        OurFeature.UNITS: in_units,
     }
     return {use for use, is_selected in selected.items() if is_selected}
 
 
-def _refuse(settings: Mapping[str, Any], uses: set[Use]) -> None:
+def _refuse(settings: Mapping[str, Any], uses: set[OurFeature]) -> None:
     sentence = first_unsupported(settings, uses)
     if sentence is not None:
         raise ValueError(sentence)
@@ -197,7 +197,7 @@ def _refuse(settings: Mapping[str, Any], uses: set[Use]) -> None:
 def _check(flags: argparse.Namespace, schedule: ScheduleChoice, run: MegatronRun) -> None:
     of_program = "keep_documents_apart" if run.settings.get("keep_documents_apart") else None
     if attends := of_program or ("--recompute-keeps-attention" if flags.recompute_keeps_attention else None):
-        for row in unsupported(run.settings, {Use.SEGMENTS}):
+        for row in unsupported(run.settings, {OurFeature.SEGMENTS}):
             raise ValueError(f"{attends} attends as segments do, and {row.feature} {row.because}; drop one of the two")
     for name in ("unit_tokens", "segment_tokens"):
         if (vars(flags)[name] or 0) % run.segment_multiple:

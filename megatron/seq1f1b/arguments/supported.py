@@ -36,7 +36,7 @@ from .conditions import (
 _SPLITTING = ", ".join(f"`{name}`" for name in splitting_families() if name != "auto")
 
 
-class Use(Enum):
+class OurFeature(Enum):
     """Our features that exclude some feature of Megatron."""
 
     EVERY_RUN = "with Megatron's own schedules, too"
@@ -80,8 +80,8 @@ def _rows(features: Mapping[str, Condition], because: str, way_out: str) -> tupl
     return tuple(Unsupported(feature, because, way_out, when) for feature, when in features.items())
 
 
-UNSUPPORTED: Mapping[Use, tuple[Unsupported, ...]] = {
-    Use.EVERY_RUN: (
+UNSUPPORTED: Mapping[OurFeature, tuple[Unsupported, ...]] = {
+    OurFeature.EVERY_RUN: (
         *_rows(
             {
                 "--mtp-num-layers with tied embeddings and --pipeline-model-parallel-size above 1 and --save": all_of(
@@ -127,7 +127,7 @@ UNSUPPORTED: Mapping[Use, tuple[Unsupported, ...]] = {
             way_out="use --eval-micro-batch-size 1",
         ),
     ),
-    Use.MEGATRONS_OWN: (
+    OurFeature.MEGATRONS_OWN: (
         *_rows(
             {"--pipeline-placement v": is_any("pipeline_placement", "v")},
             because="is not for Megatron's own schedules",
@@ -156,7 +156,7 @@ UNSUPPORTED: Mapping[Use, tuple[Unsupported, ...]] = {
             way_out="drop one of the two",
         ),
     ),
-    Use.ANY_SCHEDULE: (
+    OurFeature.ANY_SCHEDULE: (
         *_rows(
             {"--cuda-graph-impl": on("cuda_graph_impl")},
             because="follows the order of Megatron's own schedules",
@@ -234,7 +234,7 @@ UNSUPPORTED: Mapping[Use, tuple[Unsupported, ...]] = {
             way_out="add that, or drop it",
         ),
     ),
-    Use.SEGMENTS: (
+    OurFeature.SEGMENTS: (
         *_rows(
             {
                 "--context-parallel-size above 1 with --cp-comm-type other than a2a, all_gather": all_of(
@@ -457,7 +457,7 @@ UNSUPPORTED: Mapping[Use, tuple[Unsupported, ...]] = {
             way_out="install mamba-ssm and causal-conv1d",
         ),
     ),
-    Use.SPLIT_BACKWARDS: (
+    OurFeature.SPLIT_BACKWARDS: (
         *_rows(
             {
                 "--moe-grouped-gemm with biases and --transformer-impl transformer_engine": all_of(
@@ -487,7 +487,7 @@ UNSUPPORTED: Mapping[Use, tuple[Unsupported, ...]] = {
             way_out="drop it, or use a schedule without W such as 1f1b",
         ),
     ),
-    Use.V_CHUNKS: (
+    OurFeature.V_CHUNKS: (
         *_rows(
             {
                 "--pipeline-model-parallel-layout with multi-token prediction before the loss": all_of(
@@ -503,7 +503,7 @@ UNSUPPORTED: Mapping[Use, tuple[Unsupported, ...]] = {
             way_out="use --ckpt-format torch_dist",
         ),
     ),
-    Use.OFFLOAD: (
+    OurFeature.OFFLOAD: (
         *_rows(
             {
                 "--overlap-grad-reduce with fused gradient accumulation": all_of(
@@ -514,7 +514,7 @@ UNSUPPORTED: Mapping[Use, tuple[Unsupported, ...]] = {
             way_out="give --no-gradient-accumulation-fusion",
         ),
     ),
-    Use.PARTITIONED_STATE: (
+    OurFeature.PARTITIONED_STATE: (
         *_rows(
             {"a run without --use-distributed-optimizer": without(on("use_distributed_optimizer"))},
             because="keeps the state of the optimizer whole",
@@ -591,7 +591,7 @@ UNSUPPORTED: Mapping[Use, tuple[Unsupported, ...]] = {
             way_out="use --ckpt-format torch_dist",
         ),
     ),
-    Use.SEGMENTS_OF_TOKENS: (
+    OurFeature.SEGMENTS_OF_TOKENS: (
         *_rows(
             {
                 "--sequence-splits": on("sequence_splits"),
@@ -623,7 +623,7 @@ UNSUPPORTED: Mapping[Use, tuple[Unsupported, ...]] = {
             way_out="use --moe-token-dispatcher-type alltoall",
         ),
     ),
-    Use.UNITS: (
+    OurFeature.UNITS: (
         *_rows(
             {
                 "--sequence-splits": on("sequence_splits"),
@@ -694,12 +694,12 @@ UNSUPPORTED: Mapping[Use, tuple[Unsupported, ...]] = {
 }
 
 
-def unsupported(settings: Settings, uses: Collection[Use]) -> Iterator[Unsupported]:
+def unsupported(settings: Settings, uses: Collection[OurFeature]) -> Iterator[Unsupported]:
     """The features in `settings` that do not go with these uses."""
-    return (row for use in Use if use in uses for row in UNSUPPORTED[use] if row.holds(settings))
+    return (row for use in OurFeature if use in uses for row in UNSUPPORTED[use] if row.holds(settings))
 
 
-def first_unsupported(settings: Settings, uses: Collection[Use]) -> str | None:
+def first_unsupported(settings: Settings, uses: Collection[OurFeature]) -> str | None:
     """One sentence, without its full stop, on the first feature that is not supported; None if all are."""
     row = next(unsupported(settings, uses), None)
     return row and f"{row.feature} {row.because}; {row.way_out}"

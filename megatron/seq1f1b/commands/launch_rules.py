@@ -10,16 +10,16 @@ from itertools import compress
 from types import MappingProxyType
 from typing import Any
 
-from ..arguments.supported import Use, first_unsupported, setting_of
+from ..arguments.supported import OurFeature, first_unsupported, setting_of
 from ..planner.space import Candidate
 from .launch_flags import decided_flags
 from .model_flags import read_model
 
 # Settings of plans in units: their own flag, and one that their user is told to add.
 _OF_UNITS = {"calculate_per_token_loss": True, "keep_documents_apart": True}
-_OF_MEGATRON = frozenset({Use.EVERY_RUN, Use.MEGATRONS_OWN})
+_OF_MEGATRON = frozenset({OurFeature.EVERY_RUN, OurFeature.MEGATRONS_OWN})
 # Features that a planner may use.
-_OPTIONAL = (Use.SEGMENTS, Use.SPLIT_BACKWARDS, Use.OFFLOAD, Use.PARTITIONED_STATE)
+_OPTIONAL = (OurFeature.SEGMENTS, OurFeature.SPLIT_BACKWARDS, OurFeature.OFFLOAD, OurFeature.PARTITIONED_STATE)
 
 
 # What every plan decides, at the sizes at which most goes together.
@@ -49,11 +49,11 @@ class LaunchRules:
     """The flags of a launch, one an item, each with its values, as limits of its plans, which always use the features
     `always`. Raises ValueError, with the sentence of training, for flags that do not go with these."""
 
-    def __init__(self, flags: Sequence[str], always: Collection[Use] = ()) -> None:
+    def __init__(self, flags: Sequence[str], always: Collection[OurFeature] = ()) -> None:
         self._settings = _settings_of(flags)
-        if Use.UNITS in always:
+        if OurFeature.UNITS in always:
             self._settings |= _OF_UNITS
-        self._always = frozenset({Use.EVERY_RUN, Use.ANY_SCHEDULE, *always})
+        self._always = frozenset({OurFeature.EVERY_RUN, OurFeature.ANY_SCHEDULE, *always})
         self._starts = cache(self._would_start)
         if sentence := self._refusal(self._always):
             raise ValueError(sentence)
@@ -77,10 +77,10 @@ class LaunchRules:
         if sentence := self._refusal(self._always, {"pipeline_model_parallel_size": 2}):
             yield f"Plans with several pipeline ranks are left out: {sentence}."
 
-    def _would_start(self, uses: frozenset[Use], decided: frozenset[tuple[str, Any]]) -> bool:
+    def _would_start(self, uses: frozenset[OurFeature], decided: frozenset[tuple[str, Any]]) -> bool:
         return self._refusal(uses, dict(decided)) is None
 
-    def _refusal(self, uses: frozenset[Use], decided: Mapping[str, Any] = MappingProxyType({})) -> str | None:
+    def _refusal(self, uses: frozenset[OurFeature], decided: Mapping[str, Any] = MappingProxyType({})) -> str | None:
         return first_unsupported({**self._settings, **_LEAST, **decided}, uses)
 
 

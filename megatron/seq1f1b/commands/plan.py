@@ -23,7 +23,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from ..arguments.supported import Use
+from ..arguments.supported import OurFeature
 from ..costs.machine import OUTSIDE_GIB, machine_names, read_machine
 from ..files import read_histogram
 from ..planner.gain import Gain
@@ -166,8 +166,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     launch = args.launch
     in_units = args.lengths is not None
-    always = {Use.PARTITIONED_STATE} if launch.partition_state else set()
-    rules = LaunchRules(launch.passed_through, always | ({Use.SEGMENTS, Use.UNITS} if in_units else set()))
+    always: set[OurFeature] = set()
+    if launch.partition_state:
+        always.add(OurFeature.PARTITIONED_STATE)
+    if in_units:
+        always |= {OurFeature.SEGMENTS, OurFeature.UNITS}
+    rules = LaunchRules(launch.passed_through, always)
     asked = question(args, rules)
     progress = Progress()
     search: Any = UnitSearch(asked, args.histogram) if in_units else Search(asked, progress)

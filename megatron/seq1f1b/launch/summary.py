@@ -7,7 +7,7 @@ from math import ceil
 from msgspec import structs
 
 from ..arguments import PipelineConfig
-from ..arguments.supported import Use, first_unsupported
+from ..arguments.supported import OurFeature, first_unsupported
 from ..costs.run_costs import RunCosts
 from ..costs.stage_costs import analytic_costs
 from ..partition import segment_times
@@ -92,7 +92,7 @@ def advice(config: PipelineConfig, costs: RunCosts) -> Iterator[str]:
     if config.num_segments > 1 and config.run.has_sizes and costs.machine.name != "cpu":
         yield from _of_waiting_gpus(config, costs)
     if schedule.is_auto and not schedule.split:
-        obstacle = first_unsupported(config.run.settings, {Use.SPLIT_BACKWARDS})
+        obstacle = first_unsupported(config.run.settings, {OurFeature.SPLIT_BACKWARDS})
         yield f"--pipeline-schedule auto plans without splitting backwards: {obstacle}"
 
 

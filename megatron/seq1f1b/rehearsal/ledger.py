@@ -51,8 +51,9 @@ class Moment:
 
 
 @dataclass(frozen=True)
-class Message:
-    """One message on a channel: a queue without tags from one global rank to another, in one process group."""
+class MessageEnd:
+    """One end of a message, as it was posted. A channel is a queue without tags from one global rank to another, in one
+    process group."""
 
     source: int
     destination: int
@@ -83,8 +84,8 @@ class Ledger(TorchDispatchMode, StepTracer, StepRecorder):
         self, run: Callable[[Any, tuple, dict], Any] = lambda function, args, kwargs: function(*args, **kwargs)
     ) -> None:
         super().__init__()
-        self.sent: list[Message] = []
-        self.received: list[Message] = []
+        self.sent: list[MessageEnd] = []
+        self.received: list[MessageEnd] = []
         self.stages: list[int] = []
         self.groups: set[str] = set()  # process groups of several ranks that were used
         self._run = run
@@ -216,7 +217,7 @@ class Ledger(TorchDispatchMode, StepTracer, StepRecorder):
         moment = self._moments[-1][0]
         source, destination = ends
         messages.append(
-            Message(
+            MessageEnd(
                 source=source,
                 destination=destination,
                 channel=group.group_desc,

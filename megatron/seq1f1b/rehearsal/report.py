@@ -9,7 +9,7 @@ from typing import Any
 from ..report.style import BOXES
 from ..report.text import GIB, MIB, aligned, in_words
 from ..schedule import parse_action
-from .ledger import Category, Message, Moment
+from .ledger import Category, MessageEnd, Moment
 
 CANNOT_PROVE = (
     "how NCCL orders and times the messages: here none ever waits. schedule/lowering.py shows why that cannot hang",
@@ -29,8 +29,8 @@ class StageReport:
     stages: list[int]
     num_parameters: int
     moments: list[Moment]
-    sent: list[Message]
-    received: list[Message]
+    sent: list[MessageEnd]
+    received: list[MessageEnd]
     outside: int
     host_bytes: int = 0
 
@@ -145,16 +145,18 @@ def at(moment: str) -> str:
     return f"{when} the {BOXES[kind].name} of stage {stage} for segment {segment} of micro-batch {microbatch}"
 
 
-def mismatches(sent: Iterable[Message], received: Iterable[Message]) -> list[str]:
+def mismatches(sent: Iterable[MessageEnd], received: Iterable[MessageEnd]) -> list[str]:
     """A sentence, without its full stop, for each channel on which both ends disagree."""
-    ends: dict[tuple[int, int, str], tuple[list[Message], list[Message]]] = defaultdict(lambda: ([], []))
+    ends: dict[tuple[int, int, str], tuple[list[MessageEnd], list[MessageEnd]]] = defaultdict(lambda: ([], []))
     for side, messages in enumerate((sent, received)):
         for message in messages:
             ends[message.source, message.destination, message.channel][side].append(message)
     return [sentence for queue, both in sorted(ends.items()) if (sentence := _mismatch(*queue, *both))]
 
 
-def _mismatch(source: int, destination: int, channel: str, sent: list[Message], received: list[Message]) -> str | None:
+def _mismatch(
+    source: int, destination: int, channel: str, sent: list[MessageEnd], received: list[MessageEnd]
+) -> str | None:
     between = f"from rank {source} to rank {destination} ({channel})"
     for number, (one, other) in enumerate(zip_longest(sent, received)):
         if one is None or other is None:
@@ -167,5 +169,5 @@ def _mismatch(source: int, destination: int, channel: str, sent: list[Message], 
     return None
 
 
-def _in_words(message: Message) -> str:
+def _in_words(message: MessageEnd) -> str:
     return f"{message.dtype} {list(message.shape)} {at(message.moment)}"

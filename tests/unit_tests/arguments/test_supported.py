@@ -11,7 +11,7 @@ from megatron.training.arguments import add_megatron_arguments
 
 from megatron.seq1f1b import add_arguments, validate
 from megatron.seq1f1b.arguments import conditions, run_of_arguments
-from megatron.seq1f1b.arguments.supported import UNSUPPORTED, Use, first_unsupported, setting_of
+from megatron.seq1f1b.arguments.supported import UNSUPPORTED, OurFeature, first_unsupported, setting_of
 from unit_tests.arguments.parsed import parsed
 
 ON_GPU = {"distributed_backend": "nccl"}
@@ -58,16 +58,16 @@ SETTINGS = {
     "--hybrid-layer-pattern": {},
 }
 FLAGS = {
-    Use.EVERY_RUN: (),
-    Use.MEGATRONS_OWN: (),
-    Use.ANY_SCHEDULE: ("--pipeline-schedule", "1f1b"),
-    Use.SEGMENTS: ("--sequence-splits", "4", "--device", "cuda"),
-    Use.SPLIT_BACKWARDS: ("--pipeline-schedule", "zb-h1"),
-    Use.V_CHUNKS: ("--pipeline-schedule", "1f1b", "--pipeline-placement", "v"),
-    Use.OFFLOAD: ("--pipeline-schedule", "1f1b", "--offload-activations", "1"),
-    Use.PARTITIONED_STATE: ("--pipeline-schedule", "1f1b", "--partition-state"),
-    Use.SEGMENTS_OF_TOKENS: ("--segment-tokens", "16"),
-    Use.UNITS: ("--unit-tokens", "16"),
+    OurFeature.EVERY_RUN: (),
+    OurFeature.MEGATRONS_OWN: (),
+    OurFeature.ANY_SCHEDULE: ("--pipeline-schedule", "1f1b"),
+    OurFeature.SEGMENTS: ("--sequence-splits", "4", "--device", "cuda"),
+    OurFeature.SPLIT_BACKWARDS: ("--pipeline-schedule", "zb-h1"),
+    OurFeature.V_CHUNKS: ("--pipeline-schedule", "1f1b", "--pipeline-placement", "v"),
+    OurFeature.OFFLOAD: ("--pipeline-schedule", "1f1b", "--offload-activations", "1"),
+    OurFeature.PARTITIONED_STATE: ("--pipeline-schedule", "1f1b", "--partition-state"),
+    OurFeature.SEGMENTS_OF_TOKENS: ("--segment-tokens", "16"),
+    OurFeature.UNITS: ("--unit-tokens", "16"),
 }
 IN_UNITS = {"calculate_per_token_loss": True, "reset_attention_mask": True, "micro_batch_size": 1}
 ROWS = [(use, row) for use, rows in UNSUPPORTED.items() for row in rows]
@@ -104,12 +104,12 @@ def test_an_unsupported_feature_is_one_sentence(monkeypatch, tmp_path, use, row)
         settings["pipeline_schedule_file"] = tmp_path / "mine.csv"
         settings["pipeline_schedule_file"].write_text("0F0,0B0\n1F0,1B0\n")
         settings.setdefault("pipeline_schedule", None)
-    args = parsed(*FLAGS[use], **IN_UNITS if use is Use.UNITS else {})
+    args = parsed(*FLAGS[use], **IN_UNITS if use is OurFeature.UNITS else {})
     vars(args).update(settings)
     with pytest.raises(ValueError) as error:
         validate(args)
     assert str(error.value) == f"{row.feature} {row.because}; {row.way_out}"
-    if row.feature.split()[0] not in OURS and use is not Use.EVERY_RUN:
+    if row.feature.split()[0] not in OURS and use is not OurFeature.EVERY_RUN:
         validate(parsed(**settings))  # with Megatron's own schedule
 
 
@@ -137,10 +137,10 @@ def test_the_flags_of_the_table_are_megatrons_and_off():
 def test_a_rank_has_one_copy_of_the_embedding(layout, is_untied, is_refused):
     settings = {"pipeline_model_parallel_layout": layout, "pipeline_model_parallel_size": 2}
     settings["untie_embeddings_and_output_weights"] = is_untied
-    sentence = first_unsupported(settings, {Use.EVERY_RUN})
+    sentence = first_unsupported(settings, {OurFeature.EVERY_RUN})
     assert (sentence is not None) == is_refused
     settings["pipeline_model_parallel_layout"] = PipelineParallelLayerLayout.from_str(layout, 2)
-    assert first_unsupported(settings, {Use.EVERY_RUN}) == sentence
+    assert first_unsupported(settings, {OurFeature.EVERY_RUN}) == sentence
 
 
 FUSED, DELTA_NETS = SETTINGS["--attention-backend fused"], CLAUSES["G"]
@@ -169,7 +169,7 @@ def test_versions_of_packages_decide(monkeypatch, feature, versions, is_hopper, 
         return versions[name]
 
     def refused(**settings):
-        return first_unsupported(run_of_arguments(parsed(**settings)).settings, {Use.SEGMENTS}) is not None
+        return first_unsupported(run_of_arguments(parsed(**settings)).settings, {OurFeature.SEGMENTS}) is not None
 
     monkeypatch.setattr(conditions, "version", version)
     has_gpu(monkeypatch, capability=9 if is_hopper else 8)

@@ -8,7 +8,7 @@ import pytest
 
 from megatron.seq1f1b.arguments import pipeline_config, run_of_arguments
 from megatron.seq1f1b.arguments.config import refuse_unsupported
-from megatron.seq1f1b.arguments.supported import Use
+from megatron.seq1f1b.arguments.supported import OurFeature
 from megatron.seq1f1b.commands.launch_flags import decided_flags, read_launch
 from megatron.seq1f1b.commands.launch_rules import LaunchRules
 from megatron.seq1f1b.commands.model_flags import PRESETS, model_of, preset, read_model
@@ -210,7 +210,7 @@ def test_plans_are_what_training_starts_with(words, settings):
 
 def test_what_no_plan_goes_with_is_a_sentence():
     with pytest.raises(ValueError, match="--mtp-num-layers weighs predictions"):
-        LaunchRules(["--mtp-num-layers 1"], {Use.SEGMENTS, Use.UNITS})
+        LaunchRules(["--mtp-num-layers 1"], {OurFeature.SEGMENTS, OurFeature.UNITS})
     (sentence,) = LaunchRules(["--log-params-norm"]).left_out()
     assert sentence.startswith("Plans with --partition-state are left out: --log-params-norm reads weights when")
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.seq1f1b.costs.machine import GIB, bytes_outside
-from megatron.seq1f1b.rehearsal.ledger import Category, Message, Moment
+from megatron.seq1f1b.rehearsal.ledger import Category, MessageEnd, Moment
 from megatron.seq1f1b.rehearsal.report import RehearsalReport, StageReport, mismatches
 from megatron.seq1f1b.report import plot_memory
 
@@ -23,7 +23,7 @@ def stage(rank, gib, sent, received):
 
 
 def message(destination=1, shape=(4, 1, 8), dtype="bfloat16"):
-    return Message(0, destination, "forward", shape, dtype, 64, "0F3.1")
+    return MessageEnd(0, destination, "forward", shape, dtype, 64, "0F3.1")
 
 
 def report(gib=10, num_full=1):

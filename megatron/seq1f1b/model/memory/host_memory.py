@@ -131,7 +131,7 @@ class _UnusedBlock(NamedTuple):
     end: Wait | None
 
 
-class Lane:
+class CopyLane:
     """The copies of one direction, which run one after another: in a stream of a GPU, or in a thread on a CPU. A
     `copy(pairs, after, span)` does what `_copy` does."""
 
@@ -213,8 +213,8 @@ class HostMemory:
         return torch.device(torch.cuda.current_device()).type == "cuda"
 
     @cached_property
-    def _lanes(self) -> tuple[Lane, Lane]:
-        return Lane(self._is_on_gpu, self._copy), Lane(self._is_on_gpu, self._copy)  # out, and back
+    def _lanes(self) -> tuple[CopyLane, CopyLane]:
+        return CopyLane(self._is_on_gpu, self._copy), CopyLane(self._is_on_gpu, self._copy)  # out, and back
 
     def offload(self, unit: Hashable, span: AbstractContextManager) -> None:
         """Start moving the tensors of `unit`; the copies run inside `span`. Raises MemoryError if the host is full."""
@@ -337,7 +337,7 @@ def tensor_of(kept: Any) -> Any:
 def link_rate(device: torch.device, when_ready: Callable[[], object]) -> float:
     """Bytes/s between a device and its host, each way while both are in use; `when_ready` lets ranks start together."""
     is_on_gpu = device.type == "cuda"
-    lanes = Lane(is_on_gpu), Lane(is_on_gpu)
+    lanes = CopyLane(is_on_gpu), CopyLane(is_on_gpu)
     here = torch.empty(2, _PROBE, dtype=torch.uint8, device=device)
     there = torch.empty(2, _PROBE, dtype=torch.uint8, pin_memory=is_on_gpu)
     pairs = (here[0], there[0]), (there[1], here[1])
