@@ -23,7 +23,7 @@ from benchmark import run_step
 from benchmarking.model import Batch, build_model, use_ranks
 from benchmarking.prediction import predicted_seconds, profile_of, table
 from benchmarking.variants import Variant, model_shape, ours
-from megatron.seq1f1b.costs.blocks import authors_flops
+from megatron.seq1f1b.costs.blocks import paper_flops
 from megatron.seq1f1b.costs.stage_costs import A100, CPU_CORE, analytic_costs, bottleneck_time
 from megatron.seq1f1b.partition import Task, cut_sequence
 
@@ -63,7 +63,7 @@ def cut(args: argparse.Namespace, strategy: str, num_segments: int, num_stages: 
     time = bottleneck_time(analytic_costs(shape, layers, device))
     rows = device.full_speed_rows
     return cut_sequence(
-        strategy, Task(args.seq_length, num_segments, time=time, flops=authors_flops(shape), full_speed_rows=rows)
+        strategy, Task(args.seq_length, num_segments, time=time, flops=paper_flops(shape), full_speed_rows=rows)
     )
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from megatron.seq1f1b.costs.blocks import authors_flops
+from megatron.seq1f1b.costs.blocks import paper_flops
 from megatron.seq1f1b.costs.model_shape import ModelShape
 from megatron.seq1f1b.costs.stage_costs import (
     A100,
@@ -161,7 +161,7 @@ def _splits(args: argparse.Namespace, num_chunks: int, num_microbatches: int) ->
                     num_segments,
                     1 if args.context_parallel_size == 1 else 2 * args.context_parallel_size,
                     time=bottleneck_time(costs),
-                    flops=authors_flops(model_shape(args)),
+                    flops=paper_flops(model_shape(args)),
                     full_speed_rows=(A100 if torch.cuda.is_available() else CPU_CORE).full_speed_rows,
                     num_stages=len(costs),
                     num_microbatches=num_microbatches,

@@ -1,6 +1,6 @@
 """Floating-point operations of a training step by the formula of each paper, for TFLOPS that can be compared."""
 
-from megatron.seq1f1b.costs.blocks import authors_flops
+from megatron.seq1f1b.costs.blocks import paper_flops
 from megatron.seq1f1b.costs.model_shape import ModelShape
 
 
@@ -9,7 +9,7 @@ def seq1f1b_flops(model: ModelShape, sequence_length: int, batch: int) -> float:
 
     Attention is causal; the embedding counts as a matrix product; nothing is added for recomputation.
     """
-    per_token, per_pair = authors_flops(model)
+    per_token, per_pair = paper_flops(model)
     return 3.0 * batch * (per_token * sequence_length + per_pair * sequence_length**2 / 2)
 
 

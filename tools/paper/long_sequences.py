@@ -93,7 +93,7 @@ def _first_rank(row: Line, table: str, recompute: str) -> Row:
 
 def longest_sequence(folder: Path = REFERENCE) -> Iterator[Row]:
     """The longest sequence that Megatron's 1F1B holds, in steps of 1,024 tokens."""
-    room = (read_machine("h100-80gb").device.memory_gib - OUTSIDE_GIB) * GIB
+    budget = (read_machine("h100-80gb").device.memory_gib - OUTSIDE_GIB) * GIB
     for row in read("slimpipe_max_seqlen_7b", folder):
         stages = int(row["pp"])
 
@@ -110,7 +110,7 @@ def longest_sequence(folder: Path = REFERENCE) -> Iterator[Row]:
             )
 
         longest = 1
-        while fits(setup_of(longest + 1), room):
+        while fits(setup_of(longest + 1), budget):
             longest += 1
         label = f"{row['model']}, {row['system']}"
         published = float(row["longest_sequence"].removesuffix("K"))

@@ -9,7 +9,7 @@ from megatron.seq1f1b.costs import layer_bytes, layer_times, simulator, stage_ti
 from megatron.seq1f1b.costs.blocks import BYTES, Block
 from megatron.seq1f1b.costs.layer_times import LayerTime
 from megatron.seq1f1b.costs.machine import Device, Group, Machine
-from megatron.seq1f1b.costs.training_setup import Stage, TrainingSetup
+from megatron.seq1f1b.costs.training_setup import StageLayers, TrainingSetup
 from megatron.seq1f1b.schedule import Action, Costs, Kind, Schedule, Timeline
 
 from .blocking import execute_blocking
@@ -218,7 +218,7 @@ def _(setup: PaperSetup, length: int, is_forward: bool = True) -> float:
 
 
 @layer_bytes.backward_working.register
-def _(setup: PaperSetup, stage: Stage, start: int, end: int) -> float:
+def _(setup: PaperSetup, stage: StageLayers, start: int, end: int) -> float:
     most = _of_package(layer_bytes.backward_working)(setup, stage, start, end)
     if setup.frees_late and setup.token_shares > 1:
         # Of each layer stay two gathered gradients of outputs and two gradients of gathered inputs, while what the

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import mean
 
-from megatron.seq1f1b.costs.blocks import authors_flops
+from megatron.seq1f1b.costs.blocks import paper_flops
 from megatron.seq1f1b.costs.machine import GIB, read_machine
 from megatron.seq1f1b.costs.model_shape import ModelShape
 from megatron.seq1f1b.costs.simulator import predict
@@ -44,7 +44,7 @@ def setup_of(
     data: int = 1,
     chunks: int | None = None,
 ) -> PaperSetup:
-    cut = uniform_comp(length, segments, *authors_flops(model), tensor) if method.startswith("Seq") else (length,)
+    cut = uniform_comp(length, segments, *paper_flops(model), tensor) if method.startswith("Seq") else (length,)
     return PaperSetup(
         model=model,
         sequence_length=length,

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron.seq1f1b.costs.layer_bytes import kept
+from megatron.seq1f1b.costs.layer_bytes import unit_bytes
 from megatron.seq1f1b.costs.machine import Machine, read_machine
 from megatron.seq1f1b.costs.simulator import predict
 from megatron.seq1f1b.costs.stage_times import balanced_layers, step_costs
@@ -85,7 +85,7 @@ def _case(row: dict[str, str], machine: Machine) -> Case:
 def _with_memory(costs: Costs, setup: PaperSetup) -> Costs:
     """The costs with the bytes that units keep; a schedule may keep no more for W than it held before."""
     held, for_weights = (
-        tuple(tuple(kept(setup, stage, after).sum(axis=1).tolist()) for stage in setup.stages)
+        tuple(tuple(unit_bytes(setup, stage, after).sum(axis=1).tolist()) for stage in setup.stages)
         for after in (Holds.ACTIVATIONS, Holds.FOR_WEIGHTS)
     )
     least = tuple(tuple(map(min, *rows)) for rows in zip(for_weights, held, strict=True))

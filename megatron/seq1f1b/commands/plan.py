@@ -179,7 +179,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     found = search.best(args.best)
     if not found:
         raise search.way_out() if in_units else way_out(asked, [*rules.left_out()])
-    megatron = search.of_megatron()
+    megatron = search.megatron_baseline()
     progress.end()
     rate = megatron and megatron.tokens_per_second
     gain = Gain(found[0].tokens_per_second, rate, asked.machine.error_of(asked.model))

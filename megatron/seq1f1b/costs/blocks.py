@@ -258,7 +258,7 @@ def head_flops(model: ModelShape) -> int:
     return 2 * (1 + depth) * model.hidden_size * model.vocab_size + 4 * depth * model.hidden_size**2
 
 
-def authors_flops(model: ModelShape) -> tuple[int, int]:
+def paper_flops(model: ModelShape) -> tuple[int, int]:
     """FLOPs of the whole model, per token and per pair of a query and a key, as the authors of Seq1F1B count them for
     `uniform_comp` (arXiv 2406.03488, section 3.4), without experts, gates and shared KV heads."""
     projections = 8 * model.hidden_size * model.num_heads * model.head_dim

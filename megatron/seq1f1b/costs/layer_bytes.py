@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from ..schedule import COMPUTE_KINDS, Holds, Kind
 from ..schedule.cost_tables import Table
 from .blocks import BYTES, Block, blocks_of
-from .training_setup import ALL_BUT_ATTENTION, FULL, Moves, Stage, TrainingSetup
+from .training_setup import ALL_BUT_ATTENTION, FULL, Moves, StageLayers, TrainingSetup
 
 Sizes = NDArray[np.float64]
 
@@ -131,7 +131,7 @@ def _moved_by_modules(setup: TrainingSetup, layer: int, length: int) -> float:
     return activations
 
 
-def stage_moved(setup: TrainingSetup, stage: Stage, start: int, end: int) -> float:
+def stage_moved(setup: TrainingSetup, stage: StageLayers, start: int, end: int) -> float:
     return sum(count * sum(layer_moved(setup, layer, start, end)) for layer, count in stage.layers)
 
 
@@ -202,7 +202,7 @@ def routed_bytes(setup: TrainingSetup, blocks: Iterable[Block], length: int) -> 
 
 
 @singledispatch
-def backward_working(setup: TrainingSetup, stage: Stage, start: int, end: int) -> float:
+def backward_working(setup: TrainingSetup, stage: StageLayers, start: int, end: int) -> float:
     """The largest working memory of a layer of the stage in the backward of the segment [start, end); not the loss."""
     return max((_layer_working(setup.alone, layer, start, end) for layer, _ in stage.layers), default=0.0)
 
@@ -266,16 +266,16 @@ def _of_kernel(setup: TrainingSetup, layer: int, start: int, end: int) -> float:
 
 
 @lru_cache(maxsize=4096)
-def kept(setup: TrainingSetup, stage: Stage, holds: Holds = Holds.ACTIVATIONS) -> Sizes:
+def unit_bytes(setup: TrainingSetup, stage: StageLayers, holds: Holds = Holds.ACTIVATIONS) -> Sizes:
     """What the units of a stage keep while they hold this. [segments, _KEPT_USES]."""
     if setup.parts:
-        return np.concatenate([kept(part, stage, holds) for part in setup.parts])
+        return np.concatenate([unit_bytes(part, stage, holds) for part in setup.parts])
     sizes = np.zeros((len(setup.segments), len(_KEPT_USES)))
     if holds is Holds.NOTHING:
         return sizes
     if holds is Holds.ON_HOST:
         for use in (Use.KEYS_VALUES, Use.STATES):
-            sizes[:, use] = kept(setup, stage)[:, use]
+            sizes[:, use] = unit_bytes(setup, stage)[:, use]
         # The last segment takes the keys and values of all along.
         sizes[-1, Use.KEYS_VALUES] -= sizes[:, Use.KEYS_VALUES].sum()
         return sizes
@@ -306,17 +306,19 @@ def _layer_kept(setup: TrainingSetup, layer: int, start: int, end: int, holds: H
 def moved_bytes(setup: TrainingSetup) -> Table:
     """What a unit has in the memory of the host, or what Megatron's modules move of it, by stage and segment."""
 
-    rows: dict[Stage, tuple[float, ...]] = {}
+    rows: dict[StageLayers, tuple[float, ...]] = {}
     for stage in set(setup.stages):
         if setup.moves_parts:
             rows[stage] = tuple(stage_moved(setup, stage, *span) for span in setup.spans)
         else:
-            rows[stage] = tuple((kept(setup, stage) - kept(setup, stage, Holds.ON_HOST)).sum(axis=1).tolist())
+            rows[stage] = tuple(
+                (unit_bytes(setup, stage) - unit_bytes(setup, stage, Holds.ON_HOST)).sum(axis=1).tolist()
+            )
     return tuple(rows[stage] for stage in setup.stages)
 
 
 @lru_cache(maxsize=4096)
-def changes_of(setup: TrainingSetup, stage: Stage, kind: Kind) -> Sizes:
+def changes_of(setup: TrainingSetup, stage: StageLayers, kind: Kind) -> Sizes:
     """What an action adds when it starts, holds while it runs, and adds when it ends. [segments, Phase, Use]."""
     if setup.parts:
         return np.concatenate([changes_of(part, stage, kind) for part in setup.parts])
@@ -324,7 +326,7 @@ def changes_of(setup: TrainingSetup, stage: Stage, kind: Kind) -> Sizes:
     facts = kind.facts
     # A forward makes what it keeps; others free, or bring back, when they end.
     phase = Phase.STARTS if kind is Kind.F else Phase.ENDS
-    changes[:, phase, _KEPT_USES] += kept(setup, stage, facts.after) - kept(setup, stage, facts.before)
+    changes[:, phase, _KEPT_USES] += unit_bytes(setup, stage, facts.after) - unit_bytes(setup, stage, facts.before)
     if kind in COMPUTE_KINDS:
         running = [_running(setup, stage, kind, *span) for span in setup.spans]
         changes[:, Phase.RUNS, (Use.LOGITS, Use.WORKING)] = running
@@ -343,7 +345,7 @@ def changes_of(setup: TrainingSetup, stage: Stage, kind: Kind) -> Sizes:
     return changes
 
 
-def _running(setup: TrainingSetup, stage: Stage, kind: Kind, start: int, end: int) -> tuple[float, float]:
+def _running(setup: TrainingSetup, stage: StageLayers, kind: Kind, start: int, end: int) -> tuple[float, float]:
     """What an action of this kind holds while it runs, beside what units keep: the loss, and all else."""
     length = end - start
     has_loss = stage.is_last and kind is not Kind.W

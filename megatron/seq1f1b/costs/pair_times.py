@@ -9,7 +9,7 @@ from ..schedule import Action
 from ..schedule.cost_tables import Table
 from .layer_times import Parts, layer_time
 from .machine import Machine
-from .training_setup import Stage, TrainingSetup
+from .training_setup import StageLayers, TrainingSetup
 
 
 class PairRow(NamedTuple):
@@ -69,7 +69,7 @@ def pair_times(setup: TrainingSetup, machine: Machine) -> PairTimes:
 
 
 @lru_cache(maxsize=8192)
-def pair_row(setup: TrainingSetup, machine: Machine, stage: Stage) -> PairRow:
+def pair_row(setup: TrainingSetup, machine: Machine, stage: StageLayers) -> PairRow:
     """Those of one stage. Its embedding, its loss and what its backward computes again hide nothing."""
     columns = []
     for span in setup.spans:

@@ -14,7 +14,7 @@ from statistics import fmean
 from ..arguments import AUTO, MegatronRun, device_memory, gpu_name, is_on_cpu
 from ..partition import SegmentTime
 from ..schedule import Costs, ScheduleChoice, build, moved, simulate
-from .blocks import authors_flops
+from .blocks import paper_flops
 from .layer_bytes import keeps_logits, moved_bytes
 from .machine import Device, Machine, read_machine
 from .model_shape import ModelShape, model_shape
@@ -81,7 +81,7 @@ class RunCosts:
 
     @property
     def flops(self) -> tuple[int, int] | None:
-        return None if self.model is None else authors_flops(self.model)
+        return None if self.model is None else paper_flops(self.model)
 
     @cached_property
     def stages(self) -> tuple[StageCost, ...]:

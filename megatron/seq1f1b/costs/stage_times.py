@@ -14,7 +14,7 @@ from .blocks import BYTES
 from .layer_bytes import stage_moved
 from .layer_times import LayerTime, embedding_time, head_time, layer_time, repeated_time
 from .machine import Machine
-from .training_setup import Moves, Stage, TrainingSetup
+from .training_setup import Moves, StageLayers, TrainingSetup
 
 Row = tuple[float, ...]
 
@@ -31,7 +31,7 @@ def _layer_times(setup: TrainingSetup, machine: Machine, layer: int) -> tuple[La
 
 
 @lru_cache(maxsize=8192)
-def _rows(setup: TrainingSetup, machine: Machine, stage: Stage) -> tuple[Row, Row, Row]:
+def _rows(setup: TrainingSetup, machine: Machine, stage: StageLayers) -> tuple[Row, Row, Row]:
     """Durations of F, I and W by segment on a stage."""
     host = machine.host
     num_layers = sum(count for _, count in stage.layers)
@@ -80,7 +80,7 @@ def balanced_layers(setup: TrainingSetup, machine: Machine, least: int = 1) -> t
 @lru_cache(maxsize=1 << 16)
 def _balanced(alone: TrainingSetup, placement: Placement, machine: Machine, least: int) -> tuple[int, ...]:
     layers, first, last = (
-        sum(map(sum, _rows(alone, machine, Stage(*stage))))
+        sum(map(sum, _rows(alone, machine, StageLayers(*stage))))
         for stage in ((alone.stages[0].layers, False, False), ((), True, False), ((), False, True))
     )
     layer = layers / alone.model.num_layers

@@ -63,8 +63,8 @@ def choices_of(settings: Mapping[str, Any], layers_per_stage: tuple[int, ...], k
     }
 
 
-class Stage(NamedTuple):
-    """A pipeline stage; stages of equal costs are equal."""
+class StageLayers(NamedTuple):
+    """The layers of a pipeline stage; those of equal costs are equal."""
 
     layers: tuple[tuple[int, int], ...]  # each kind, as the number of its first layer in the model, with its count
     is_first: bool  # has the embedding
@@ -72,12 +72,12 @@ class Stage(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def stages_of(model: ModelShape, layers_per_stage: tuple[int, ...]) -> tuple[Stage, ...]:
+def stages_of(model: ModelShape, layers_per_stage: tuple[int, ...]) -> tuple[StageLayers, ...]:
     """The stages of a model. Prediction heads are on the last one, with layers like the last of the model."""
     stages = [[*range(start, end)] for start, end in pairwise(accumulate(layers_per_stage, initial=0))]
     stages[-1] += [model.num_layers - 1] * model.prediction_depth
     last = len(stages) - 1
-    return tuple(Stage(layer_kinds(model, layers), n == 0, n == last) for n, layers in enumerate(stages))
+    return tuple(StageLayers(layer_kinds(model, layers), n == 0, n == last) for n, layers in enumerate(stages))
 
 
 @dataclass(frozen=True)
@@ -248,7 +248,7 @@ class TrainingSetup:
         return blocks_of(self.model, layer, self.tensor_parallel)
 
     @property
-    def stages(self) -> tuple[Stage, ...]:
+    def stages(self) -> tuple[StageLayers, ...]:
         return stages_of(self.model, self.layers_per_stage)
 
     def layer_parameters(self, layer: int = 0) -> tuple[float, float]:
@@ -268,7 +268,7 @@ class TrainingSetup:
         sizes = {stage: self.stage_parameters(stage) for stage in set(self.stages)}
         return [sizes[stage] for stage in self.stages]
 
-    def stage_parameters(self, stage: Stage) -> tuple[float, float]:
+    def stage_parameters(self, stage: StageLayers) -> tuple[float, float]:
         model = self.model
         of_layers = [(many, *self.layer_parameters(layer)) for layer, many in stage.layers]
         count = sum(many * dense for many, dense, _ in of_layers)

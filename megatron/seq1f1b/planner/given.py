@@ -14,7 +14,7 @@ from ..costs.simulator import check_size
 from ..costs.training_setup import Moves, TrainingSetup, choices_of
 from ..schedule import Shape
 from .search import fitted
-from .space import Candidate, Question, cut, expert_sizes
+from .space import Candidate, Question, expert_sizes, lengths_of
 
 # Flags of schedules and cuts that a plan does not predict.
 NOT_PREDICTED = ("pipeline_schedule_file", "sequence_split_file", "sequence_split_profile", "pipeline_placement")
@@ -39,7 +39,7 @@ def as_given(launch: argparse.Namespace, question: Question) -> Candidate | None
     check_size(Shape(setup.placement, setup.num_microbatches, segments), _MOST_ACTIONS)
     if segments == 1:
         strategy = "even"
-    elif lengths := cut(setup, strategy, segments):
+    elif lengths := lengths_of(setup, strategy, segments):
         setup = replace(setup, segments=lengths, cp_comm_type=None)
     else:
         raise ValueError(f"--sequence-splits {segments} are too many for --seq-length {question.sequence_length}")
@@ -48,7 +48,7 @@ def as_given(launch: argparse.Namespace, question: Question) -> Candidate | None
     elif launch.cpu_offloading_num_layers:
         setup = replace(setup, offloads=launch.cpu_offloading_num_layers / setup.model.num_layers, moves=Moves.LAYERS)
     else:
-        least = fitted(setup, question.room, Moves.UNITS) if share == AUTO else None
+        least = fitted(setup, question.budget, Moves.UNITS) if share == AUTO else None
         setup = least or replace(setup, offloads=1.0 if share == AUTO else share)
     return Candidate(setup, strategy)
 

@@ -9,7 +9,7 @@ from itertools import count, islice, takewhile
 from math import ceil, inf
 from typing import Any, NamedTuple
 
-from ..costs.layer_bytes import kept
+from ..costs.layer_bytes import unit_bytes
 from ..costs.machine import GIB, Machine, without_tiles
 from ..costs.pair_times import pair_row, pair_times
 from ..costs.simulator import Prediction, predict
@@ -20,12 +20,12 @@ from ..costs.training_setup import Moves, TrainingSetup
 from ..schedule import FAMILIES, Action, Shape, build, units_to_move, with_moves
 from .space import (
     Candidate,
+    MemoryBudget,
     Question,
-    Room,
     all_sizes,
-    cut,
     cuts,
     families,
+    lengths_of,
     numbers_of_segments,
     partitioned,
     spread,
@@ -59,8 +59,8 @@ class Plan:
     def host_gib(self) -> float:
         return max(self.prediction.host_bytes) / GIB
 
-    def fits(self, room: Room) -> bool:
-        return self.memory_gib * GIB <= room.device and self.host_gib * GIB <= room.host
+    def fits(self, budget: MemoryBudget) -> bool:
+        return self.memory_gib * GIB <= budget.device and self.host_gib * GIB <= budget.host
 
 
 class _Sizes(NamedTuple):
@@ -160,7 +160,7 @@ def _of_any_cut(machine: Machine, segments: int) -> Machine:
 
 
 def _evenly_cut(setup: TrainingSetup, segments: int) -> TrainingSetup | None:
-    lengths = cut(setup, "even", segments)
+    lengths = lengths_of(setup, "even", segments)
     way = setup.cp_comm_type if segments == 1 else None
     return None if lengths is None else replace(setup, segments=lengths, cp_comm_type=way)
 
@@ -177,7 +177,9 @@ def _least_parts(setup: TrainingSetup) -> tuple[float, float, float]:
     """The state of the first rank, that of the fullest, and the activations of a micro-batch on the first."""
     static = [sum(static_memory(setup, rank)) for rank in range(setup.pipeline_parallel)]
     whole = replace(setup, segments=(setup.sequence_length,), offloads=0.0)
-    held = sum(float(kept(whole, stage).sum()) for stage in (whole.stages[n] for n in setup.placement.stages_of(0)))
+    held = sum(
+        float(unit_bytes(whole, stage).sum()) for stage in (whole.stages[n] for n in setup.placement.stages_of(0))
+    )
     return static[0], max(static), held
 
 
@@ -186,16 +188,16 @@ def _at_once(setup: TrainingSetup, segments: float) -> float:
     return min(setup.num_microbatches, 1 + (setup.pipeline_parallel - 1) / (segments * setup.placement.num_chunks))
 
 
-def least_seconds_away(setup: TrainingSetup, room: Room, segments: int) -> float:
-    """A lower bound by the copies of the first rank to its host and back; inf if both memories together are too small.
-    After the last forward of each micro-batch, what exceeds the memory is on the host. One byte can be there at as many
-    such moments as micro-batches are held at once."""
-    over = least_bytes(setup, segments) - room.device
+def least_seconds_away(setup: TrainingSetup, budget: MemoryBudget, segments: int) -> float:
+    """A lower bound from the time to copy what exceeds the memory of the first rank to its host and back; inf if both
+    memories together are too small. The excess is on the host after the last forward of each micro-batch, and a byte
+    may stay there for as many of these moments as micro-batches are held at once."""
+    over = least_bytes(setup, segments) - budget.device
     if over <= 0:
         return 0.0
-    if _least_parts(setup)[1] > room.device or over > room.host:
+    if _least_parts(setup)[1] > budget.device or over > budget.host:
         return inf
-    return max(2, setup.num_microbatches / ceil(_at_once(setup, segments))) * over / room.bandwidth
+    return max(2, setup.num_microbatches / ceil(_at_once(setup, segments))) * over / budget.bandwidth
 
 
 def fullest_ranks(setup: TrainingSetup) -> Iterable[int]:
@@ -233,10 +235,10 @@ def fits(setup: TrainingSetup, limit: float) -> bool:
 
 
 @lru_cache(maxsize=1 << 16)
-def fitted(setup: TrainingSetup, room: Room, moves: Moves) -> TrainingSetup | None:
+def fitted(setup: TrainingSetup, budget: MemoryBudget, moves: Moves) -> TrainingSetup | None:
     """The set-up with the least of its activations on the host so that it fits; None if nothing helps. Whole layers
     move, all but one at most, and sixteenths of all else."""
-    if fits(setup, room.device):
+    if fits(setup, budget.device):
         return setup
     parts = 16
     most = 16
@@ -247,9 +249,9 @@ def fitted(setup: TrainingSetup, room: Room, moves: Moves) -> TrainingSetup | No
     def moving(number: int) -> TrainingSetup:
         return replace(setup, offloads=number / parts, moves=moves)
 
-    if not room.host or not most or not fits(moving(most), room.device):
+    if not budget.host or not most or not fits(moving(most), budget.device):
         return None
-    return moving(bisect_left(range(most), True, 1, key=lambda number: fits(moving(number), room.device)))
+    return moving(bisect_left(range(most), True, 1, key=lambda number: fits(moving(number), budget.device)))
 
 
 @lru_cache(maxsize=2048)
@@ -283,9 +285,9 @@ class Search:
             found = sorted(found, key=lambda each: each.prediction.seconds)[:number]
         return found
 
-    def of_megatron(self) -> Plan | None:
+    def megatron_baseline(self) -> Plan | None:
         """The best of Megatron's own schedules for the question; None if none fits."""
-        return next(iter(Search(self.question.of_megatron(), self._progress).best(1)), None)
+        return next(iter(Search(self.question.megatron_baseline(), self._progress).best(1)), None)
 
     def fastest_first(self, below: float = inf) -> Iterator[Plan]:
         """All configurations of the named families that fit in less than `below` seconds."""
@@ -308,7 +310,7 @@ class Search:
         """The items that an item is refined to, with lower bounds."""
         question = self.question
         machine = self.question.machine
-        room = self.question.room
+        budget = self.question.budget
         match item:
             case _Sizes(sizes, segments):
                 yield least_seconds_of(sizes, machine, segments), _Open(sizes, segments)
@@ -323,41 +325,41 @@ class Search:
                                 least[named.splits_backward] = least_seconds_cut(named, machine, segments)
                             yield max(away, least[named.splits_backward]), _Open(setup, segments, family)
             case _Open(setup, segments, str(family)):
-                presses = self._seconds_away(setup, family, segments) > 0
-                yield from self._fitting(cuts(setup, family, segments), presses)
+                is_tight = self._seconds_away(setup, family, segments) > 0
+                yield from self._fitting(cuts(setup, family, segments), is_tight)
             case (Candidate(), *_):
                 for moves in ways_to_move(question, item[0].setup):
                     for each in item:
-                        if (moved := fitted(each.setup, room, moves)) is not None:
+                        if (moved := fitted(each.setup, budget, moves)) is not None:
                             yield least_seconds(moved, machine), replace(each, setup=moved)
                             break
-            case Candidate() if question.accepts(item) and (found := self._plan(item)).fits(room):
+            case Candidate() if question.accepts(item) and (found := self._plan(item)).fits(budget):
                 yield found.prediction.seconds, found
 
     def _seconds_away(self, setup: TrainingSetup, family: str, segments: int) -> float:
         """`least_seconds_away`, with a partitioned state where the search may choose that."""
-        lean = partitioned(self.question, replace(setup, family=family))
+        smallest = partitioned(self.question, replace(setup, family=family))
         # Whole states need the same for all families, so caches serve.
-        return least_seconds_away(lean if lean.partitions_state else setup, self.question.room, segments)
+        return least_seconds_away(smallest if smallest.partitions_state else setup, self.question.budget, segments)
 
-    def _fitting(self, by_cut: Iterator[Candidate], presses: bool) -> Iterator[tuple[float, Any]]:
-        """The best cut that fits and, where the best of all does not, all of them: something may move to the host. If
-        memory `presses`, none of them fits as it is. Cuts with tensor-parallel collectives beside products and without
-        are separate, since bounds do not rank them."""
+    def _fitting(self, by_cut: Iterator[Candidate], is_tight: bool) -> Iterator[tuple[float, Any]]:
+        """The best cut that fits. If the fastest one does not, those before it come as one item, since they may fit
+        with activations on the host. Memory `is_tight` if none fits as it is. Cuts with tensor-parallel collectives
+        beside products and cuts without are separate, since bounds do not rank them."""
         question = self.question
-        room = self.question.room
+        budget = self.question.budget
         even = next(by_cut, None)  # needs least memory
-        if even is None or not (room.host or fits(partitioned(question, even.setup), room.device)):
+        if even is None or not (budget.host or fits(partitioned(question, even.setup), budget.device)):
             return
         whole = [*by_cut, even]
         shares = [replace(each, setup=partitioned(question, each.setup)) for each in whole]
         allowed = [*filter(question.accepts, dict.fromkeys(whole + shares))]
         for hides in (True, False):
-            alike = [each for each in allowed if each.setup.hides_tensor_exchange == hides]
-            too_large = [*takewhile(lambda each: presses or not fits(each.setup, room.device), alike)]
-            if too_large and room.host and even.setup.family == "1f1b":
+            ranked = [each for each in allowed if each.setup.hides_tensor_exchange == hides]
+            too_large = [*takewhile(lambda each: is_tight or not fits(each.setup, budget.device), ranked)]
+            if too_large and budget.host and even.setup.family == "1f1b":
                 yield least_seconds(too_large[0].setup, question.machine), tuple(too_large)
-            for each in alike[len(too_large) :][:1]:
+            for each in ranked[len(too_large) :][:1]:
                 yield least_seconds(each.setup, question.machine), each
 
     def _automatic(self, winner: Candidate) -> Plan | None:
@@ -371,7 +373,7 @@ class Search:
             self.too_long_for_auto.add(candidate)
             return None
         found = self._plan(candidate)
-        return found if found.fits(self.question.room) else None
+        return found if found.fits(self.question.budget) else None
 
     def _plan(self, candidate: Candidate) -> Plan:
         if candidate not in self.plans:

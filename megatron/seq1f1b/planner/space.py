@@ -10,7 +10,7 @@ from itertools import product
 from math import ceil
 from typing import Any, NamedTuple
 
-from ..costs.blocks import authors_flops
+from ..costs.blocks import paper_flops
 from ..costs.layer_times import fastest_cp_comm_type
 from ..costs.machine import GIB, OUTSIDE_GIB, Machine
 from ..costs.model_shape import ModelShape
@@ -32,7 +32,7 @@ _SHARES = (0.25, 0.5, 0.75, 1.0)
 _SELECTIVE = ("none", "layernorm mlp", "layernorm moe_act", "layernorm mlp moe")
 
 
-class Room(NamedTuple):
+class MemoryBudget(NamedTuple):
     """Bytes of a device, of its host, and bytes/s between them."""
 
     device: float
@@ -66,10 +66,9 @@ class Question:
     accepts: "Callable[[Candidate], bool]" = lambda candidate: True
     accepts_of_megatron: "Callable[[Candidate], bool]" = lambda candidate: True
 
-    def of_megatron(self) -> "Question":
-        """The same for Megatron's own schedules: 1F1B and its interleaved form on whole sequences. Logits are kept,
-        tensor parallelism exchanges beside products, experts beside the compute of another micro-batch, and activations
-        of modules move to the host."""
+    def megatron_baseline(self) -> "Question":
+        """The question for Megatron alone: 1F1B and its interleaved form on whole sequences. It keeps logits, overlaps
+        the messages of tensor parallelism and of experts with compute, and moves activations of modules to the host."""
         recomputes = tuple(each for each in self.recomputes if each != ALL_BUT_ATTENTION)
         own: dict[str, Any] = {"families": ("1f1b",), "segments": (1,), "recomputes": recomputes, "by_megatron": True}
         return replace(self, **own, partitions_state=False, accepts=self.accepts_of_megatron)
@@ -80,9 +79,9 @@ class Question:
         return self.machine.device.memory_gib - OUTSIDE_GIB if self.memory_gib is None else self.memory_gib
 
     @property
-    def room(self) -> Room:
+    def budget(self) -> MemoryBudget:
         bandwidth = self.machine.device.host_bandwidth
-        return Room(GIB * self.memory_limit, GIB * self.host_gib if bandwidth else 0.0, bandwidth)
+        return MemoryBudget(GIB * self.memory_limit, GIB * self.host_gib if bandwidth else 0.0, bandwidth)
 
     def setup(
         self, sizes: tuple[int, int, int, int], chunks: int = 1, micro_batch_size: int = 1, **choices: Any
@@ -240,7 +239,7 @@ def cuts(setup: TrainingSetup, family: str, segments: int) -> Iterator[Candidate
     """The set-up under a schedule: cut evenly, for the least memory, and balanced, which is faster."""
     seen: set[tuple[int, ...]] = set()
     for strategy in ("even", "balanced")[: 1 if segments == 1 else 2]:
-        lengths = cut(setup, strategy, segments)
+        lengths = lengths_of(setup, strategy, segments)
         if lengths is not None and lengths not in seen:
             seen.add(lengths)
             each = replace(setup, family=family, segments=lengths)
@@ -250,7 +249,7 @@ def cuts(setup: TrainingSetup, family: str, segments: int) -> Iterator[Candidate
             yield Candidate(replace(each, cp_comm_type=way, hides_tensor_exchange=hides), strategy)
 
 
-def cut(setup: TrainingSetup, strategy: str, segments: int) -> tuple[int, ...] | None:
+def lengths_of(setup: TrainingSetup, strategy: str, segments: int) -> tuple[int, ...] | None:
     """The lengths that training would have with these flags; None if a sequence is too short."""
     time = _slowest_stage(setup_costs(setup)) if strategy == "balanced" else None
     multiple = segment_multiple(setup.token_shares, setup.context_parallel)
@@ -265,7 +264,7 @@ _slowest_stage = lru_cache(maxsize=1024)(bottleneck_time)
 def _cut(
     model: ModelShape, length: int, multiple: int, strategy: str, segments: int, time: SegmentTime | None
 ) -> tuple[int, ...] | None:
-    flops = authors_flops(model)
+    flops = paper_flops(model)
     rows = A100.full_speed_rows
     try:
         return cut_sequence(strategy, Task(length, segments, multiple, time=time, flops=flops, full_speed_rows=rows))

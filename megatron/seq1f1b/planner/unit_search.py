@@ -17,7 +17,7 @@ from random import Random
 from statistics import fmean
 from typing import Any
 
-from ..costs.blocks import authors_flops, pairs
+from ..costs.blocks import pairs, paper_flops
 from ..costs.layer_times import comm_type_of_segments
 from ..costs.simulator import Prediction, predict
 from ..costs.stage_times import Row, stage_rows
@@ -181,12 +181,12 @@ class UnitSearch:
         units = self.tokens / unit_tokens
 
         def of_busiest(replicas: int) -> float:
-            return units * _share_of_busiest(self.steps, unit_tokens, replicas, authors_flops(self.question.model))
+            return units * _share_of_busiest(self.steps, unit_tokens, replicas, paper_flops(self.question.model))
 
         one_unit = replace(self.question, sequence_length=unit_tokens, segments=(1,))
         return Average(**vars(one_unit), of_busiest=of_busiest, seen=pairs_in_all / units)
 
-    def of_megatron(self) -> UnitPlan | None:
+    def megatron_baseline(self) -> UnitPlan | None:
         """The best of Megatron's own schedules on packs as long as the longest sequence; None if nothing fits. Packs
         are made of all data at once, and all take the same time. The batch is what a step needs, rounded up for
         replicas to share it evenly."""
@@ -196,7 +196,7 @@ class UnitSearch:
         seen = self.average(length).seen * self.tokens / (length * packs)
         for batch in sorted({ceil(packs / ranks) * ranks for ranks in powers_of_two(int(packs))}):
             packed = replace(self.question, global_batch_size=batch, micro_batches=(1, 2))
-            search = Search(Average(**vars(packed), of_busiest=partial(truediv, batch), seen=seen).of_megatron())
+            search = Search(Average(**vars(packed), of_busiest=partial(truediv, batch), seen=seen).megatron_baseline())
             for best in search.best(1):
                 tokens = self.tokens * batch / packs
                 setup = best.candidate.setup
@@ -224,7 +224,7 @@ class UnitSearch:
         step = packed.fullest if holds_all else packed.around_longest(setup.pipeline_parallel)
         orders = packed.schedule(setup, step).ranks
         memory = (rank_memory(setup, orders[rank], rank) for rank in fullest_ranks(setup))
-        return all(rank.total <= self.question.room.device for rank in memory)
+        return all(rank.total <= self.question.budget.device for rank in memory)
 
     def _likely_seconds(self, candidate: Candidate, below: float) -> float:
         """Of a step with the likely slowest replica, in the mean; inf if one of them or the fullest does not fit, or if
@@ -240,7 +240,7 @@ class UnitSearch:
         orders = packed.schedule(setup, packed.fullest).ranks
         fullest = (rank_memory(setup, order, rank) for rank, order in enumerate(orders))
         most = max(rank.total for rank in chain(*(step.memory for step in steps), fullest))
-        return fmean(step.seconds for step in steps) if most <= self.question.room.device else inf
+        return fmean(step.seconds for step in steps) if most <= self.question.budget.device else inf
 
     def predict(self, candidate: Candidate) -> UnitPlan:
         """The plan of a candidate for average units, whether it fits or not. A step takes as long as its slowest
@@ -268,7 +268,7 @@ class UnitSearch:
             most=candidate.unit_tokens,
             multiple=multiple,
             replicas=setup.data_parallel,
-            flops=authors_flops(setup.model),
+            flops=paper_flops(setup.model),
             equal_counts=setup.expert_parallel > 1 or setup.partitions_state,
         )
 

@@ -11,7 +11,7 @@ from ..costs.machine import GIB
 from ..costs.step_memory import Memory
 from ..costs.training_setup import TrainingSetup
 from .search import Search, host_in_flight, least_bytes, memory_in_flight
-from .space import Question, Room, cuts, numbers_of_segments, setups
+from .space import MemoryBudget, Question, cuts, numbers_of_segments, setups
 
 _DOUBLINGS = 12
 _LEANEST = 20  # set-ups of least memory that are predicted in full
@@ -56,15 +56,15 @@ def _leanest(question: Question) -> Memory | None:
         for setup in sorted(setups(smallest), key=least_bytes)[:_LEANEST]
         for segments in numbers_of_segments(smallest, setup)
     )
-    away = (_mostly_away(each.setup, question.room) for each in evenly if each is not None)
+    away = (_mostly_away(each.setup, question.budget) for each in evenly if each is not None)
     fullest = (max(memory_in_flight(setup), key=lambda rank: rank.total) for setup in away)
     return min(fullest, key=lambda memory: memory.total, default=None)
 
 
-def _mostly_away(setup: TrainingSetup, room: Room) -> TrainingSetup:
+def _mostly_away(setup: TrainingSetup, budget: MemoryBudget) -> TrainingSetup:
     """The set-up with as many sixteenths of its activations on the host as that has room for."""
     shares = (replace(setup, offloads=sixteenths / 16) for sixteenths in range(16, 0, -1))
-    return next((each for each in shares if host_in_flight(each) <= room.host), setup) if room.host else setup
+    return next((each for each in shares if host_in_flight(each) <= budget.host), setup) if budget.host else setup
 
 
 def _nearest(question: Question) -> str:

@@ -57,7 +57,7 @@ def test_a_plan_read_back_is_the_same(model):
 
 @pytest.mark.parametrize("model", [WORDS, EXPERTS])
 def test_a_plan_of_megatron_alone_has_no_flag_of_ours(model):
-    question = small(model=model_of(read_model(model.split())), num_devices=8, global_batch_size=12).of_megatron()
+    question = small(model=model_of(read_model(model.split())), num_devices=8, global_batch_size=12).megatron_baseline()
     shares, hidden, more = set(), set(), set()
     for candidate in list(candidates(question))[::3]:
         words = words_of(candidate, model, by_megatron=True)
@@ -84,7 +84,7 @@ def test_what_moves_to_the_host_is_read_back():
         assert ("--no-gradient-accumulation-fusion" in words) == setup.overlaps_data_parallel
         automatic = ["auto" if word == "0.3125" else word for word in words]
         assert as_given(read_launch(automatic), small()).setup == candidate.setup
-    question = linked(1e12, memory_gib=2.2, host_gib=8).of_megatron()
+    question = linked(1e12, memory_gib=2.2, host_gib=8).megatron_baseline()
     found = Search(question).best(20)
     assert found[0].candidate.setup.moves is not Moves.UNITS and found[0].host_gib > 0
     for candidate in (each.candidate for each in found):
@@ -157,7 +157,7 @@ def test_other_spellings_and_defaults_of_megatron(words, found):
 def test_only_what_a_model_has_is_computed_again(name):
     """Megatron has moe_act for experts alone; with biases, mlp never ends its first backward."""
     question = small(model=preset(name))
-    found = set(" ".join(recomputes(question) + recomputes(question.of_megatron())).split())
+    found = set(" ".join(recomputes(question) + recomputes(question.megatron_baseline())).split())
     assert ("mlp" in found) == ("--disable-bias-linear" in PRESETS[name])
     assert {"moe", "moe_act"} & found == ({"moe", "moe_act"} if "--num-experts" in PRESETS[name] else set())
     assert {"none", "layernorm", "full"} <= found
@@ -217,7 +217,7 @@ def test_what_no_plan_goes_with_is_a_sentence():
 
 def test_each_flag_of_a_plan_is_an_item():
     asked = small(families=("1f1b", "zb-h1", "breadth-first"), recomputes=("none", "layernorm", "full"))
-    for question in (asked, asked.of_megatron()):
+    for question in (asked, asked.megatron_baseline()):
         for candidate in [*candidates(question)][::5]:
             moves = Moves.MODULES if question.by_megatron else Moves.UNITS
             moved = replace(candidate, setup=replace(candidate.setup, offloads=0.5, moves=moves))

@@ -11,12 +11,12 @@ from megatron.seq1f1b.costs.layer_bytes import (
     Phase,
     Use,
     changes_of,
-    kept,
     layer_activation,
     layer_keys_values,
     layer_keys_values_gradients,
     layer_state,
     moved_bytes,
+    unit_bytes,
 )
 from megatron.seq1f1b.costs.layer_times import repeated_time
 from megatron.seq1f1b.costs.machine import read_machine
@@ -58,7 +58,7 @@ def test_states_are_counted_by_segment_layer_and_unit_in_flight():
     setup = hybrid("GG*-GG*-", placement=Placement(2), num_microbatches=3)
     schedule = build("1f1b", setup.shape)
     of_stage = 2 * layer_state(setup, 0)
-    assert kept(setup, setup.stages[0])[:, Use.STATES].tolist() == [of_stage] * 3 + [0]
+    assert unit_bytes(setup, setup.stages[0])[:, Use.STATES].tolist() == [of_stage] * 3 + [0]
     # In flight are 5 units and 4. Most bytes are there where the first rank receives a second gradient, when one of its
     # units is the last segment of its micro-batch. One more state is the gradient that goes back to the segment before.
     states = [rank_memory(setup, schedule.ranks[rank], rank).states for rank in (0, 1)]
@@ -99,7 +99,7 @@ def test_of_segments_that_are_computed_again_a_window_is_kept():
     assert sizes[0] == [sizes[0][1] * share for share in (1 / 4, 1, 1 / 4, 1)]
     assert sizes[1] == [sizes[0][1] * share for share in (1 / 16, 1, 1 / 16, 1)]
     # Layers of both kinds count, though they have the same blocks.
-    assert kept(again, again.stages[0])[0, Use.KEYS_VALUES] == sum(sizes[1])
+    assert unit_bytes(again, again.stages[0])[0, Use.KEYS_VALUES] == sum(sizes[1])
 
 
 def test_attention_that_is_kept_is_its_output_and_logsumexp():
@@ -149,7 +149,7 @@ def test_megatrons_layers_move_whole():
     (stage,) = none.stages
     layer = layer_activation(none, 0, 0, 4096) + layer_keys_values(none, 0, 0, 4096)
     assert moved_bytes(setup)[0][0] == pytest.approx(4 * layer)
-    assert kept(none, stage).sum() - kept(setup, stage).sum() == pytest.approx(4 * layer)
+    assert unit_bytes(none, stage).sum() - unit_bytes(setup, stage).sum() == pytest.approx(4 * layer)
     running = [changes_of(each, stage, Kind.F)[0, Phase.RUNS, Use.WORKING] for each in (none, setup)]
     assert running[1] - running[0] == pytest.approx(2 * layer)
     ((forward,), (inputs,), (weight,)) = stage_rows(setup, slow)[0]
@@ -166,7 +166,7 @@ def test_megatrons_modules_move_all_but_feed_forward_blocks():
     log_sum_exp = 4096 * 4 * whole.model.num_heads
     for recompute, stays, moves in (("none", 18, 14), ("layernorm mlp", 0, 12), ("full", 2, 0)):
         setup = replace(whole, recompute=recompute)
-        stay = kept(setup, setup.stages[0]).sum() / layers
+        stay = unit_bytes(setup, setup.stages[0]).sum() / layers
         moved = moved_bytes(setup)[0][0] / layers
         assert (stay, moved) == (stays * unit, moves * unit + log_sum_exp * (moves > 0))
     machine = read_machine("h100-80gb")

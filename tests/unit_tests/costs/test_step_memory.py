@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.seq1f1b.commands.model_flags import preset
-from megatron.seq1f1b.costs.layer_bytes import MOST_KEPT, PIECE, backward_working, keeps_logits, kept
+from megatron.seq1f1b.costs.layer_bytes import MOST_KEPT, PIECE, backward_working, keeps_logits, unit_bytes
 from megatron.seq1f1b.costs.layer_times import head_time
 from megatron.seq1f1b.costs.machine import GIB, read_machine
 from megatron.seq1f1b.costs.stage_costs import A100, analytic_costs
@@ -42,10 +42,10 @@ def test_30b_on_64_gpus_holds_what_its_rehearsal_counts():
 
 def test_weight_gradients_need_32_bytes_a_token_and_hidden_unit():
     of_stage = 8 * 32 * WHOLE.model.hidden_size
-    assert kept(WHOLE, WHOLE.stages[1], Holds.FOR_WEIGHTS).sum() == of_stage * LENGTH
+    assert unit_bytes(WHOLE, WHOLE.stages[1], Holds.FOR_WEIGHTS).sum() == of_stage * LENGTH
     # Of the logits, gradients in 16 bit; and what they were computed from.
     of_logits = 2 * (WHOLE.model.vocab_size + WHOLE.model.hidden_size)
-    assert kept(WHOLE, WHOLE.stages[7], Holds.FOR_WEIGHTS).sum() == (of_stage + of_logits) * LENGTH
+    assert unit_bytes(WHOLE, WHOLE.stages[7], Holds.FOR_WEIGHTS).sum() == (of_stage + of_logits) * LENGTH
 
 
 def test_weight_gradients_apart_hold_what_a_rehearsal_counts():

@@ -14,7 +14,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from megatron.seq1f1b.costs.blocks import authors_flops
+from megatron.seq1f1b.costs.blocks import paper_flops
 from megatron.seq1f1b.costs.model_shape import ModelShape
 from megatron.seq1f1b.costs.stage_costs import A100, CPU_CORE, AnalyticTime, analytic_costs, bottleneck_time
 from megatron.seq1f1b.partition import (
@@ -46,13 +46,13 @@ def pace(model=GPT_7B, layers=(8,) * 4, device=A100):
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row['model']}-{row['seqlen']}-k{row['k']}")
 def test_uniform_comp_gives_the_authors_lengths(row):
     model = {"2.7B": GPT_2_7B, "7B": GPT_7B}[row["model"]]
-    lengths = uniform_comp(int(row["seqlen"]), int(row["k"]), *authors_flops(model), int(row["tp"]))
+    lengths = uniform_comp(int(row["seqlen"]), int(row["k"]), *paper_flops(model), int(row["tp"]))
     assert lengths == tuple(int(length) for length in row["splits"].split(";"))
 
 
 def test_uniform_comp_refuses_an_empty_segment():
     with pytest.raises(ValueError, match="--sequence-splits 8 .* empty segment"):
-        uniform_comp(16, 8, *authors_flops(GPT_7B), multiple_of=8)
+        uniform_comp(16, 8, *paper_flops(GPT_7B), multiple_of=8)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -63,7 +63,7 @@ def test_uniform_comp_refuses_an_empty_segment():
 )
 def test_a_sequence_that_does_not_fit_is_refused(strategy, length, num_segments, problem):
     with pytest.raises(ValueError, match=problem):
-        cut_sequence(strategy, Task(length, num_segments, 8, time=pace(), flops=authors_flops(GPT_7B)))
+        cut_sequence(strategy, Task(length, num_segments, 8, time=pace(), flops=paper_flops(GPT_7B)))
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_covers_the_sequence_in_multiples(pieces, num_segments, multiple_of, mod
     assert max(equal) - min(equal) <= multiple_of
     found = [equal, balanced(length, num_segments, pace(model, device=device), multiple_of, min_length, documents)]
     if pieces >= 64 and num_segments <= 16:  # else a segment may be empty
-        found.append(uniform_comp(length, num_segments, *authors_flops(GPT_7B), multiple_of))
+        found.append(uniform_comp(length, num_segments, *paper_flops(GPT_7B), multiple_of))
     for lengths in found:
         assert len(lengths) == num_segments and sum(lengths) == length
         assert all(part > 0 and part % multiple_of == 0 for part in lengths)
@@ -124,7 +124,7 @@ def test_costs_are_equal_up_to_rounding_and_the_least(tokens, num_segments, mode
     # long a tile weighs up to twice that of a mean one.
     assert ours < 1.04
     assert ours < imbalance(even(tokens, num_segments), cost) + 1e-9
-    assert ours < imbalance(uniform_comp(tokens, num_segments, *authors_flops(model)), cost) + 0.04
+    assert ours < imbalance(uniform_comp(tokens, num_segments, *paper_flops(model)), cost) + 0.04
 
 
 def least_longest_time(length, num_segments, multiple, time):
@@ -159,7 +159,7 @@ def test_a_cpu_takes_the_better_of_long_and_equal_segments():
     time = pace(small, (1,) * 4, CPU_CORE)
     for tokens, num_segments in ((3840, 5), (8192, 4), (19454, 16), (14996, 16), (4933, 5)):
         lengths = cut_sequence("balanced", Task(tokens, num_segments, time=time, full_speed_rows=768))
-        alternatives = [even(tokens, num_segments), uniform_comp(tokens, num_segments, *authors_flops(small))]
+        alternatives = [even(tokens, num_segments), uniform_comp(tokens, num_segments, *paper_flops(small))]
         best = min(max(segment_times(option, time)) for option in alternatives)
         assert max(segment_times(lengths, time)) < 1.02 * best
 

@@ -39,7 +39,7 @@ def test_the_best_of_everything_that_fits(everything, limit):
 def test_what_does_not_fit_moves_to_the_host_if_that_is_fastest():
     question = linked(1e12, memory_gib=1.45, host_gib=2, recomputes=("none",))
     by_1f1b = [each for each in candidates(question) if each.setup.family == "1f1b"]
-    found = ((each, fitted(each.setup, question.room, Moves.UNITS)) for each in by_1f1b)
+    found = ((each, fitted(each.setup, question.budget, Moves.UNITS)) for each in by_1f1b)
     moved = [replace(each, setup=setup) for each, setup in found if setup is not None and setup.offloads]
     moving = [predict_candidate(each, question) for each in moved]
     (best,) = Search(question).best(1)
@@ -49,7 +49,7 @@ def test_what_does_not_fit_moves_to_the_host_if_that_is_fastest():
     assert best in moving
     for each in moving:
         setup, seconds = each.candidate.setup, each.prediction.seconds * (1 + 1e-9)
-        assert search.least_seconds_away(setup, question.room, len(setup.segments)) <= seconds
+        assert search.least_seconds_away(setup, question.budget, len(setup.segments)) <= seconds
     # A full host, a slow link or enough memory: nothing moves.
     assert Search(small(host_gib=100)).best() == Search(small()).best()
     for other in (replace(question, host_gib=0.01), linked(1e6, memory_gib=1.45, host_gib=2, recomputes=("none",))):
@@ -110,7 +110,7 @@ def test_what_cannot_be_divided_is_a_sentence_with_a_way_out():
 
 def test_megatron_moves_whole_layers_without_a_pipeline():
     """And without recomputation, as few as fit: with a fast link that is no slower than its modules."""
-    question = linked(1e12, num_devices=1, memory_gib=6, host_gib=8, micro_batches=(1,)).of_megatron()
+    question = linked(1e12, num_devices=1, memory_gib=6, host_gib=8, micro_batches=(1,)).megatron_baseline()
     found = Search(question).best(20)
     moving = [each for each in found if each.candidate.setup.moves is Moves.LAYERS]
     assert moving and moving[0].seconds == found[0].seconds
@@ -118,8 +118,10 @@ def test_megatron_moves_whole_layers_without_a_pipeline():
         setup = plan.candidate.setup
         assert (setup.pipeline_parallel, setup.recompute) == (1, "none") and 0 < setup.offloads < 1
         fewer = replace(setup, offloads=setup.offloads - 1 / setup.model.num_layers)
-        assert not search.fits(fewer, question.room.device)
-    (slow,) = Search(linked(1e9, num_devices=1, memory_gib=6, host_gib=8, micro_batches=(1,)).of_megatron()).best(1)
+        assert not search.fits(fewer, question.budget.device)
+    (slow,) = Search(linked(1e9, num_devices=1, memory_gib=6, host_gib=8, micro_batches=(1,)).megatron_baseline()).best(
+        1
+    )
     assert slow.candidate.setup.moves is not Moves.LAYERS
 
 
@@ -147,7 +149,7 @@ def test_recurrent_heads_are_shared_equally():
     """As Megatron asserts when it builds such layers; it hides the exchange of experts in no hybrid model."""
     recurrent = DeltaNet(key_heads=2, value_heads=4, key_head_dim=64, value_head_dim=64)
     model = replace(small().model, pattern="GE" * 3, delta_net=recurrent, experts=Experts(8, 2, 512))
-    question = small(model=model, num_devices=8).of_megatron()
+    question = small(model=model, num_devices=8).megatron_baseline()
     found = list(setups(question))
     assert {each.tensor_parallel * each.context_parallel for each in found} == {1, 2}
     assert not any(each.hides_experts for each in found)

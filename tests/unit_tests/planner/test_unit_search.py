@@ -120,7 +120,7 @@ def test_no_step_is_shorter_than_its_compute():
 
 def test_where_nothing_fits_the_longest_sequence_is_named():
     found = search(HISTOGRAM, global_batch_size=64, memory_gib=0.5)
-    assert found.best(1) == [] and found.of_megatron() is None
+    assert found.best(1) == [] and found.megatron_baseline() is None
     sentence = str(found.way_out())
     assert "holds one of 8192 tokens in 0 GiB a device, in units of 1024 tokens or more; take more --gpus" in sentence
     assert "--global-batch-size" not in sentence
@@ -137,7 +137,7 @@ def test_units_of_which_a_step_has_too_many_are_not_tried():
 def test_packs_of_megatron_hold_the_tokens_of_a_step():
     """Sequences of 100 tokens fill packs of 8,192 but for 92; a batch may be larger than a step, and is then faster."""
     found = search({100: 1}, global_batch_size=162)
-    plan = found.of_megatron()
+    plan = found.megatron_baseline()
     setup = plan.prediction.setup
     assert setup.seen == (pytest.approx(81 * pairs(0, 100, None)),)
     assert plan.tokens_per_second == pytest.approx(8100 * setup.global_batch_size / plan.seconds, rel=0.01)

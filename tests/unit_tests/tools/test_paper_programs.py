@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 import pytest
 
 from megatron.seq1f1b.commands.model_flags import preset
-from megatron.seq1f1b.costs.layer_bytes import kept, layer_activation, layer_keys_values
+from megatron.seq1f1b.costs.layer_bytes import layer_activation, layer_keys_values, unit_bytes
 from megatron.seq1f1b.costs.machine import read_machine
 from megatron.seq1f1b.costs.model_shape import ModelShape
 from megatron.seq1f1b.costs.simulator import predict
@@ -47,7 +47,9 @@ def test_a_gpt_keeps_34_bytes_a_token_and_hidden_unit():
 def test_weight_gradients_that_wait_hold_no_scores():
     setup = paper(WHOLE, sequence_length=2048, segments=(), family="zb-h1", flash_attention=False)
     apart, whole = (rank_memory(setup, build(family, setup.shape).ranks[7], 7) for family in ("zb-h1", "1f1b"))
-    held, for_weights = (kept(setup, setup.stages[7], after).sum() for after in (Holds.ACTIVATIONS, Holds.FOR_WEIGHTS))
+    held, for_weights = (
+        unit_bytes(setup, setup.stages[7], after).sum() for after in (Holds.ACTIVATIONS, Holds.FOR_WEIGHTS)
+    )
     # The last rank holds one unit, and with weight gradients apart those of seven more.
     more = apart.activations + apart.keys_values + apart.logits - whole.activations - whole.keys_values - whole.logits
     assert more == pytest.approx(7 * for_weights, rel=0.05) and for_weights < 0.7 * held
