@@ -21,9 +21,12 @@ function ask() {
   pending = pending.slice(-1);
 }
 
+// The controls of the page itself, which Python does not know.
+const OF_THE_PAGE = ["preset", "zoom"];
+
 function settings() {
   const isNumber = (input) => input.type === "range";
-  return Object.fromEntries([...form.elements].filter((input) => input.name)
+  return Object.fromEntries([...form.elements].filter((input) => input.name && !OF_THE_PAGE.includes(input.name))
     .map((input) => [input.name, isNumber(input) ? Number(input.value) : input.value]));
 }
 
@@ -43,9 +46,12 @@ function update() {
   if (isIdle) ask();
 }
 
+let shown = null; // the newest answer
+
 function show(answer) {
   status.className = answer.error ? "error" : "";
   status.textContent = answer.error ?? compared(answer.panels);
+  shown = answer.error ? null : answer;
   if (answer.error) {
     root.replaceChildren();
     return;
@@ -87,9 +93,11 @@ function figure(panel, names) {
 }
 
 function draw(canvas, panel, longest, names) {
-  const ratio = window.devicePixelRatio, width = root.clientWidth, height = ROW * panel.ranks.length;
+  const ratio = window.devicePixelRatio, height = ROW * panel.ranks.length;
+  const width = root.clientWidth * Number(form.elements.zoom.value);
   canvas.width = width * ratio;
   canvas.height = height * ratio;
+  canvas.style.width = width + "px";
   canvas.style.height = height + "px";
   const pen = canvas.getContext("2d");
   pen.scale(ratio, ratio);
@@ -137,6 +145,69 @@ function draw(canvas, panel, longest, names) {
   };
 }
 
+// The schedule as flags of training, and as a command that draws it.
+function flags() {
+  const { family, segments, ranks, chunks, placement, cut } = settings();
+  const words = [`--pipeline-schedule ${family}`, `--pipeline-model-parallel-size ${ranks}`];
+  if (segments > 1) words.push(`--sequence-splits ${segments}`, `--sequence-split-strategy ${cut}`);
+  if (chunks > 1) words.push(`--num-virtual-stages-per-pipeline-rank ${chunks}`);
+  if (chunks > 1 && placement !== "looped") words.push(`--pipeline-placement ${placement}`);
+  return words;
+}
+
+const COPIES = {
+  flags: () => flags().join(" "),
+  // The command takes costs instead of a cut.
+  plot: () => ["seq1f1b plot", ...flags().filter((word) => !word.startsWith("--sequence-split-strategy")),
+    `--num-microbatches ${settings().microbatches}`, "--output schedule.svg"].join(" "),
+};
+
+// The panels, one below the other, in times of a forward as units of the picture.
+function svg({ panels, names }) {
+  const SCALE = 60;
+  const longest = Math.max(...panels.map((panel) => panel.time));
+  const parts = [];
+  let top = 0;
+  for (const panel of panels) {
+    parts.push(`<text x="0" y="${top + 14}">${panel.name}, step ${panel.time.toFixed(2)}</text>`);
+    top += ROW;
+    panel.ranks.forEach((boxes, rank) => {
+      for (const [kind, , microbatch, segment, start, end] of boxes) {
+        const left = SCALE * start, wide = SCALE * (end - start), y = top + ROW * rank;
+        parts.push(`<rect x="${left.toFixed(2)}" y="${y}" width="${wide.toFixed(2)}" height="${ROW - 2}" ` +
+          `fill="${panel.colours[kind][segment]}" stroke="#404040" stroke-width="0.4">` +
+          `<title>${names[kind]} of micro-batch ${microbatch}, segment ${segment}</title></rect>`);
+        if (wide > 8) parts.push(`<text x="${(left + wide / 2).toFixed(2)}" y="${y + 14}" text-anchor="middle">${microbatch}</text>`);
+      }
+    });
+    top += ROW * panel.ranks.length + ROW / 2;
+  }
+  return `<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 ${(SCALE * longest).toFixed(2)} ${top}" ` +
+    `font-family="sans-serif" font-size="11">${parts.join("")}</svg>`;
+}
+
+async function copy(event) {
+  const button = event.target;
+  await navigator.clipboard.writeText(COPIES[button.dataset.copy]());
+  const text = button.textContent;
+  button.textContent = "Copied";
+  setTimeout(() => (button.textContent = text), 1000);
+}
+
+function save() {
+  if (!shown) return;
+  const link = document.createElement("a");
+  link.href = URL.createObjectURL(new Blob([svg(shown)], { type: "image/svg+xml" }));
+  link.download = "schedule.svg";
+  link.click();
+  URL.revokeObjectURL(link.href);
+}
+
+function startFrom(preset) {
+  for (const [name, value] of new URLSearchParams(preset)) form.elements[name].value = value;
+  update();
+}
+
 // The address sets the controls; a value that a list does not have leaves it as it is.
 function follow() {
   for (const [name, value] of new URLSearchParams(location.hash.slice(1))) {
@@ -146,7 +217,15 @@ function follow() {
   update();
 }
 
-form.addEventListener("input", update);
+form.addEventListener("input", ({ target }) => {
+  if (target.name === "preset") startFrom(target.value);
+  else {
+    if (!OF_THE_PAGE.includes(target.name)) form.elements.preset.value = "";
+    update();
+  }
+});
+for (const button of document.querySelectorAll("[data-copy]")) button.addEventListener("click", copy);
+document.getElementById("svg").addEventListener("click", save);
 window.addEventListener("resize", update);
 window.addEventListener("hashchange", follow);
 follow();

@@ -94,6 +94,34 @@ def test_sliders_draw_what_the_package_makes(site, page):
 
 
 @pytest.mark.timeout(3 * PATIENCE)
+def test_a_preset_is_drawn_copied_and_saved(site, page):
+    """The flags that are copied are those of the picture, and the picture that is saved has all of its boxes."""
+    with served(site) as address:
+        page.open(f"{address}/playground/")
+        page.wait_for(READY)
+        page.evaluate("navigator.clipboard.writeText = async (text) => { window.copied = text; }")
+        page.evaluate(
+            "URL.createObjectURL = (blob) => { blob.text().then((text) => (window.saved = text)); return '#'; }"
+        )
+        page.evaluate(f"{SET}(['preset', 'family=1f1b&segments=4&chunks=2'])")
+        check(page, chunks=2)
+        page.evaluate("document.querySelector('[data-copy=flags]').click()")
+        page.wait_for("window.copied")
+        copied = page.evaluate("window.copied")
+        assert copied.startswith("--pipeline-schedule 1f1b --pipeline-model-parallel-size 4 --sequence-splits 4 ")
+        assert copied.endswith(" balanced --num-virtual-stages-per-pipeline-rank 2")
+        page.evaluate("document.getElementById('svg').click()")
+        page.wait_for("window.saved")
+        panels = json.loads(answer(json.dumps({"chunks": 2})))["panels"]
+        boxes = sum(len(boxes) for panel in panels for boxes in panel["ranks"])
+        assert page.evaluate("window.saved").count("<rect") == boxes
+        width = page.evaluate("document.querySelector('canvas').clientWidth")
+        page.evaluate(f"{SET}(['zoom', '2'])")
+        page.wait_for(f"document.querySelector('canvas').clientWidth === {2 * width}")
+        assert page.problems == []
+
+
+@pytest.mark.timeout(3 * PATIENCE)
 def test_a_load_that_fails_is_reported(site, page, tmp_path):
     broken = tmp_path / "site"
     shutil.copytree(site, broken)
