@@ -69,7 +69,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--width", type=width, default=8.0, metavar="INCHES", help=inches)
     add("--no-labels", action="store_true", help="draw boxes without the numbers of micro-batches")
     path = output_path(*PICTURES, ".trace.json", ".json", ".csv")
-    add("--output", type=path, required=True, help="the file to write; its ending determines the form")
+    written = "the file to write, in the form of its ending; default: %(default)s"
+    add("--output", type=path, default="schedule.png", help=written)
     return parser.parse_args(argv)
 
 
@@ -142,7 +143,9 @@ def main(argv: list[str] | None = None) -> None:
     else:
         schedule, costs, copy_time = _schedule_and_costs(args)
         if output.suffix == ".csv":
-            return write_csv(schedule, output)
+            write_csv(schedule, output)
+            print(f"{output} written.")
+            return
         timelines = [_simulated(args, schedule, costs, copy_time)]
 
     num_actions = sum(len(spans) for timeline in timelines for spans in timeline.ranks)
@@ -157,3 +160,4 @@ def main(argv: list[str] | None = None) -> None:
         raise ValueError(f"--output {output.name}: a .csv holds a schedule, a .json one timeline")
     else:
         (write_trace if output.name.endswith(".trace.json") else write_timeline)(timelines[0], output)
+    print(f"{output} written.")

@@ -11,6 +11,7 @@ from megatron.seq1f1b.commands.compare import TrainingLog, read_training_log
 from megatron.seq1f1b.files import read_timeline
 from megatron.seq1f1b.schedule import MOVE_KINDS, Costs, Placement, Shape, Timeline, build, read_csv, simulate
 from megatron.seq1f1b.schedule.timeline import write_timeline
+from support.launch import ROOT
 
 SIZES = ["--pipeline-model-parallel-size", "4", "--num-microbatches", "3", "--sequence-splits", "2"]
 
@@ -31,6 +32,22 @@ def test_every_output_of_the_command(tmp_path):
     assert json.loads((tmp_path / "a.trace.json").read_text())["traceEvents"]
     assert seq1f1b("plot", "--timeline", *[tmp_path / "a.json"] * 2, "--output", tmp_path / "a.png") == 0
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_has_a_name_and_python_makes_the_same(tmp_path, monkeypatch, capsys):
+    """The ten lines of docs/schedules.md."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    assert seq1f1b("plot", *SIZES) == 0
+    assert capsys.readouterr().out == "schedule.png written.\n"
+    assert (tmp_path / "schedule.png").read_bytes().startswith(b"\x89PNG")
+    (code,) = re.findall(
+        "ten lines of Python.*?```python\n(.*?)```", (ROOT / "docs" / "schedules.md").read_text(), re.S
+    )
+    exec(code, {})
+    timeline = simulate(build("1f1b", Shape(Placement(4), 8, 4)))
+    assert capsys.readouterr().out.startswith(f"{timeline.makespan} {timeline.bubble_ratio} ")
+    assert (tmp_path / "seq1f1b.png").exists()
 
 
 def test_moves_to_the_host_have_spans_of_their_own(tmp_path):
