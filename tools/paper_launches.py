@@ -4,13 +4,15 @@
     python tools/paper_launches.py seq1f1b_7b
     python tools/paper_launches.py seq1f1b_7b --predict
 
-With --predict, each line has the prediction in place of the flags. scripts/paper/ runs them.
+With --predict, each line has the prediction in place of the flags and, where a figure is published, that and the error;
+the last lines have the mean and the worst. scripts/paper/ runs them.
 """
 
 import argparse
 import sys
 
-from paper.launches import TABLES, launches, predicted
+from paper.launches import TABLES, WITHOUT_FIGURE, Launch, launches, predicted
+from paper.row import Errors
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -18,17 +20,45 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("table", choices=TABLES)
     parser.add_argument("--predict", action="store_true", help="step time and memory instead of flags")
     args = parser.parse_args(argv)
-    for launch in launches(args.table):
-        if not args.predict:
+    runs = launches(args.table)
+    for launch in runs:
+        if args.predict:
+            print(_with_prediction(launch), flush=True)
+        else:
             print(launch.log, launch.gpus, " ".join(launch.flags), sep="\t")
-            continue
-        seconds, memory, fits = predicted(launch)
-        setup = launch.row.setup
-        tokens = setup.global_batch_size * setup.sequence_length / seconds
-        verdict = f"{seconds:8.3f} s {tokens:9.0f} tokens/s {memory:6.1f} GiB" if fits else "out of memory"
-        published = "" if launch.row.published is None else f"  published: {launch.row.published:g} {launch.row.unit}"
-        print(f"{launch.row.label:60} {launch.gpus:5} GPUs  {verdict}{published}", flush=True)
+    if args.predict:
+        print(errors_of(args.table, runs))
     return 0
+
+
+def _with_prediction(launch: Launch) -> str:
+    """What is predicted for a run, and what is published."""
+    row = launch.row
+    seconds, memory, fits = predicted(launch)
+    assert row.setup is not None
+    tokens = row.setup.global_batch_size * row.setup.sequence_length / seconds
+    verdict = f"{seconds:8.3f} s {tokens:9.0f} tokens/s {memory:6.1f} GiB" if fits else "out of memory"
+    published = "" if row.published is None else f"  published: {row.published:g} {row.unit}"
+    if row.error is not None:
+        published += f", predicted: {row.predicted:.4g}, "
+        published += f"{row.error:+.3f} off" if row.unit == "bubble" else f"{100 * row.error:+.1f} % off"
+    return f"{row.label:60} {launch.gpus:5} GPUs  {verdict:42}{published}"
+
+
+def errors_of(table: str, runs: list[Launch]) -> str:
+    """The errors of all rows with a published figure, and why others have none."""
+    rows = [launch.row for launch in runs if launch.row.error is not None]
+    others = len(runs) - len(rows)
+    parts = []
+    if rows:
+        errors = Errors.of(rows)
+        unit = 1 if rows[0].unit == "bubble" else 100
+        mean, worst = (f"{unit * error:.3g}{'' if unit == 1 else ' %'}" for error in (errors.mean, errors.worst))
+        parts.append(f"{len(rows)} rows with a published figure: {mean} off in the mean, {worst} at worst.")
+    if others:
+        reason = WITHOUT_FIGURE.get(table, "the run or the prediction is out of memory")
+        parts.append(f"{others} rows without a comparison: {reason}.")
+    return "\n".join(parts)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The launchers in scripts/paper: the sizes of the authors as flags; logs of runs are read back into the tables."""
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from megatron.seq1f1b.commands.launch_flags import read_launch
 from paper.launches import TABLES, launches
 from paper.row import slug
 from paper.seq1f1b_tables import throughput
+from paper_launches import errors_of
 from paper_tables import as_csv, with_logs
 from support.files import write_files
 from support.patience import patient
@@ -45,6 +47,20 @@ def test_flags_have_the_sizes_of_the_row(table):
             assert (read.sequence_splits or 1) == len(setup.segments)
         flags = [word for word in words if word.startswith("--")]
         assert len(flags) == len(set(flags))
+
+
+FIGURES = re.findall(
+    r"`bash scripts/paper/(\w+)\.sh --predict` \| ([0-9.]+ ?%?) \| ([0-9.]+ ?%?) \|", (ROOT / "README.md").read_text()
+)
+
+
+@pytest.mark.parametrize("table, mean, worst", FIGURES)
+def test_errors_of_the_readme_are_those_that_are_printed(table, mean, worst):
+    assert f"figure: {mean} off in the mean, {worst} at worst." in errors_of(table, launches(table))
+
+
+def test_the_readme_has_the_errors_of_every_launcher():
+    assert {table for table, *_ in FIGURES} == set(LAUNCHERS) - {"terapipe"}
 
 
 def launcher(*arguments, **settings):
