@@ -1,6 +1,6 @@
 """The training run of Megatron and its device: one value, made from arguments or from a program.
 
-Tested in arguments/test_model_sizes.py.
+Tested in arguments/test_config.py.
 """
 
 import os

@@ -4,7 +4,7 @@ Each run is a folder with `log.txt`, the output of Megatron with --log-interval 
 --pipeline-trace. Each later run is compared with the first.
 """
 
-# Tested in commands/test_schedule_commands.py.
+# Tested in functional_tests/test_quickstart.py by test_quick_start_trains_twice_and_compares.
 
 import re
 from math import isfinite

@@ -1,6 +1,6 @@
 """How commands read their flags and files; an error is one sentence.
 
-Tested in commands/test_launch_flags.py.
+Tested in commands/test_bad_input.py by test_one_sentence.
 """
 
 import argparse

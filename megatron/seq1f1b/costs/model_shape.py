@@ -1,6 +1,6 @@
 """The sizes of a model that decide what a segment costs.
 
-Tested in arguments/test_model_sizes.py.
+Tested in commands/test_launch_flags.py.
 """
 
 from collections.abc import Callable, Mapping

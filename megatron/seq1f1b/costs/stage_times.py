@@ -1,6 +1,6 @@
 """The times of the actions of a training step on a machine, and of what follows the last of them. Seconds.
 
-Tested in costs/test_layer_bytes.py.
+Tested in planner/test_search.py by test_bounds_are_bounds.
 """
 
 from dataclasses import dataclass

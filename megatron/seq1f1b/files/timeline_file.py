@@ -1,6 +1,6 @@
 """Timelines as JSON: simulated ones, and traces of a run.
 
-Tested in schedule/test_files.py.
+Tested in commands/test_bad_input.py by test_one_sentence.
 """
 
 from itertools import chain

@@ -1,6 +1,6 @@
 """What replaces Megatron's choice of a schedule, and what of Megatron is wrapped beside it.
 
-Tested in arguments/test_config.py.
+Tested in functional_tests/test_library.py by test_losses_and_gradients_are_those_without_us.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The running segment, and all that modules keep for the units in flight, in one object of the executor.
 
-Tested in model/test_attach.py.
+Tested in model/test_segment_attention.py by test_segments_equal_one_softmax.
 """
 
 from collections.abc import Callable, Hashable

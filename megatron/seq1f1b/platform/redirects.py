@@ -1,7 +1,7 @@
 """The table of all that training on a CPU redirects, in torch and in Megatron. Each reason ends with the errors of a
 GPU that the redirect hides, and where these are covered.
 
-Tested in platform/test_stand_ins.py.
+Tested in functional_tests/test_cpu_activation.py by test_redirects_are_for_cpus_and_repairs_for_gpus_too.
 """
 
 import importlib

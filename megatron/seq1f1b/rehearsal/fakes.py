@@ -1,6 +1,6 @@
 """Stand-ins for the cluster in a rehearsal: batches, documents, other ranks and the kernels of a GPU.
 
-Tested in rehearsal/test_command.py.
+Tested in functional_tests/test_rehearsal.py by test_a_launch_on_eight_gpus.
 """
 
 import math

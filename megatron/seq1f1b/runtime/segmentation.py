@@ -1,6 +1,6 @@
 """The segments of the sequences of a step, and the starts of the documents in them.
 
-Tested in runtime/test_documents.py.
+Tested in functional_tests/test_programs.py by test_a_program_trains_as_with_whole_sequences.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,6 +1,6 @@
 """The costs of actions, in time and in activation memory.
 
-Tested in schedule/test_families.py.
+Tested in costs/test_simulator.py.
 """
 
 from collections.abc import Iterable, Mapping

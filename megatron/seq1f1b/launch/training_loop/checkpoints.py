@@ -1,6 +1,6 @@
 """Checkpoints of Megatron's training loop: what is said when one cannot be saved or loaded.
 
-Tested in launch/test_training_loop.py.
+Tested in functional_tests/test_checkpoints.py by test_losses_go_on.
 """
 
 import shutil

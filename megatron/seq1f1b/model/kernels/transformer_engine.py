@@ -1,6 +1,6 @@
 """Transformer Engine's fused attention (cuDNN), which Megatron uses with `--attention-backend fused`.
 
-Tested in model/test_kernel_choice.py.
+Tested in model/test_cuda_kernel.py.
 """
 
 from collections.abc import Sequence
