@@ -44,6 +44,7 @@ SPREAD_EXPERTS = (
 )
 CHUNKS = f"{OVERLAP} --num-layers-per-virtual-pipeline-stage 1"
 FOUR = "--sequence-splits 4"
+IN_PAIRS = "--overlap-moe-expert-parallel-comm"
 BALANCED_FOUR = f"{FOUR} --sequence-split-strategy balanced"
 # Ranks in a pipeline of two, flags of both runs, flags of ours.
 RUNS = {
@@ -52,6 +53,8 @@ RUNS = {
     "multi-latent attention": (2, LATENT, BALANCED_FOUR),
     "experts with a bias": (2, f"{EXPERTS} {BIASED}", BALANCED_FOUR),
     "expert parallel": (4, f"{EXPERTS} {BALANCED} {SHARED_EXPERTS}", BALANCED_FOUR),
+    "pairs": (4, f"{EXPERTS} {BALANCED} {SHARED_EXPERTS}", f"{BALANCED_FOUR} {IN_PAIRS}"),
+    "pairs, chunks": (4, f"{CHUNKS} {EXPERTS} {SHARED_EXPERTS}", f"--sequence-splits 2 {IN_PAIRS}"),
     # The embedding and the loss on stages of their own, and the two chunks between them not alike.
     "layout": (2, "--pipeline-model-parallel-layout E|t|ttt|L", BALANCED_FOUR),
     "prediction before the loss": (2, f"{PREDICTION} --pipeline-model-parallel-layout Ettttmm|L", BALANCED_FOUR),
@@ -64,7 +67,7 @@ RUNS = {
         for name in ("1f1b", "zb-h1", "breadth-first")
     },
 }
-RARE = ("one micro-batch a unit", "the authors' flags", "chunks, 1f1b", "chunks, breadth-first")
+RARE = ("pairs, chunks", "one micro-batch a unit", "the authors' flags", "chunks, 1f1b", "chunks, breadth-first")
 # What is logged besides the loss, where flags have these words.
 LOGGED = {"z_loss": "z-loss", "load_balancing_loss": "aux_loss", "mtp_1 loss": "--mtp", "mtp_2 loss": "--mtp"}
 

@@ -66,6 +66,14 @@ def _values_of(settings: Settings, name: str) -> set[Any]:
     return {*value} if isinstance(value, (list, tuple)) else {getattr(value, "name", value)}
 
 
+def ends_without_experts(settings: Settings) -> bool:
+    """Whether the last layer is a dense one of a mixture of experts."""
+    frequency = settings.get("moe_layer_freq") or 1
+    if isinstance(frequency, int):
+        return ((settings.get("num_layers") or 1) - 1) % frequency > 0
+    return not frequency[-1]
+
+
 def packs_documents(settings: Settings) -> bool:
     """Whether sequences hold several documents that must not see one another."""
     names = ("reset_attention_mask", "sft", "dataloader_inter_document_masking", "keep_documents_apart")

@@ -86,6 +86,9 @@ class PipelineConfig:
             found["sequence_splits"] = self.num_segments
             if self.num_segments > 1 and self.partition.file is None:
                 found["sequence_split_strategy"] = self.partition.strategy
+        if self.schedule.pairs:
+            # Megatron's configuration of a model demands 16 bits, and several chunks in a pipeline, for its own order.
+            found["overlap_moe_expert_parallel_comm"] = False
         return found
 
     @property
@@ -164,7 +167,8 @@ def _schedule(flags: argparse.Namespace, settings: Mapping[str, Any]) -> Schedul
             return None
         name = "1f1b"
     split = name != "auto" or first_unsupported(settings, {OurFeature.SPLIT_BACKWARDS}) is None
-    return ScheduleChoice(name, flags.pipeline_placement, split)
+    pairs = bool(settings.get("overlap_moe_expert_parallel_comm"))
+    return ScheduleChoice(name, flags.pipeline_placement, split, pairs)
 
 
 def _uses(flags: argparse.Namespace, schedule: ScheduleChoice | None, settings: Mapping[str, Any]) -> set[OurFeature]:
@@ -182,6 +186,7 @@ def _uses(flags: argparse.Namespace, schedule: ScheduleChoice | None, settings: 
         OurFeature.V_CHUNKS: schedule.placement == "v",
         OurFeature.OFFLOAD: flags.offload_activations or schedule.has_moves,
         OurFeature.PARTITIONED_STATE: settings.get("partition_state"),
+        OurFeature.PAIRS: schedule.pairs,
         OurFeature.SEGMENTS_OF_TOKENS: by_tokens,
         OurFeature.UNITS: in_units,
     }
@@ -209,6 +214,11 @@ def _check(flags: argparse.Namespace, schedule: ScheduleChoice, run: MegatronRun
         raise ValueError(
             f"--pipeline-placement {flags.pipeline_placement} places several model chunks on each rank, but there is "
             "one; add --num-virtual-stages-per-pipeline-rank 2"
+        )
+    if run.settings.get("overlap_moe_expert_parallel_comm") and not schedule.pairs:
+        raise ValueError(
+            "--pipeline-schedule-file has no pairs such as 2F3.1|2B1.0, which --overlap-moe-expert-parallel-comm asks "
+            "for; write some, or drop the flag"
         )
     if flags.offload_activations and schedule.has_moves:
         raise ValueError("--pipeline-schedule-file has OFFLOAD and RELOAD by itself; drop --offload-activations")

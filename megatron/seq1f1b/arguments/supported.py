@@ -12,6 +12,7 @@ from .conditions import (
     Settings,
     above,
     all_of,
+    ends_without_experts,
     has_faulty_triton,
     has_layers,
     has_mamba_kernels,
@@ -47,6 +48,7 @@ class OurFeature(Enum):
     V_CHUNKS = "with --pipeline-placement v"
     OFFLOAD = "with --offload-activations"
     PARTITIONED_STATE = "with --partition-state"
+    PAIRS = "with --overlap-moe-expert-parallel-comm and a schedule of ours"
     SEGMENTS_OF_TOKENS = "with --segment-tokens"
     UNITS = "with --unit-tokens"
 
@@ -164,7 +166,6 @@ UNSUPPORTED: Mapping[OurFeature, tuple[Unsupported, ...]] = {
         ),
         *_rows(
             {
-                "--overlap-moe-expert-parallel-comm": on("overlap_moe_expert_parallel_comm"),
                 "--delay-wgrad-compute": on("delay_wgrad_compute"),
                 "--moe-paged-stash": on("moe_paged_stash"),
                 "--hybrid-context-parallel": on("hybrid_context_parallel"),
@@ -589,6 +590,87 @@ UNSUPPORTED: Mapping[OurFeature, tuple[Unsupported, ...]] = {
             {"--ckpt-format other than torch_dist": other_than("ckpt_format", "torch_dist")},
             because="saves weights on some ranks only, and these would wait for the others",
             way_out="use --ckpt-format torch_dist",
+        ),
+    ),
+    OurFeature.PAIRS: (
+        *_rows(
+            {
+                "--pipeline-schedule gpipe, breadth-first": is_any("pipeline_schedule", "gpipe", "breadth-first"),
+                "--pipeline-schedule auto": is_any("pipeline_schedule", "auto"),
+            },
+            because="has no forward beside a backward",
+            way_out="use --pipeline-schedule 1f1b or zb-h1",
+        ),
+        *_rows(
+            {
+                "a run without --expert-model-parallel-size above 1": without(above("expert_model_parallel_size", 1)),
+                "--hybrid-layer-pattern with E": on("hybrid_layer_pattern"),
+            },
+            because="has no exchange of experts that Megatron can run beside other layers",
+            way_out="drop --overlap-moe-expert-parallel-comm",
+        ),
+        *_rows(
+            {
+                "a run without --moe-token-dispatcher-type alltoall, flex": without(
+                    is_any("moe_token_dispatcher_type", "alltoall", "flex")
+                )
+            },
+            because="exchanges the tokens of all experts in the midst of their compute",
+            way_out="add --moe-token-dispatcher-type alltoall",
+        ),
+        *_rows(
+            {"--moe-flex-dispatcher-backend ncclep": is_any("moe_flex_dispatcher_backend", "ncclep")},
+            because="keeps the tokens of one exchange at a time",
+            way_out="use --moe-flex-dispatcher-backend deepep or hybridep",
+        ),
+        *_rows(
+            {"--moe-layer-freq with a dense last layer": ends_without_experts},
+            because="leaves out the norm behind the last layer in Megatron's schedule plans",
+            way_out="drop --overlap-moe-expert-parallel-comm",
+        ),
+        *_rows(
+            {
+                "--recompute-granularity full": is_any("recompute_granularity", "full"),
+                "--recompute-granularity selective with --recompute-modules moe": all_of(
+                    is_any("recompute_granularity", "selective"), is_any("recompute_modules", "moe")
+                ),
+            },
+            because="repeats an exchange in the backward, where none can run beside it",
+            way_out="recompute other modules, or drop --overlap-moe-expert-parallel-comm",
+        ),
+        *_rows(
+            {
+                "--moe-shared-expert-overlap": on("moe_shared_expert_overlap"),
+                "--overlap-dispatch-backward-with-experts-wgrad": on("overlap_dispatch_backward_with_experts_wgrad"),
+                "--ep-overlap-early-attn-memory-release": on("ep_overlap_early_attn_memory_release"),
+            },
+            because="has an order of its own for the parts of a layer",
+            way_out="drop it",
+        ),
+        *_rows(
+            {"--mtp-num-layers above 1": above("mtp_num_layers", 1)},
+            because="is beyond Megatron's schedule plans",
+            way_out="give 1",
+        ),
+        *_rows(
+            {
+                "--sequence-parallel with --hidden-dropout": all_of(on("sequence_parallel"), on("hidden_dropout")),
+                "--sequence-parallel with --attention-dropout": all_of(
+                    on("sequence_parallel"), on("attention_dropout")
+                ),
+            },
+            because="drops the same on every tensor-parallel rank in Megatron's schedule plans",
+            way_out="give 0 for the dropout",
+        ),
+        *_rows(
+            {
+                "--fp8-format": on("fp8"),
+                "--fp4-format": on("fp4"),
+                "--offload-activations": on("offload_activations"),
+                "--partition-state": on("partition_state"),
+            },
+            because="does not follow two units at once yet",
+            way_out="drop one of the two",
         ),
     ),
     OurFeature.SEGMENTS_OF_TOKENS: (

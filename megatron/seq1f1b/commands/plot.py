@@ -59,6 +59,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     share = "share of the activations that waits on the host; with move=1 in --costs a copy takes 1; default: 0"
     add("--offload-activations", type=float, metavar="FRACTION", help=share)
     add("--pipeline-placement", choices=PLACEMENTS, help="of the model chunks; default: looped")
+    beside = "let a forward and a backward of other units run beside each other"
+    add("--overlap-moe-expert-parallel-comm", action="store_true", default=None, help=beside)
     times = f"times of forward, of input and weight gradient, and of a message; default: {EQUAL_COSTS},message=0; or a "
     times += "JSON file with the same names, in which a value may be a list over segments, or over stages and segments"
     add("--costs", metavar="COSTS", help=times)
@@ -86,7 +88,7 @@ _USUAL_SIZES: dict[str, Any] = {
 
 def _refuse_without_effect(args: argparse.Namespace) -> None:
     """A file has its own sizes."""
-    without_effect = [*_USUAL_SIZES, "memory_limit", "offload_activations"]
+    without_effect = [*_USUAL_SIZES, "memory_limit", "offload_activations", "overlap_moe_expert_parallel_comm"]
     if args.timeline:
         file = "--timeline"
         without_effect.append("costs")
@@ -114,7 +116,11 @@ def _schedule_and_costs(args: argparse.Namespace) -> tuple[Schedule, Costs, floa
     shape = Shape(placement, sizes["num_microbatches"], sizes["sequence_splits"])
     costs, copy_time = read_costs(shape, text)
     check_size(shape, MOST_ACTIONS)
-    built = build(args.pipeline_schedule or "1f1b", shape, costs, args.memory_limit)
+    family = args.pipeline_schedule or "1f1b"
+    has_pairs = bool(args.overlap_moe_expert_parallel_comm)
+    if has_pairs and args.offload_activations:
+        raise ValueError("--overlap-moe-expert-parallel-comm has no copies to the host; drop --offload-activations")
+    built = build(family, shape, costs, args.memory_limit, has_pairs)
     return moved(built, args.offload_activations or 0.0), costs, copy_time
 
 
@@ -129,6 +135,8 @@ def _simulated(args: argparse.Namespace, schedule: Schedule, costs: Costs, copy_
         raise ValueError(f"--costs {text}: a step must take some time, and not {timeline.makespan:g}")
     own = args.pipeline_schedule_file
     name = own.name if own else args.pipeline_schedule or "1f1b"
+    if args.overlap_moe_expert_parallel_comm:
+        name += " with pairs"
     return replace(timeline, meta={"schedule": name, "costs": text})
 
 

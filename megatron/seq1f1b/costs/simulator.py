@@ -201,12 +201,23 @@ class _Messages:
         return self.arrived
 
 
+def _saved(pairs: PairTimes, together: Sequence[Action], before: Action | None) -> float:
+    """What a pair saves, or a forward of Megatron's, whose orders have no pairs, beside the backward `before` it."""
+    *forward, action = together
+    if forward:
+        return pairs.saved(forward[0], action)
+    if action.kind is Kind.F and before is not None and before.kind is Kind.B:
+        return pairs.saved(action, before)
+    return 0.0
+
+
 def execute_lowered(
     lowered: Schedule, costs: Costs, aside: Mapping[Kind, Table] | None = None, pairs: PairTimes | None = None
 ) -> Timeline:
     """The timeline of the compute actions, and of GATHER, REDUCE, OFFLOAD and RELOAD if `aside` has the seconds of the
-    kind, by stage and segment. With `pairs` a backward and the forward right after it, which is of another unit, run
-    beside each other. Raises ValueError if the costs do not fit, or if the schedule cannot run to its end."""
+    kind, by stage and segment. With `pairs` the two of a pair save time; in an order without pairs, which is Megatron's
+    then, a backward and the forward right after it, which is of another unit. Raises ValueError if the costs do not
+    fit, or if the schedule cannot run to its end."""
     costs.check(lowered.shape)
     aside, placement = aside or {}, lowered.shape.placement
     tables = {kind: costs.tables(kind) for kind in Kind}
@@ -225,6 +236,7 @@ def execute_lowered(
         parameters: dict[int, float] = {}  # the times at which those of a stage are complete
         there: dict[Unit, float] = {}  # the ends of the last copies of units
         before: Action | None = None  # the last compute action
+        together: list[Action] = []  # the forward of a pair that has not begun
         for action in lowered.ranks[rank]:
             kind, stage, _, segment = action
             facts = kind.facts
@@ -238,13 +250,16 @@ def execute_lowered(
                     now = max(now, parameters.get(stage, 0.0))
                 if facts.gives_input_gradient:
                     now = max(now, there.pop(action.unit, 0.0))
-                end = now
-                for table in tables[kind]:
-                    end += table[stage][segment]
-                if pairs is not None and kind is Kind.F and before is not None and before.kind is Kind.B:
-                    end = max(now, end - pairs.saved(action, before))
-                before = action
-                spans.append(Span(action, now, end))
+                if action in lowered.paired:
+                    together = [action]
+                    continue
+                together.append(action)
+                end = now + sum(table[each.stage][each.segment] for each in together for table in tables[each.kind])
+                if pairs is not None:
+                    end = max(now, end - _saved(pairs, together, before))
+                spans += [Span(each, now, end) for each in together]
+                together = []
+                before = None if lowered.paired else action
                 now = end
             elif kind in aside:
                 start = max(now, lanes[facts.lane], there.get(action.unit, 0.0))

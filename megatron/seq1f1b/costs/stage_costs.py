@@ -189,8 +189,11 @@ def traced_costs(timeline: Timeline) -> tuple[tuple[StageCost, ...], list[float]
         raise ValueError("it does not have the lengths of at least two segments, the same in all micro-batches")
     starts = list(accumulate(lengths[:-1], initial=0))
     seconds = defaultdict(list)
-    for action, start, end in (span for spans in timeline.ranks for span in spans):
-        seconds[action.kind, action.stage, action.segment].append(end - start)
+    for rank, spans in enumerate(timeline.ranks):
+        paired = timeline.paired(rank)
+        for action, start, end in spans:
+            if action not in paired:
+                seconds[action.kind, action.stage, action.segment].append(end - start)
 
     def taken(kind: Kind, stage: int, segment: int) -> float:
         found = median(seconds.get((kind, stage, segment), [0.0]))

@@ -113,7 +113,7 @@ def _executor(
     schedule = config.schedule
     assert schedule is not None, "Megatron's own schedules need no executor"
     surroundings = surroundings or Surroundings()
-    warn_on_rank_0(f"steps are run by megatron.seq1f1b: {schedule.name}, {_parts(config)}")
+    warn_on_rank_0(f"steps are run by megatron.seq1f1b: {schedule.title}, {_parts(config)}")
     return PipelineExecutor(
         schedule,
         _segmentation(config, end_of_document, from_calls, surroundings),

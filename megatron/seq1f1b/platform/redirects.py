@@ -58,6 +58,7 @@ REDIRECTS = (
     Patch("torch.cuda.Stream", stand_ins.Stream, _DONE),
     Patch("torch.cuda.Event", stand_ins.Event, _DONE),
     Patch("torch.cuda.stream", stand_ins.stream, _DONE),
+    Patch("torch.Tensor.record_stream", stand_ins.nothing, _DONE),
     *(Patch(f"torch.cuda.{name}_stream", stand_ins.Stream, _DONE) for name in ("current", "default")),
     *(Patch(f"torch.cuda.{name}", stand_ins.nothing, _DONE) for name in _WAITS),
     Patch("torch.cuda.is_current_stream_capturing", stand_ins.no, "no CUDA graphs, which are refused"),

@@ -1,7 +1,8 @@
 """Timelines as a figure in the manner of the papers: a row for each rank, time to the right.
 
 The colour of a box stands for the kind of action, its shade for the segment (dark is late), its number for the
-micro-batch, the bar below it for the model chunk; idle time stays white. Lines above a row are collectives, which
+micro-batch, the bar below it for the model chunk; idle time stays white. The two actions of a pair share the height of
+a row, the forward above. Lines above a row are collectives, which
 gather parameters (hollow) or reduce gradients (filled); below it are copies to the host (filled) or back (hollow).
 """
 
@@ -75,22 +76,28 @@ def _draw(axes: Any, timeline: Timeline, inches: float) -> None:
     boxes = []
     lines = []  # each with its edge, face and width of the edge
     for rank, spans in enumerate(timeline.ranks):
+        paired = timeline.paired(rank)
         for action, start, end in spans:
             left = start - timeline.start
             right = end - timeline.start
+            high = rank - 0.46
             low = rank + 0.46
+            if action in paired and action.kind is Kind.F:
+                low = rank
+            elif action in paired:
+                high = rank
             if action.kind in LINES:
                 look = LINES[action.kind]
                 top = rank + 0.42 if action.kind in MOVE_KINDS else rank - 0.5
                 lines.append((_rectangle(left, right, top, top + 0.08), look.edge, look.face, 0.5))
                 continue
             face = shade(action.kind, action.segment, shape.num_segments)
-            boxes.append((_rectangle(left, right, rank - 0.46, low), _DARK, face, 0.3))
+            boxes.append((_rectangle(left, right, high, low), _DARK, face, 0.3))
             text = str(action.microbatch)
             if (end - start) * inches >= 0.055 * len(text) + 0.02:
                 axes.text(
                     (left + right) / 2,
-                    rank,
+                    (high + low) / 2,
                     text,
                     color=BOXES[action.kind].number,
                     fontsize=6,

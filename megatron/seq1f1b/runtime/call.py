@@ -204,10 +204,11 @@ class Calls:
         for chunk in range(len(self.models)):
             self.at(chunk, self._step.num_microbatches - 1)
 
-    def run(self, chunk: int, call: Call, arguments: Arguments) -> Any:
-        """The output of the model of a chunk for a part of the call's arguments."""
+    def run(self, chunk: int, call: Call, arguments: Arguments, forward: Callable[..., Any] | None = None) -> Any:
+        """The output of the model of a chunk, by its own `forward` unless another is given, for a part of the call's
+        arguments."""
         self._running = call
-        return call.run_model(self._forwards[chunk], arguments)
+        return call.run_model(forward or self._forwards[chunk], arguments)
 
     def finish(self, chunk: int, microbatch: int, output: Any) -> Any:
         """What the forward step of a micro-batch returns if its model returns `output`."""

@@ -43,6 +43,7 @@ from .loss import Losses
 from .multi_token import prediction_patches
 from .partitioned_state import is_partitioned
 from .program import Program, Programs
+from .schedule_plans import PairInterpreter, PlannedForwards
 from .segmentation import Segmentation
 from .step import Step
 from .tracer import Recorder, StepRecorder, StepTracer, run_traced
@@ -157,7 +158,8 @@ class PipelineExecutor:
         try:
             with ExitStack() as around:
                 calls = None
-                if segmentation.from_calls or cuts_sequences or step.groups.cp.size() > 1:
+                goes_by_plans = self.programs.has_pairs and not step.forward_only
+                if segmentation.from_calls or cuts_sequences or step.groups.cp.size() > 1 or goes_by_plans:
                     calls = around.enter_context(Calls(step, self._around_program, self._divides_documents))
                 segmentation.cut_step(step, calls)
                 compute_loss_in_pieces(step.chunks, most_tokens(step), self._piece)
@@ -191,6 +193,7 @@ class PipelineExecutor:
         """Run the actions of this rank, then Megatron's end of the step."""
         config = step.config
         losses = Losses(step)
+        goes_by_plans = self.programs.has_pairs and not step.forward_only
         syncs = gradient_syncs(config, step.chunks, finishes_last=len(step.chunks) == 1 and step.rank == 0)
         with ExitStack() as around:
             for sync in syncs:
@@ -205,7 +208,8 @@ class PipelineExecutor:
                     around_program=self._around_program,
                 )
             else:
-                forwards = SegmentForwards(
+                kind = PlannedForwards if goes_by_plans else SegmentForwards
+                forwards = kind(
                     step=step,
                     context=self.context,
                     losses=losses,
@@ -221,7 +225,8 @@ class PipelineExecutor:
                 recorder = around.enter_context(tracing)
             if not step.forward_only:
                 self.recorder = recorder
-            Interpreter(
+            interpreter = PairInterpreter if goes_by_plans else Interpreter
+            interpreter(
                 step=step,
                 program=program,
                 communicator=communicator,

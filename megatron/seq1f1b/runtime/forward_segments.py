@@ -3,6 +3,7 @@
 Tested in functional_tests/test_equality.py by test_a_step.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -49,12 +50,18 @@ class SegmentForwards:
     def forward(self, stage: int, segment: Segment, arrived: Tensor | None, moves: bool) -> Tensor:
         """The output of a stage for a segment whose input has `arrived`, or the scalar that stands for that of the last
         stage in the backward."""
-        step = self._step
         microbatch = segment.microbatch
         chunk = self._chunk_of[stage]
         call = self._calls.at(chunk, microbatch)
-        with self._context.running(segment, not step.forward_only, (stage, microbatch, segment.index), moves):
+        unit = stage, microbatch, segment.index
+        with self._context.running(segment, not self._step.forward_only, unit, moves):
             output = self._run_model(call, chunk, segment, arrived)
+        return self._take(call, stage, segment, output)
+
+    def _take(self, call: Call, stage: int, segment: Segment, output: Any) -> Tensor:
+        """Take the output of a stage for a segment; what `forward` returns for it."""
+        microbatch = segment.microbatch
+        chunk = self._chunk_of[stage]
         kept = output
         if stage == self._last_stage:
             kept = self._outputs_of(call, segment).add(output, segment)
@@ -81,15 +88,23 @@ class SegmentForwards:
         left = [*self._arguments, *self._outputs, *self._argument_gradients]
         assert not left, f"calls outlived the step: {left}"
 
-    def _run_model(self, call: Call, chunk: int, segment: Segment, arrived: Tensor | None) -> Any:
-        """The output of a model chunk, by Megatron's `forward_step` without a loss."""
+    def _run_model(
+        self,
+        call: Call,
+        chunk: int,
+        segment: Segment,
+        arrived: Tensor | None,
+        forward: Callable[..., Any] | None = None,
+    ) -> Any:
+        """The output of a model chunk, by its own `forward` unless another is given, in Megatron's `forward_step`
+        without a loss."""
         step = self._step
         arguments = self._arguments_of(call, chunk, segment).of(segment)
         output: Any = None
 
         def run_model(*_: Any) -> tuple[Tensor, None]:
             nonlocal output
-            output = self._calls.run(chunk, call, arguments)
+            output = self._calls.run(chunk, call, arguments, forward)
             return output if isinstance(output, Tensor) else _first_tensor(output), None
 
         is_first_of_chunk = chunk not in self._started_chunks

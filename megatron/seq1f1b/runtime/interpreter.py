@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from megatron.core.pipeline_parallel.schedules import backward_step, deallocate_output_tensor
@@ -23,6 +23,9 @@ from .step import Step
 from .tracer import StepRecorder
 
 _NOTHING = nullcontext()
+
+# What an interpreter does at an action, by its kind.
+type Handlers = dict[Kind, Callable[[Any, Action], None]]
 
 
 @dataclass(eq=False)
@@ -161,7 +164,7 @@ class Interpreter:
             deallocate_output_tensor(output, self.step.config.deallocate_pipeline_outputs)
 
     # On the class, since bound methods would form a cycle that keeps a step until a garbage collection.
-    HANDLERS: ClassVar[dict[Kind, Callable[["Interpreter", Action], None]]] = {
+    HANDLERS: ClassVar[Handlers] = {
         Kind.F: _forward,
         Kind.B: _backward,
         Kind.I: _backward,

@@ -29,11 +29,15 @@ _KEPT = 16  # programs: of training and evaluation, of first and later steps, of
 class Program:
     """The lowered actions of one rank; with `is_partitioned` they gather and release the parameters of chunks.
 
-    `moved` are the units, as (stage, micro-batch, segment), that go to the memory of the host and back; `ends` are the
-    last action of each chunk with input gradients, as (I, action), and the last with weight gradients, as (W, action).
+    `paired` are the forwards that run beside the backward after them; `moved` are the units, as (stage, micro-batch,
+    segment), that go to the memory of the host and back; `ends` are the last action of each chunk with input gradients,
+    as (I, action), and the last with weight gradients, as (W, action).
     """
 
-    def __init__(self, actions: Sequence[Action], is_partitioned: bool = False) -> None:
+    def __init__(
+        self, actions: Sequence[Action], is_partitioned: bool = False, paired: frozenset[Action] = frozenset()
+    ) -> None:
+        self.paired = paired
         self.actions = tuple(partition_state(actions) if is_partitioned else actions)
         self.splits_backwards = any(action.kind is Kind.W for action in self.actions)
         self.moved = frozenset(action.unit for action in self.actions if action.kind is Kind.OFFLOAD)
@@ -57,8 +61,9 @@ class Programs:
         one_queue: bool = True,
         offloaded: float = 0.0,
     ) -> None:
-        self.name = choice.name
+        self.name = choice.title
         self.placement = choice.placement
+        self.has_pairs = choice.pairs
         self._offloaded = offloaded
         self._choice = choice
         self._one_queue = one_queue
@@ -86,11 +91,12 @@ class Programs:
                 return Program([action for action in actions if action.kind.facts.in_evaluation], is_partitioned)
             if self._choice.is_auto and shape.num_stages * shape.num_units > _MANY_FORWARDS:
                 warn_on_rank_0(f"Planning the order of a step on {shape}; the first step begins after that.")
-            actions = lower_rank(self._source(shape, lengths), rank, self._one_queue, in_turn)
+            source = self._source(shape, lengths)
+            actions = lower_rank(source, rank, self._one_queue, in_turn)
+            order = [action for action in actions if action.kind in COMPUTE_KINDS]
             if self._offloaded:
-                order = [action for action in actions if action.kind in COMPUTE_KINDS]
                 actions = with_moves(actions, units_to_move(order, self._offloaded))
-            return Program(actions, is_partitioned)
+            return Program(actions, is_partitioned, source.pairs_in(order))
         finally:
             if was_enabled:
                 gc.enable()

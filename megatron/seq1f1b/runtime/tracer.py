@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from ..process.patches import patched, patched_on, wrapping
-from ..schedule import COMPUTE_KINDS, Action, Kind, Placement, Shape, Span, Timeline, write_timeline
+from ..schedule import COMPUTE_KINDS, Action, Kind, Placement, Shape, Span, Timeline, busy_time, write_timeline
 
 _log = logging.getLogger(__name__)
 
@@ -104,9 +104,10 @@ class Recorder(StepRecorder):
 
     def reading(self) -> Reading:
         """The step in numbers; a GPU must have finished it."""
-        marks = [(start, end) for action, start, end in self._marks if action.kind in COMPUTE_KINDS]
-        busy = sum(_seconds(start, end) for start, end in marks)
-        return Reading(busy, _seconds(self._start, marks[-1][-1]) if marks else 0.0, self._peak)
+        marks = [mark for mark in self._marks if mark[0].kind in COMPUTE_KINDS]
+        spans = [Span(action, _seconds(self._start, start), _seconds(self._start, end)) for action, start, end in marks]
+        spans.sort(key=lambda span: span.start)
+        return Reading(busy_time(spans), max((span.end for span in spans), default=0.0), self._peak)
 
     def spans(self) -> list[Span]:
         """All recorded actions by start, in seconds of this machine's monotonic clock, once collectives are over. The

@@ -35,6 +35,9 @@ class Action(NamedTuple):
         return f"{self.stage}{self.kind.value}{unit}"
 
 
+# Between the two actions of a pair, see pairs.py.
+BESIDE = "|"
+
 _TEXT = re.compile(r"([0-9]{1,9})([A-Z][A-Z_]*)(?:([0-9]{1,9})(?:\.([0-9]{1,9}))?)?")
 
 

@@ -12,7 +12,7 @@ from typing import Self
 from .automatic import auto
 from .clock import Clock
 from .cost_tables import Costs
-from .families import FAMILIES
+from .families import FAMILIES, PAIRED
 from .kinds import Kind
 from .schedule import Placement, Schedule, Shape
 
@@ -24,9 +24,18 @@ FAMILY_NAMES = (*FAMILIES, "auto")
 
 
 def build(
-    family: str, shape: Shape, costs: Costs | None = None, limits: float | Sequence[float] | None = None
+    family: str,
+    shape: Shape,
+    costs: Costs | None = None,
+    limits: float | Sequence[float] | None = None,
+    pairs: bool = False,
 ) -> Schedule:
-    """The compute actions of all ranks. Only `auto` uses the costs and the activation memory limits."""
+    """The compute actions of all ranks. Only `auto` uses the costs and the activation memory limits. Raises ValueError
+    for a family that is not known, or has no `pairs`."""
+    if pairs:
+        if family not in PAIRED:
+            raise ValueError(f"{family} has no forwards beside backwards; choose one of {', '.join(PAIRED)}")
+        return PAIRED[family](shape).schedule()
     if family == "auto":
         return auto(shape, costs, limits)
     if family not in FAMILIES:
@@ -37,18 +46,26 @@ def build(
 @dataclass(frozen=True)
 class ScheduleChoice:
     """The source of a step's schedule: one of `FAMILY_NAMES`, or a `given` schedule. `placement` is the style of a
-    Placement. Without `split`, `auto` leaves every backward whole."""
+    Placement. Without `split`, `auto` leaves every backward whole. With `pairs` the orders of a family are those of
+    `PAIRED`."""
 
     name: str
     placement: str = "looped"
     split: bool = True
+    pairs: bool = False
     given: Schedule | None = None
 
     @classmethod
     def of(cls, given: Schedule) -> Self:
         """A whole schedule, for steps of its own shape only. Different schedules have different names."""
         digest = hashlib.sha256(str(given).encode()).hexdigest()[:16]
-        return cls(f"a schedule of its own ({digest})", given.shape.placement.style, given=given)
+        name = f"a schedule of its own ({digest})"
+        return cls(name, given.shape.placement.style, pairs=bool(given.paired), given=given)
+
+    @property
+    def title(self) -> str:
+        """The name in messages, traces and pictures."""
+        return f"{self.name} with pairs" if self.pairs else self.name
 
     @property
     def is_auto(self) -> bool:
@@ -76,7 +93,7 @@ class ScheduleChoice:
             return self.given
         if self.is_auto:
             return auto(shape, None if costs is None else costs(lengths), split=self.split)
-        return FAMILIES[self.name](shape)
+        return (PAIRED if self.pairs else FAMILIES)[self.name](shape)
 
 
 def splitting_families() -> list[str]:

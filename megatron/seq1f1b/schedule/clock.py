@@ -10,7 +10,7 @@ Tested in schedule/test_families.py.
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise, repeat
+from itertools import chain, pairwise, repeat
 from math import ceil
 
 from .action import Action
@@ -28,12 +28,17 @@ class Clock:
     `tick(unit, stage)` is the tick of a forward; it must grow with the stage and with the segment. The backward of the
     j-th unit in backward order (micro-batches ascending, segments descending) at a stage has the tick
     `turn + tick(j, last_stage - stage)`. Backwards are whole (B) unless `lag` is given, see `split`.
+
+    If it `has_pairs`, a backward one tick after a forward runs beside it (pairs.py). Forwards then have even ticks and
+    backwards odd ones, and every action comes two ticks after its dependencies at least: so a pair, too, is later than
+    all that it needs.
     """
 
     shape: Shape
     tick: Tick
     turn: int
     lag: Lag | None = None
+    has_pairs: bool = False
 
     def split(self, lag: Lag) -> "Clock":
         """The same clock with every B split into an I and a W; the W comes `lag(rank)` I of that rank later."""
@@ -45,7 +50,20 @@ class Clock:
 
     def schedule(self) -> Schedule:
         """The orders of all ranks."""
-        return Schedule(self.shape, tuple(tuple(self.order(rank)) for rank in range(self.shape.num_ranks)))
+        orders = [tuple(self.order(rank)) for rank in range(self.shape.num_ranks)]
+        paired = frozenset(chain.from_iterable(map(self.pairs_in, orders)))
+        return Schedule(self.shape, tuple(orders), paired)
+
+    def pairs_in(self, order: Sequence[Action]) -> frozenset[Action]:
+        """The forwards in the order of a rank that run beside the backward after them."""
+        if not self.has_pairs:
+            return frozenset()
+        with_ticks = zip(order, self.ticks(order), strict=True)
+        return frozenset(
+            action
+            for (action, tick), (following, later) in pairwise(with_ticks)
+            if action.kind is Kind.F and following.kind.facts.gives_input_gradient and later == tick + 1
+        )
 
     def order(self, rank: int) -> list[Action]:
         """The compute actions of a rank, in the order of their ticks."""

@@ -1,4 +1,4 @@
-"""Schedules as CSV: one row for each rank, one action in each cell, such as `2F3.1`.
+"""Schedules as CSV: one row for each rank, one action in each cell, such as `2F3.1`, or a pair, `2F3.1|2B1.0`.
 
 Tested in schedule/test_files.py.
 """
@@ -8,7 +8,7 @@ from io import StringIO
 from itertools import chain
 from pathlib import Path
 
-from .action import Action, parse_action
+from .action import BESIDE, Action, parse_action
 from .files import read_text, written_whole
 from .kinds import COMPUTE_KINDS, MOVE_KINDS
 from .schedule import Placement, Schedule, Shape
@@ -18,7 +18,7 @@ from .validate import ScheduleError, validate
 def write_csv(schedule: Schedule, path: str | Path) -> None:
     """Write one row for each rank, an action a cell; `read_csv` is the inverse."""
     with written_whole(path) as unfinished, open(unfinished, "w", newline="", encoding="utf-8") as file:
-        csv.writer(file, lineterminator="\n").writerows(map(str, rank) for rank in schedule.ranks)
+        csv.writer(file, lineterminator="\n").writerows(map(schedule.written, range(len(schedule.ranks))))
 
 
 def read_csv(path: str | Path) -> Schedule:
@@ -27,6 +27,7 @@ def read_csv(path: str | Path) -> Schedule:
     Empty cells and rows are skipped, and a missing segment is segment 0 (`2F3` is `2F3.0`). The placement follows from
     the ranks of the stages. Raises ScheduleError, with the name of the file, and row and cell of what is no action.
     """
+    paired: set[Action] = set()
     reader = csv.reader(StringIO(read_text(path), newline=""))
     ranks = []
     where = ""
@@ -37,14 +38,20 @@ def read_csv(path: str | Path) -> Schedule:
                 where = f": row {row_number}, cell {number}"
                 if not cell.strip():
                     continue
-                actions.append(parse_action(cell))
-                if actions[-1].kind not in COMPUTE_KINDS + MOVE_KINDS:
-                    *names, last = COMPUTE_KINDS + MOVE_KINDS
-                    raise ValueError(f"{cell!r} is not {', '.join(names)} or {last}; lowering adds the others")
+                *forward, last = map(parse_action, cell.split(BESIDE))
+                if len(forward) > 1:
+                    raise ValueError(f"{cell!r} is not an action or a pair of two, such as 2F3.1|2B1.0")
+                actions += [*forward, last]
+                paired.update(forward)
+                for action in (*forward, last):
+                    if action.kind not in COMPUTE_KINDS + MOVE_KINDS:
+                        *names, last_name = COMPUTE_KINDS + MOVE_KINDS
+                        words = f"{', '.join(names)} or {last_name}"
+                        raise ValueError(f"{cell!r} is not {words}; lowering adds the others")
             if actions:
                 ranks.append(tuple(actions))
             where = ""
-        schedule = Schedule(_shape_of(ranks), tuple(ranks))
+        schedule = Schedule(_shape_of(ranks), tuple(ranks), frozenset(paired))
         validate(schedule)
     except (csv.Error, ValueError) as error:
         raise ScheduleError(f"{path}{where}: {error}") from None

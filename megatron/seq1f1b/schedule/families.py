@@ -1,6 +1,7 @@
 """The named schedules: each is a function from the sizes of a pipeline to a clock."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 
 from .clock import Clock, first_turn, grouped, smallest_group, straight
@@ -16,7 +17,7 @@ def gpipe(shape: Shape) -> Clock:
     return Clock(shape, tick, turn=tick(shape.num_units - 1, shape.num_stages - 1) + 1)
 
 
-def one_f_one_b(shape: Shape) -> Clock:
+def one_f_one_b(shape: Shape, has_pairs: bool = False) -> Clock:
     """One forward, one backward: 1F1B, interleaved 1F1B (arXiv 2104.04473, section 2.2); with segments Seq1F1B and
     Seq1F1B-I (arXiv 2406.03488).
 
@@ -32,23 +33,33 @@ def one_f_one_b(shape: Shape) -> Clock:
     Looped chunks take turns after G = k * ceil(P / k) units; (C - 1) * G + 2 * (P - r - 1) + k - 1 forwards come before
     the first pair. A hop takes two ticks, as in Megatron's order. In a V every rank holds about as many activations as
     rank 0 of 1F1B with one chunk.
+
+    If it `has_pairs`, each forward and backward that alternate run beside each other. A hop then takes two ticks
+    whatever the number of chunks, and all backwards come one unit later, since the last stage would else pair a unit
+    with itself. For P = 2, m = 3, k = 2:
+
+        rank 0: F00 F01 F10 F11 F20|B01 F21|B00 B11 B10 B21 B20
+        rank 1: F00 F01 F10|B01 F11|B00 F20|B11 F21|B10 B21 B20
     """
     if shape.num_chunks == 1:
-        tick = straight(shape, period=2, hop=1)
+        tick = straight(shape, period=2, hop=2 if has_pairs else 1)
     elif shape.placement.turns:
         tick = straight(shape, period=2, hop=2)
     else:
         tick = grouped(shape, smallest_group(shape), period=2, hop=2)
-    return Clock(shape, tick, turn=first_turn(shape, tick))
+    turn = first_turn(shape, tick)
+    if has_pairs:
+        turn += 2
+    return Clock(shape, tick, turn, has_pairs=has_pairs)
 
 
-def zb_h1(shape: Shape) -> Clock:
+def zb_h1(shape: Shape, has_pairs: bool = False) -> Clock:
     """1F1B with delayed weight gradients: ZB-H1 (arXiv 2401.10241, section 2.3).
 
     Rank r delays W by r units, which it holds fewer than rank 0 in 1F1B, so the peak over all ranks stays that of 1F1B.
     In a V all ranks hold equally many, so each W follows its I at once.
     """
-    return one_f_one_b(shape).split(lag=lambda rank: 0 if shape.placement.turns else rank)
+    return one_f_one_b(shape, has_pairs).split(lag=lambda rank: 0 if shape.placement.turns else rank)
 
 
 def breadth_first(shape: Shape) -> Clock:
@@ -70,3 +81,11 @@ FAMILIES: Mapping[str, Callable[[Shape], Clock]] = MappingProxyType(
     }
 )
 """The clock of each named schedule, by its name."""
+
+PAIRED: Mapping[str, Callable[[Shape], Clock]] = MappingProxyType(
+    {
+        "1f1b": partial(one_f_one_b, has_pairs=True),
+        "zb-h1": partial(zb_h1, has_pairs=True),
+    }
+)
+"""The same with pairs, for schedules in which forwards and backwards alternate."""

@@ -32,13 +32,14 @@ from .action import Action
 from .clock import Clock
 from .kinds import MESSAGE_KINDS, MOVE_KINDS, PAYLOADS, Kind
 from .one_queue import NominalTimes, Transfer, issue_order, nominal_times
-from .schedule import Placement, Schedule, Shape
+from .schedule import Place, Placement, Schedule, Shape, places
 
 # The most actions, over all ranks, that are simulated for nominal times when training starts.
 _SIMULATED = 250_000
 
-# The actions of each rank.
-Orders = Sequence[Sequence[Action]] | Mapping[int, Sequence[Action]]
+# The compute actions of each rank, those of a pair at one place.
+Order = Sequence[Place]
+Orders = Sequence[Order] | Mapping[int, Order]
 
 
 class Channel(NamedTuple):
@@ -75,6 +76,7 @@ def channels_of(placement: Placement, rank: int) -> dict[tuple[Kind, int], Chann
 
 def lower(schedule: Schedule, one_queue: bool = False, in_turn: bool = False) -> Schedule:
     """The whole schedule with messages, gathering and reduction added; moves stay right before their compute actions.
+    The messages of a pair surround both of its actions.
 
     With `one_queue` it cannot hang where streams share hardware queues, but messages may be delayed. With `in_turn` it
     cannot hang where each rank waits for the end of a message before it goes on.
@@ -83,9 +85,13 @@ def lower(schedule: Schedule, one_queue: bool = False, in_turn: bool = False) ->
     shape = schedule.shape
     times = nominal_times(plain) if one_queue or in_turn else None
     ends = [(rank, other) for rank in range(shape.num_ranks) for other in shape.placement.neighbours_of(rank)]
-    transfers = {each: _transfers(shape, plain.ranks, *each) for each in ends}
-    ranks = (_merged(shape, rank, actions, transfers, times, in_turn) for rank, actions in enumerate(schedule.ranks))
-    return Schedule(shape, tuple(map(tuple, ranks)))
+    orders = [plain.places(rank) for rank in range(shape.num_ranks)]
+    transfers = {each: _transfers(shape, orders, *each) for each in ends}
+    ranks = (
+        _merged(shape, rank, order, actions, transfers, times, in_turn)
+        for rank, (order, actions) in enumerate(zip(orders, schedule.ranks, strict=True))
+    )
+    return Schedule(shape, tuple(map(tuple, ranks)), schedule.paired)
 
 
 def lower_rank(source: Schedule | Clock, rank: int, one_queue: bool = False, in_turn: bool = False) -> list[Action]:
@@ -99,33 +105,36 @@ def lower_rank(source: Schedule | Clock, rank: int, one_queue: bool = False, in_
     neighbours = shape.placement.neighbours_of(rank)
     orders: Orders
     times: NominalTimes | None = None
+    actions: Sequence[Action]
     if isinstance(source, Clock):
-        orders = {near: source.order(near) for near in (rank, *neighbours)}
+        of_ranks = {near: source.order(near) for near in (rank, *neighbours)}
+        orders = {near: places(order, source.pairs_in(order)) for near, order in of_ranks.items()}
         if needs_times:
-            times = {near: source.ticks(order) for near, order in orders.items()}
-        actions = orders[rank]
+            times = {near: source.ticks([place[0] for place in order]) for near, order in orders.items()}
+        actions = of_ranks[rank]
     else:
         plain = source.without_moves()
-        orders = plain.ranks
+        orders = {near: plain.places(near) for near in (rank, *neighbours)}
         if needs_times:
             times = nominal_times(plain)
         actions = source.ranks[rank]
     ends = chain(*(((near, rank), (rank, near)) for near in neighbours))
     transfers = {each: _transfers(shape, orders, *each) for each in ends}
-    return _merged(shape, rank, actions, transfers, times, in_turn)
+    return _merged(shape, rank, orders[rank], actions, transfers, times, in_turn)
 
 
 def _merged(
     shape: Shape,
     rank: int,
+    order: Order,
     actions: Sequence[Action],
     transfers: Mapping[tuple[int, int], list[list[Transfer]]],
     times: NominalTimes | None,
     in_turn: bool,
 ) -> list[Action]:
-    """The compute `actions` and moves of a rank, in order, with all others around them. `transfers` has the messages
-    from one rank to another; by their nominal `times` they get an order for one queue, or in turn."""
-    order = [action for action in actions if action.kind not in MOVE_KINDS]
+    """The compute `actions` and moves of a rank, in order, with all others around them. `order` has the compute actions
+    by their places. `transfers` has the messages from one rank to another; by their nominal `times` they get an order
+    for one queue, or in turn."""
     neighbours = shape.placement.neighbours_of(rank)
     before: list[list[Action]] = [[] for _ in order]
     after: list[list[Action]] = [[] for _ in order]
@@ -143,14 +152,14 @@ def _merged(
             after[transfer.sent].append(transfer.send)
     for index, action in _reductions(shape, order):
         after[index].append(action)
-    index = 0
+    index = 0  # of a place, since an order with moves has no pairs
     for action in actions:
         if action.kind in MOVE_KINDS:
             before[index].append(action)
         else:
             index += 1
     around = zip(before, order, after, strict=True)
-    return [each for first, action, last in around for each in (*first, action, *last)]
+    return [each for first, place, last in around for each in (*first, *place, *last)]
 
 
 def partition_state(lowered: Sequence[Action]) -> list[Action]:
@@ -181,7 +190,7 @@ def _transfers(shape: Shape, orders: Orders, source: int, destination: int) -> l
     expected = {key for key, channel in incoming.items() if channel.source == source}
     receive_kinds = {kind.facts.payload: kind for kind in MESSAGE_KINDS if not kind.facts.is_send}
     consumers = {}  # the receive of a message -> index of the action that waits for it
-    for index, (kind, stage, microbatch, segment) in enumerate(orders[destination]):
+    for index, (kind, stage, microbatch, segment) in _numbered(orders[destination]):
         receive_kind = kind.facts.receives
         if (receive_kind, stage) in expected:
             consumers[receive_kind, stage, microbatch, segment] = index
@@ -189,8 +198,7 @@ def _transfers(shape: Shape, orders: Orders, source: int, destination: int) -> l
     channels: dict[Kind, list[Transfer]] = {payload: [] for payload in PAYLOADS}
     # From the last message back: a receive is posted no later than those that follow it.
     post = dict.fromkeys(channels, len(orders[destination]))
-    for sent in reversed(range(len(orders[source]))):
-        kind, stage, microbatch, segment = orders[source][sent]
+    for sent, (kind, stage, microbatch, segment) in reversed(_numbered(orders[source])):
         send_kind = kind.facts.sends
         if send_kind is None or (send_kind, stage) not in outgoing:
             continue
@@ -216,24 +224,31 @@ def _transfers(shape: Shape, orders: Orders, source: int, destination: int) -> l
     return [transfers[::-1] for transfers in channels.values() if transfers]
 
 
-def _gathers(shape: Shape, order: Sequence[Action]) -> Iterator[tuple[int, Action]]:
+def _numbered(order: Order) -> list[tuple[int, Action]]:
+    """The actions of a rank with the numbers of their places."""
+    return [(index, action) for index, place in enumerate(order) for action in place]
+
+
+def _gathers(shape: Shape, order: Order) -> Iterator[tuple[int, Action]]:
     """Gather chunks 0 and 1 at once, chunk c + 1 when the first rank starts chunk c."""
-    forwards = [index for index, action in enumerate(order) if action.kind is Kind.F]
+    forwards = [(index, action.stage) for index, action in _numbered(order) if action.kind is Kind.F]
     firsts: dict[int, int] = {}  # first forward of each stage, in the order of starts
-    for number, index in enumerate(forwards):
-        firsts.setdefault(order[index].stage, number)
+    for number, (_, stage) in enumerate(forwards):
+        firsts.setdefault(stage, number)
     stages = list(firsts)
     for stage in stages[:2]:
         yield 0, Action(Kind.GATHER, stage)
     for before, stage in pairwise(stages[1:]):
         # The forwards of `before` start one tick later on each next rank.
-        yield forwards[max(firsts[before] - before % shape.num_ranks, 0)], Action(Kind.GATHER, stage)
+        index, _ = forwards[max(firsts[before] - before % shape.num_ranks, 0)]
+        yield index, Action(Kind.GATHER, stage)
 
 
-def _reductions(shape: Shape, order: Sequence[Action]) -> Iterator[tuple[int, Action]]:
+def _reductions(shape: Shape, order: Order) -> Iterator[tuple[int, Action]]:
     """Reduce a chunk when the last rank has finished it, or at the end of the step."""
-    ends = [index for index, action in enumerate(order) if action.kind.facts.gives_weight_gradient]
-    last = {order[index].stage: i for i, index in enumerate(ends)}
-    for stage, i in last.items():
-        late = i + stage % shape.num_ranks  # its backwards end that many ticks before those of the chunk's first stage
-        yield ends[late] if late < len(ends) else len(order) - 1, Action(Kind.REDUCE, stage)
+    ends = [(index, action.stage) for index, action in _numbered(order) if action.kind.facts.gives_weight_gradient]
+    last = {stage: number for number, (_, stage) in enumerate(ends)}
+    for stage, number in last.items():
+        late = number + stage % shape.num_ranks  # its backwards end that many ticks before those of the first stage
+        index = ends[late][0] if late < len(ends) else len(order) - 1
+        yield index, Action(Kind.REDUCE, stage)

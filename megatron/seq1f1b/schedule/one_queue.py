@@ -44,12 +44,13 @@ _BEFORE = 0
 _ITSELF = 1
 _AFTER = 2
 
-# For each rank, the nominal times of its compute actions, in the order in which it runs them.
+# For each rank, the nominal times of its compute actions, in the order in which it runs them; a pair counts as one.
 NominalTimes = Sequence[Sequence[float]] | Mapping[int, Sequence[float]]
 
 
 class Transfer(NamedTuple):
-    """A message from compute action `sent` of `source`; its receive comes ahead of action `posted` of `destination`."""
+    """A message from compute action `sent` of `source`; its receive comes ahead of action `posted` of `destination`. A
+    pair counts as one."""
 
     send: Action
     receive: Action
@@ -62,9 +63,10 @@ class Transfer(NamedTuple):
 @lru_cache(maxsize=1)  # a rank lowers a schedule once for its first step, and once for all later ones
 def nominal_times(schedule: Schedule) -> NominalTimes:
     """When the compute actions of each rank start if all take equally long, and messages a tenth of that: ties would
-    put some receives ahead of sends that are sooner in practice."""
-    spans = run(schedule, Costs.uniform(schedule.shape, message=0.1))
-    return [[start for _, start, _ in of_rank] for of_rank in spans]
+    put some receives ahead of sends that are sooner in practice. A pair has one time."""
+    ranks = run(schedule, Costs.uniform(schedule.shape, message=0.1))
+    starts = [{action: start for action, start, _ in spans} for spans in ranks]
+    return [[starts[rank][place[0]] for place in schedule.places(rank)] for rank in range(len(ranks))]
 
 
 def issue_order(

@@ -1,16 +1,19 @@
 """Which rank holds which stage, the sizes of a schedule, and the schedule itself."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Self
 
-from .action import Action
+from .action import BESIDE, Action
 from .kinds import COMPUTE_KINDS, MOVE_KINDS
 
 PLACEMENTS = ("looped", "v")
 """The styles of a `Placement`."""
+
+# What a rank runs at once: an action, or a forward and a backward.
+Place = tuple[Action, ...]
 
 
 @dataclass(frozen=True)
@@ -136,10 +139,14 @@ class Shape:
 
 @dataclass(frozen=True)
 class Schedule:
-    """For each rank, the actions that it runs, in order: compute actions, and moves to the host, if any."""
+    """For each rank, the actions that it runs, in order: compute actions, and moves to the host, if any.
+
+    `paired` are the forwards that run beside the backward directly after them, see pairs.py.
+    """
 
     shape: Shape
     ranks: tuple[tuple[Action, ...], ...]
+    paired: frozenset[Action] = frozenset()
 
     @property
     def has_moves(self) -> bool:
@@ -153,5 +160,32 @@ class Schedule:
         ranks = (tuple(action for action in actions if action.kind in COMPUTE_KINDS) for actions in self.ranks)
         return replace(self, ranks=tuple(ranks))
 
+    def pairs_in(self, order: Sequence[Action]) -> frozenset[Action]:
+        """The forwards in the order of a rank that run beside the backward after them."""
+        return self.paired.intersection(order)
+
+    def written(self, rank: int) -> list[str]:
+        """The text form of the actions of a rank; that of a pair is `2F3.1|2B1.0`."""
+        return [BESIDE.join(map(str, place)) for place in self.places(rank)]
+
+    def places(self, rank: int) -> list[Place]:
+        """The actions of a rank, those of a pair together."""
+        return places(self.ranks[rank], self.paired)
+
     def __str__(self) -> str:
-        return "\n".join(f"rank {rank}: " + " ".join(map(str, actions)) for rank, actions in enumerate(self.ranks))
+        return "\n".join(f"rank {rank}: " + " ".join(self.written(rank)) for rank in range(len(self.ranks)))
+
+
+def places(order: Iterable[Action], paired: Set[Action]) -> list[Place]:
+    """The actions of an order, each by itself, but the forwards in `paired` with the action after them."""
+    if not paired:
+        return [(action,) for action in order]
+    found: list[Place] = []
+    is_open = False  # whether the last place waits for the backward of its pair
+    for action in order:
+        if is_open:
+            found[-1] += (action,)
+        else:
+            found.append((action,))
+        is_open = not is_open and action in paired
+    return found

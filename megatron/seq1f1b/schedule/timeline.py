@@ -4,8 +4,9 @@ Tested in schedule/test_files.py.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,7 +48,19 @@ class Timeline:
 
     def busy(self, rank: int) -> float:
         """Time that the rank spends in compute actions (F, B, I, W)."""
-        return sum(span.end - span.start for span in self.ranks[rank] if span.action.kind in COMPUTE_KINDS)
+        return busy_time(self.ranks[rank])
+
+    def paired(self, rank: int) -> frozenset[Action]:
+        """The compute actions of a rank that share their time with another: those of pairs."""
+        found: set[Action] = set()
+        last: Span | None = None
+        for span in self.ranks[rank]:
+            if span.action.kind not in COMPUTE_KINDS:
+                continue
+            if last is not None and span.start < last.end:
+                found |= {last.action, span.action}
+            last = span
+        return frozenset(found)
 
     @property
     def bubble_ratio(self) -> float:
@@ -61,6 +74,17 @@ class Timeline:
     def longest_stretch(self) -> float:
         """The longest time that a rank takes from its own first action to its last."""
         return max((spans[-1].end - spans[0].start for spans in self.ranks if spans), default=0.0)
+
+
+def busy_time(spans: Iterable[Span]) -> float:
+    """Time in the compute actions of a rank, in the order of their starts; the two of a pair share theirs."""
+    busy = 0.0
+    ended = -inf
+    for action, start, end in spans:
+        if action.kind in COMPUTE_KINDS and end > ended:
+            busy += end - max(start, ended)
+            ended = end
+    return busy
 
 
 def write_timeline(timeline: Timeline, path: str | Path) -> None:

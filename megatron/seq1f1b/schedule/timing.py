@@ -65,12 +65,13 @@ def pending(shape: Shape) -> list[float]:
 
 def run(schedule: Schedule, costs: Costs) -> list[list[Span]]:
     """Runs compute actions as early as their rank and their dependencies allow. A rank that waits for an action that
-    never runs has fewer spans than actions."""
+    never runs has fewer spans than actions. Both actions of a pair have its span, as long as one after the other."""
     shape = schedule.shape
     costs.check(shape)
     rules = rules_of(shape, costs, {action.kind for actions in schedule.ranks for action in actions})
     end_of = pending(shape)
     num_segments = shape.num_segments
+    paired = schedule.paired
     waiting: dict[int, int] = {}  # code -> the only rank that can wait for it
     runnable = list(range(len(schedule.ranks)))
     result: list[list[Span]] = [[] for _ in schedule.ranks]
@@ -79,6 +80,7 @@ def run(schedule: Schedule, costs: Costs) -> list[list[Span]]:
         """Runs a rank; yields the code of each action that it waits for."""
         spans = result[rank]
         now = 0.0
+        forward: tuple[Action, int, float] | None = None  # of a pair that has not begun, with its code and duration
         for action in schedule.ranks[rank]:
             kind, stage, microbatch, segment = action
             code, duration, needs = rules[kind][stage][segment]
@@ -89,7 +91,18 @@ def run(schedule: Schedule, costs: Costs) -> list[list[Span]]:
                 arrival = end_of[code + difference] + delay
                 if arrival > now:
                     now = arrival
+            if action in paired:
+                forward = action, code, duration
+                continue
             end = now + duration
+            if forward is not None:
+                beside, code_beside, duration_beside = forward
+                end += duration_beside
+                spans.append(Span(beside, now, end))
+                end_of[code_beside] = end
+                if code_beside in waiting:
+                    runnable.append(waiting.pop(code_beside))
+                forward = None
             spans.append(tuple.__new__(Span, (action, now, end)))  # without a call of Python code
             end_of[code] = now = end
             if code in waiting:

@@ -1,12 +1,12 @@
 """Checks that a schedule is complete and can run, and shows where it is wrong."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
-from .action import Unit
+from .action import BESIDE, Action, Unit
 from .cost_tables import Costs
 from .dependencies import dependencies, outcome
 from .kinds import COMPUTE_KINDS, Holds, Kind
-from .schedule import Schedule
+from .schedule import Place, Schedule, Shape
 from .timing import run
 
 # The kinds of actions that make a unit complete.
@@ -27,7 +27,8 @@ def validate(schedule: Schedule) -> None:
 
     Each stage needs, for each unit, one F and either one B or one I and one W, all on the stage's rank. The orders of
     the ranks and the dependencies together must have no cycle. A unit may move to the memory of the host and back once,
-    between its forward and its backward.
+    between its forward and its backward. The two actions of a pair need what either needs, and give nothing to each
+    other.
     """
     if schedule.has_moves:
         for rank in range(len(schedule.ranks)):
@@ -38,6 +39,7 @@ def validate(schedule: Schedule) -> None:
         raise ScheduleError(f"{len(schedule.ranks)} ranks given, {shape.num_ranks} expected")
     for rank in range(shape.num_ranks):
         _check_complete(schedule, rank)
+        _check_pairs(schedule, rank)
     _check_runs(schedule)
 
 
@@ -65,8 +67,23 @@ def _check_complete(schedule: Schedule, rank: int) -> None:
             )
 
 
+def _check_pairs(schedule: Schedule, rank: int) -> None:
+    actions = schedule.ranks[rank]
+    for index, action in enumerate(actions):
+        if action not in schedule.paired:
+            continue
+        beside = actions[index + 1] if index + 1 < len(actions) else None
+        if action.kind is not Kind.F or beside is None or not beside.kind.facts.gives_input_gradient:
+            words = "nothing" if beside is None else beside
+            raise _error(schedule, rank, index, f"is paired with {words}; a pair is a forward and a B or an I after it")
+        if action.unit == beside.unit:
+            raise _error(schedule, rank, index, f"runs beside {beside}, which needs it")
+
+
 def _check_moves(schedule: Schedule, rank: int) -> None:
     last: dict[Unit, Kind] = {}
+    if schedule.paired:
+        raise ScheduleError("a schedule has either pairs or moves to the host; take one of the two out")
     for index, action in enumerate(schedule.ranks[rank]):
         kind = action.kind
         before = last.get(action.unit)
@@ -89,23 +106,42 @@ def _check_runs(schedule: Schedule) -> None:
     waits: dict[int, str] = {}  # rank -> what it waits for, in the order of the walk
     rank = stuck[0]
     while rank not in waits:
-        action = schedule.ranks[rank][done[rank]]
-        needed = next(need for need in dependencies(action, schedule.shape) if need not in ran)
+        place = _ahead(schedule, rank, done[rank])
+        action, needed = _first_need(place, schedule.shape, ran)
         owner = schedule.shape.placement.rank_of(needed.stage)
         if needed not in schedule.ranks[owner]:  # the needed backward is split
             needed = needed._replace(kind=Kind.I)
         if owner == rank:
             is_ascending = action.kind is not Kind.F and needed.segment > action.segment
             rule = ": segments go backward in descending order" if is_ascending else ""
-            raise _error(schedule, rank, done[rank], f"comes before {needed}, which it needs{rule}")
-        ahead = schedule.ranks[owner][done[owner]]
-        waits[rank] = f"rank {rank}: {action} needs {needed} of rank {owner}" + (
-            "" if ahead == needed else f", where {ahead} comes first"
-        )
+            index = schedule.ranks[rank].index(action)
+            raise _error(schedule, rank, index, f"comes before {needed}, which it needs{rule}")
+        ahead = _ahead(schedule, owner, done[owner])
+        waits[rank] = f"rank {rank}: {_written(place)} needs {needed} of rank {owner}"
+        if needed not in ahead:
+            waits[rank] += f", where {_written(ahead)} comes first"
+        elif len(ahead) > 1:
+            waits[rank] += f", which runs in {_written(ahead)}"
         rank = owner
     lines = ["the schedule deadlocks; each of these waits for the next, in a cycle:"]
     lines += [*waits.values()][[*waits].index(rank) :]
     raise ScheduleError("\n".join([*lines, neighbourhood(schedule, rank, done)]))
+
+
+def _ahead(schedule: Schedule, rank: int, index: int) -> Place:
+    """What a rank has to run next."""
+    actions = schedule.ranks[rank]
+    return actions[index : index + 2] if actions[index] in schedule.paired else actions[index : index + 1]
+
+
+def _written(place: Place) -> str:
+    return BESIDE.join(map(str, place))
+
+
+def _first_need(place: Place, shape: Shape, ran: Collection[Action]) -> tuple[Action, Action]:
+    """The action of a place that has to wait, and for what."""
+    needs = ((action, need) for action in place for need in dependencies(action, shape))
+    return next((action, need) for action, need in needs if need not in ran)
 
 
 def _error(schedule: Schedule, rank: int, index: int, problem: str) -> ScheduleError:

@@ -8,6 +8,7 @@ from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from math import inf, isclose
 
 import torch
@@ -29,7 +30,7 @@ from megatron.seq1f1b.partition import balanced, packs_of_step
 from megatron.seq1f1b.platform.without_te import OUTPUT_LAYER
 from megatron.seq1f1b.process.patches import Patch, patched
 from megatron.seq1f1b.runtime import PipelineExecutor, Repacking, Segmentation
-from megatron.seq1f1b.schedule import Kind, ScheduleChoice
+from megatron.seq1f1b.schedule import Kind, ScheduleChoice, Shape
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 
@@ -95,7 +96,8 @@ def plain(model: Model) -> Model:
     """The model, of local layers that keep all their activations: one reference for every way to save memory."""
     config = tuple(entry for entry in model.config if not entry[0].startswith("recompute_"))
     without = {"transformer_engine": None, "recompute": None}
-    return replace(model, config=config, **without, keeps_latents=False, keeps_attention=False, offloads=0.0)
+    without |= {"keeps_latents": False, "keeps_attention": False, "offloads": 0.0, "pairs": False}
+    return replace(model, config=config, **without)
 
 
 def _form(model: Model, ranks: Layout, form: str) -> str:
@@ -146,7 +148,7 @@ def compare(references: References, model: Model, layout: Layout, cases: Iterabl
     first, replicas = parallel_state.get_data_parallel_rank(), replicas_of(layout)
     step = partial(run, chunks=chunks, first=first, step=replicas, groups=groups_of(layout))
     for case, (expected, expected_grads, expected_logs) in zip(cases, expectations, strict=True):
-        choice = ScheduleChoice(case.family, layout.style)
+        choice = ScheduleChoice(case.family, layout.style, pairs=model.pairs)
         # A fifth of the logits of a micro-batch on a rank: 11 tokens or less. A step of one micro-batch keeps them all.
         piece = None if case.m == 1 else case.batch * SEQUENCE * VOCABULARY // (5 * layout.context * layout.tensor)
         usual = PipelineExecutor(choice, segmentation(case), piece=piece)
@@ -180,6 +182,8 @@ def compare(references: References, model: Model, layout: Layout, cases: Iterabl
         for name, value in expected_logs.items():
             if not isclose(logs[name], value, rel_tol=2e-6):  # Megatron keeps what it logs in fp32
                 errors[name] = inf
+        if model.pairs and case.packed != "units":
+            errors |= dict.fromkeys(wrong_number_of_pairs(executor, choice, case, layout), inf)
         if model.offloads:
             has_moved = Kind.OFFLOAD in {span.action.kind for span in executor.recorder.spans()}
             if has_moved != bool(executor.context.host_memory.most_bytes):
@@ -192,6 +196,17 @@ def compare(references: References, model: Model, layout: Layout, cases: Iterabl
             if model.keeps_attention and 0 < len(usual_calls) <= len(calls):
                 errors[f"{len(calls)} calls of kernels, {len(usual_calls)} where none is kept"] = inf
         yield errors
+
+
+def wrong_number_of_pairs(
+    executor: PipelineExecutor, choice: ScheduleChoice, case: Case, layout: Layout
+) -> Iterator[str]:
+    """What is wrong, if not as many forwards as planned ran beside a backward on this rank."""
+    clock = choice.resolve(Shape(layout.placement, case.m, case.k), case.lengths, None)
+    wanted = len(clock.pairs_in(clock.order(parallel_state.get_pipeline_model_parallel_rank())))
+    found = sum(after.start < before.end for before, after in pairwise(executor.recorder.spans()))
+    if found != wanted:
+        yield f"{found} pairs instead of {wanted}"
 
 
 def segmentation(case: Case) -> Segmentation:

@@ -137,6 +137,7 @@ LOCAL_NAMES = {
     for linear, norm in (("self_attention.linear_qkv", "input_layernorm"), ("mlp.linear_fc1", "pre_mlp_layernorm"))
     for kind in ("weight", "bias")
 }
+EXPERTS = ".experts.local_experts."
 # Of Transformer Engine's grouped products, which have a weight for each expert in one layer.
 GROUPED = re.compile(r"^mlp\.experts\.(linear_fc[12])\.weight(\d+)$")
 
@@ -146,12 +147,14 @@ def named(chunks):
     for chunk in chunks:
         chunk = getattr(chunk, "module", chunk)
         for name, param in chunk.named_parameters():
+            if EXPERTS in name:
+                path, rest = name.split(EXPERTS)
+                number, rest = rest.split(".", 1)
+                experts = chunk.get_submodule(path).local_expert_indices
+                name = f"{path}{EXPERTS}{experts[int(number)]}.{rest}"
             if name.startswith("decoder.layers."):
                 _, _, local, rest = name.split(".", 3)
                 layer = chunk.decoder.layers[int(local)]
-                if rest.startswith("mlp.experts.local_experts."):
-                    *path, number, linear, parameter = rest.split(".")
-                    rest = ".".join((*path, str(layer.mlp.local_expert_indices[int(number)]), linear, parameter))
                 rest = GROUPED.sub(r"mlp.experts.local_experts.\2.\1.weight", rest)
                 name = f"decoder.layers.{layer.layer_number - 1}.{LOCAL_NAMES.get(rest, rest)}"
             if name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:

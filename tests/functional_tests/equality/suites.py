@@ -98,6 +98,8 @@ SECOND_DENSE = SHARED_EXPERTS.but(moe_layer_freq=(0, 1))
 BIASED = mixture(moe_router_enable_expert_bias=True, moe_router_score_function="sigmoid").but(dtype=torch.float32)
 BALANCED = balanced("aux_loss", "seq_aux_loss", moe_z_loss_coeff=0.1)
 EXCHANGED = balanced("aux_loss", moe_z_loss_coeff=0.1, **ALL_TO_ALL)
+PAIRED = balanced("aux_loss", "seq_aux_loss", moe_z_loss_coeff=0.1, **ALL_TO_ALL)
+PAIRED = PAIRED.but(pairs=True, moe_shared_expert_intermediate_size=16)
 LATENT_EXPERTS = LATENT.but(layers=4, **dict(balanced("aux_loss", moe_layer_freq=(0, 1, 1, 1)).config))
 OF_UNITS = SLIDING, mixture(), EXACT.but(**LEARNED_RECOMPUTED), LATENT, hybrid("GE*-"), hybrid("M*M-")
 PREDICTION = EXACT.but(mtp_num_layers=2, mtp_loss_scaling_factor=0.7)
@@ -174,7 +176,29 @@ def transformer_engine_experts():
         yield selective(model, "moe_act", "layernorm"), replace(PIPELINE, overlap=True), cases[1:3]
 
 
+def pairs(pipeline: int):
+    """A forward beside a backward of another unit, by Megatron's schedule plans."""
+    layout = Layout(pipeline=pipeline, expert=2)
+    yield PAIRED, layout, FEW + SPLIT[1:3]
+    yield PAIRED.but(per_token_loss=True), layout, [Case("1f1b", 1, 3, "even", "random"), FEW[2]]
+    yield SHARED_EXPERTS.but(pairs=True, per_token_loss=True), layout, UNITS[:2]
+    yield PAIRED.but(mtp_num_layers=1, mtp_loss_scaling_factor=0.7), layout, FEW[1:3]
+    yield SECOND_DENSE.but(pairs=True), layout, FEW[2:3]
+    yield PAIRED, replace(layout, **SHARDED), consecutive("1f1b") + consecutive("zb-h1")
+    yield EXCHANGED.but(pairs=True), layout, packed(FEW[:3], "mask", "tokens", "cu_seqlens")
+    yield LATENT_EXPERTS.but(pairs=True, **ALL_TO_ALL), layout, FEW[1:3]
+    for style in ("looped", "v"):
+        if pipeline > 1:
+            yield PAIRED.but(layers=4), replace(layout, chunks=2, style=style), FEW[:4] + SPLIT[2:3]
+    yield selective(PAIRED, "shared_experts", "layernorm", "core_attn"), layout, FEW[2:3] + SPLIT[2:3]
+
+
 SUITES = {
+    # Forwards run beside backwards.
+    "dp2-pairs": pairs(1),
+    "pp2-dp2-pairs": pairs(2),
+    "tp2-pairs": [(PAIRED, replace(TENSOR, expert=2, expert_tensor=1), [FEW[2], SPLIT[2]])],
+    "cp2-pairs": [(PAIRED, replace(CONTEXT, expert=2, distributed_optimizer=True), SHARED[1:3])],
     # Full recomputation that leaves attention out; gradients are bitwise those without recomputation, too.
     "kept-attention": [
         (Model(kv_heads=2).but(**KEPT), PIPELINE, FEW + SPLIT[1:4]),

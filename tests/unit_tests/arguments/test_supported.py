@@ -33,6 +33,8 @@ CLAUSES = {
         "pipeline_model_parallel_layout": "Et|tt|tm|L",
     },
     "tied embeddings": {"untie_embeddings_and_output_weights": False},
+    "a dense last layer": {"moe_layer_freq": [1, 0]},
+    "E": {"hybrid_layer_pattern": "*E", "padded_vocab_size": None},
     "a recipe of kitchen": {"kitchen_recipe_number": 0},
     "D (sparse attention)": {"hybrid_layer_pattern": "*D"},
     "G": {"hybrid_layer_pattern": "G-*-", "padded_vocab_size": None},
@@ -66,8 +68,14 @@ FLAGS = {
     OurFeature.V_CHUNKS: ("--pipeline-schedule", "1f1b", "--pipeline-placement", "v"),
     OurFeature.OFFLOAD: ("--pipeline-schedule", "1f1b", "--offload-activations", "1"),
     OurFeature.PARTITIONED_STATE: ("--pipeline-schedule", "1f1b", "--partition-state"),
+    OurFeature.PAIRS: ("--pipeline-schedule", "1f1b"),
     OurFeature.SEGMENTS_OF_TOKENS: ("--segment-tokens", "16"),
     OurFeature.UNITS: ("--unit-tokens", "16"),
+}
+IN_PAIRS = {
+    "overlap_moe_expert_parallel_comm": True,
+    "expert_model_parallel_size": 2,
+    "moe_token_dispatcher_type": "alltoall",
 }
 IN_UNITS = {"calculate_per_token_loss": True, "reset_attention_mask": True, "micro_batch_size": 1}
 ROWS = [(use, row) for use, rows in UNSUPPORTED.items() for row in rows]
@@ -104,7 +112,8 @@ def test_an_unsupported_feature_is_one_sentence(monkeypatch, tmp_path, use, row)
         settings["pipeline_schedule_file"] = tmp_path / "mine.csv"
         settings["pipeline_schedule_file"].write_text("0F0,0B0\n1F0,1B0\n")
         settings.setdefault("pipeline_schedule", None)
-    args = parsed(*FLAGS[use], **IN_UNITS if use is OurFeature.UNITS else {})
+    needed = {OurFeature.UNITS: IN_UNITS, OurFeature.PAIRS: IN_PAIRS}.get(use, {})
+    args = parsed(*FLAGS[use], **needed)
     vars(args).update(settings)
     with pytest.raises(ValueError) as error:
         validate(args)
@@ -119,7 +128,7 @@ def test_the_flags_of_the_table_are_megatrons_and_off():
     flags = {word for _, row in ROWS for word in row.feature.split() if word.startswith("--")}
     assert len(flags) > 60 and {flag: known[flag].dest for flag in flags} == {flag: setting_of(flag) for flag in flags}
     on = [row.feature for _, row in ROWS if row.holds(vars(parser.parse_args([])))]
-    assert len(on) == 3 and all(feature.startswith("a run without") for feature in on)
+    assert len(on) == 5 and all(feature.startswith("a run without") for feature in on)
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,16 @@ def test_moves_to_the_host_have_spans_of_their_own(tmp_path):
     assert moves and {round(span.end - span.start, 9) for span in moves} == {0.5}
 
 
+def test_pairs_have_one_time_and_a_cell(tmp_path):
+    words = [*SIZES, "--overlap-moe-expert-parallel-comm"]
+    for end in ("csv", "json"):
+        assert seq1f1b("plot", *words, "--output", tmp_path / f"a.{end}") == 0
+    assert read_csv(tmp_path / "a.csv") == build("1f1b", Shape(Placement(4), 3, 2), pairs=True)
+    timeline = read_timeline(tmp_path / "a.json")
+    assert [len(timeline.paired(rank)) for rank in range(4)] == [0, 0, 4, 8]
+    assert timeline.busy(3) == 3 * 2 * 3
+
+
 def test_costs_from_a_file_for_auto(tmp_path):
     (tmp_path / "costs.json").write_text(json.dumps({"f": [1, 2], "i": 1.5, "message": 0.1, "activation": 2}))
     chunks = ["--num-virtual-stages-per-pipeline-rank", 2, "--pipeline-placement", "v"]

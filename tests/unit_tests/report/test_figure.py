@@ -8,7 +8,18 @@ import pytest
 
 from megatron.seq1f1b.report import plot_timelines, to_trace
 from megatron.seq1f1b.report.style import BOXES
-from megatron.seq1f1b.schedule import Action, Kind, Placement, Shape, Span, Timeline, build, sequences_held, simulate
+from megatron.seq1f1b.schedule import (
+    PAIRED,
+    Action,
+    Kind,
+    Placement,
+    Shape,
+    Span,
+    Timeline,
+    build,
+    sequences_held,
+    simulate,
+)
 
 # Linear RGB as seen without the cones for long, middle and short waves (Machado et al. 2009, severity 1).
 DEFICIENCIES = {
@@ -70,6 +81,17 @@ def test_in_one_column_numbers_drop_out_where_they_do_not_fit(tmp_path):
     inches, shown = texts(tmp_path / "a.svg", large, width=60)
     assert inches == pytest.approx(60) and shown.count("11") == 3 * 16 * 2
     assert texts(tmp_path / "a.svg", large)[0] == pytest.approx(8), "a page"
+
+
+def test_the_two_of_a_pair_share_the_height_of_a_row(tmp_path):
+    timeline = simulate(PAIRED["1f1b"](Shape(Placement(1), 2)).schedule())
+    assert [str(action) for action in sorted(timeline.paired(0))] == ["0B0.0", "0F1.0"]
+    plot_timelines([timeline], tmp_path / "a.svg", has_labels=False)
+    picture = (tmp_path / "a.svg").read_text()
+    sides = re.findall(r'd="M [\d.]+ ([\d.]+) \nL [\d.]+ [\d.]+ \nL [\d.]+ ([\d.]+)', picture)
+    heights = sorted(float(low) - float(high) for high, low in sides if float(low) > float(high))
+    whole = heights[-1]
+    assert heights == pytest.approx([whole / 2, whole / 2, whole, whole], abs=0.01)
 
 
 def test_timelines_of_different_units_do_not_share_an_axis(tmp_path):

@@ -1,5 +1,6 @@
 """Spans, readings and peak memory of a step, on a CPU and by events on a GPU; clocks of several ranks."""
 
+import time
 from functools import partial
 from types import SimpleNamespace
 
@@ -50,6 +51,19 @@ def test_a_gpu_is_timed_by_events_and_nothing_waits_in_a_step(monkeypatch):
     assert spans[0].start - recorder.origin == pytest.approx(0.01)
     reading = recorder.reading()
     assert (reading.busy, reading.duration) == (pytest.approx(0.03), pytest.approx(0.06))
+
+
+def test_the_two_of_a_pair_share_their_time(monkeypatch, memory_of_the_process):
+    moments = iter(map(float, range(10)))
+    monkeypatch.setattr(time, "perf_counter", lambda: next(moments))
+    recorder = Recorder(torch.device("cpu"))
+    with recorder.span(parse_action("0F0.0")):
+        pass
+    with recorder.span(parse_action("0B0.0")), recorder.span(parse_action("0F1.0")):
+        pass
+    reading = recorder.reading()
+    assert reading.busy == 1 + 3
+    assert [str(span.action) for span in recorder.spans()] == ["0F0.0", "0B0.0", "0F1.0"]
 
 
 def test_the_peak_counts_what_was_freed_and_not_what_was_before(memory_of_the_process):

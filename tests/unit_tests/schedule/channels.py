@@ -42,6 +42,7 @@ def execute(lowered: Schedule, costs: Costs | None = None, *, one_queue=False, i
     arrived = {None: 0.0}
     spans = [[] for _ in ranks]
     now, index = [0.0] * len(ranks), [0] * len(ranks)
+    waiting = [()] * len(ranks)  # the forward of a pair, until its backward can run
 
     def transfer(channel: Channel) -> None:
         """Runs all transfers of the channel that can run."""
@@ -72,9 +73,13 @@ def execute(lowered: Schedule, costs: Costs | None = None, *, one_queue=False, i
             needed = message_needed(action, shape)
             if needed not in arrived:
                 return False
-            start = max(now[rank], arrived[needed])
-            now[rank] = start + costs.duration(action.kind, action.stage, action.segment)
-            spans[rank].append(Span(action, start, now[rank]))
+            start = now[rank] = max(now[rank], arrived[needed])
+            together, waiting[rank] = (*waiting[rank], action), ()
+            if action in lowered.paired:
+                waiting[rank] = together
+                return True
+            now[rank] += sum(costs.duration(each.kind, each.stage, each.segment) for each in together)
+            spans[rank] += [Span(each, start, now[rank]) for each in together]
         elif channel := channels[rank].get(action[:2]):
             end = ends[channel, rank == channel.source]
             if one_queue and end.posted:

@@ -1,0 +1,216 @@
+"""A forward and a backward beside each other, by Megatron's schedule plans.
+
+A plan (megatron/core/models/common/model_chunk_schedule_plan.py) divides the layers of a model chunk into nodes: on one
+stream attention with the router, and experts; on another the exchange before and after these. Run together, a node of
+the forward's plan computes while one of the backward's exchanges, and the other way round. Each node runs under the
+segment of its own unit. A unit goes backward by the plan of its forward, so a step with pairs runs all of its forwards
+and backwards by plans, alone or not.
+
+A pair is one action in the order of all ranks (schedule/one_queue.py): its exchanges meet those of the ranks that share
+the experts, which run the same program, and none of its nodes waits for a message of the pipeline.
+
+Tested in functional_tests/test_equality.py by test_a_step.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from megatron.core.pipeline_parallel.utils import NoopScheduleNode, ScheduleNode, set_streams
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from torch import Tensor
+
+from ..model import Segment
+from ..schedule import Action, Kind, Unit
+from .forward_segments import SegmentForwards
+from .interpreter import Handlers, Interpreter
+
+# Of a layer of a plan.
+_NODES = "pre_dispatch_computation", "moe_dispatch", "mlp", "moe_combine", "mtp_post_process"
+
+
+class LastOutput(NamedTuple):
+    """The output of the last stage for a segment, as a leaf, and the scalar that stands for it in the backward."""
+
+    leaf: Tensor
+    stand_in: Tensor
+
+
+class PlannedUnit(NamedTuple):
+    """A unit between its forward and its backward: its plan, its input unless it is on the first stage, and its output
+    if it is on the last."""
+
+    plan: Any
+    arrived: Tensor | None
+    last: LastOutput | None = None
+
+
+class PlannedBackward(NamedTuple):
+    """A backward that can run: the plan of its forward, and the gradient of its output."""
+
+    plan: Any
+    gradient: Tensor
+
+
+class PlannedForwards(SegmentForwards):
+    """Runs the model on one segment after the other by plans, each beside the backward of another if there is one."""
+
+    def forward_beside(
+        self, stage: int, segment: Segment, arrived: Tensor | None, beside: PlannedBackward | None
+    ) -> tuple[PlannedUnit, Tensor]:
+        """A unit whose input has `arrived`, and the output of its stage; the backward `beside` it has run, too. Raises
+        ValueError for a model without plans."""
+        chunk = self._chunk_of[stage]
+        call = self._calls.at(chunk, segment.microbatch)
+        model: Any = self._calls.models[chunk]
+        require_plans(model)
+        plan: Any = None
+
+        def forward(*positional: Any, **named: Any) -> Any:
+            nonlocal plan
+            plan = model.build_schedule_plan(*positional, **named)
+            self._run_under(plan, stage, segment)
+            return run_plans(plan, beside)
+
+        output = self._run_model(call, chunk, segment, arrived, forward)
+        if stage != self._last_stage:
+            return PlannedUnit(plan, arrived), self._take(call, stage, segment, output)
+        if not isinstance(output, Tensor):
+            raise ValueError(
+                f"the model returns a {type(output).__name__}, but plans of pairs go backward from a tensor; drop "
+                "--overlap-moe-expert-parallel-comm"
+            )
+        leaf = output.detach().requires_grad_()
+        last = LastOutput(leaf, stand_in=self._take(call, stage, segment, leaf))
+        return PlannedUnit(plan, arrived, last), output
+
+    def output_gradient(self, last: LastOutput, segment: Segment) -> Tensor:
+        """The gradient of what the last stage returned for a segment."""
+        torch.autograd.backward(last.stand_in, self.loss_gradient(last.stand_in, segment))
+        gradient = last.leaf.grad
+        assert gradient is not None, "what stands for an output gives its gradient"
+        return gradient
+
+    def _run_under(self, plan: Any, stage: int, segment: Segment) -> None:
+        """Let every node of a plan run, forward and backward, under the segment of its unit."""
+        unit = stage, segment.microbatch, segment.index
+
+        def under(function: Callable[..., Any]) -> Callable[..., Any]:
+            def run(*given: Any) -> Any:
+                with self._context.running(segment, True, unit):
+                    return function(*given)
+
+            return run
+
+        for node in nodes(plan):
+            node.forward_func = under(node.forward_func)
+            node.backward_func = under(node.backward_func)
+
+
+def nodes(plan: Any) -> Iterator[ScheduleNode]:
+    """The nodes of a plan that do something."""
+    found = [plan.pre_process, plan.post_process]
+    for index in range(plan.num_layers()):
+        layer = plan.get_layer(index)
+        found += [getattr(layer, name) for name in _NODES]
+    return (node for node in found if node is not None and not isinstance(node, NoopScheduleNode))
+
+
+def require_plans(model: Any) -> None:
+    """Raise ValueError for a model that has no plans, or that these compute in another way."""
+    if not hasattr(model, "build_schedule_plan"):
+        raise ValueError(
+            f"a {type(model).__name__} has no schedule plans, which --overlap-moe-expert-parallel-comm needs; drop it"
+        )
+    layers = model.decoder.layers
+    if model.decoder.final_layernorm is not None and len(layers) and not isinstance(layers[-1].mlp, MoELayer):
+        raise ValueError(
+            "the last layer of the model has no experts, and Megatron's schedule plans would leave out the norm behind "
+            "it; drop --overlap-moe-expert-parallel-comm"
+        )
+
+
+def run_plans(forward: Any, backward: PlannedBackward | None) -> Any:
+    """The output of a forward, if there is one; a backward has run beside it."""
+    if backward is None:
+        return type(forward).run(forward, None)
+    return type(backward.plan).run(forward, backward.plan, b_grad=backward.gradient)
+
+
+class PairInterpreter(Interpreter):
+    """Runs a program with pairs."""
+
+    forwards: PlannedForwards
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        set_streams(high_priority=getattr(self.step.config, "high_priority_a2a_comm_stream", False))
+        self._waiting: Action | None = None  # the forward of a pair, for the backward after it
+        self._units: dict[Unit, PlannedUnit] = {}  # between their forwards and backwards
+
+    def run(self) -> None:
+        """Run the actions in order; an error names the action and those around it."""
+        super().run()
+        assert not self._units, f"plans outlived the step: {[*self._units]}"
+
+    def _forward(self, action: Action) -> None:
+        if action in self.program.paired:
+            self._waiting = action
+        else:
+            self._run_both(action, None)
+
+    def _backward(self, action: Action) -> None:
+        forward = self._waiting
+        self._waiting = None
+        self._run_both(forward, action)
+
+    def _run_both(self, forward: Action | None, backward: Action | None) -> None:
+        """Run a forward, a backward, or both beside each other."""
+        if backward is None:
+            self._run_forward(forward, None)
+            return
+        self.syncs[self._chunk_of[backward.stage]].before_backward()
+        unit = self._units.pop(backward.unit)
+        beside = PlannedBackward(unit.plan, self._gradient_for(backward, unit))
+        with self.recorder.span(backward), self._reducing(Kind.I, backward):
+            self._run_forward(forward, beside)
+            self._end_backward(backward, unit.arrived)
+
+    def _run_forward(self, action: Action | None, beside: PlannedBackward | None) -> None:
+        """Run a forward, if there is one, and the backward beside it."""
+        if action is None:
+            run_plans(None, beside)
+            return
+        _, stage, microbatch, index = action
+        arrived = self._input_of(action, is_forward=True)
+        self.syncs[self._chunk_of[stage]].before_forward()
+        segment = self.step.segments[microbatch][index]
+        with self.recorder.span(action):
+            unit, output = self.forwards.forward_beside(stage, segment, arrived, beside)
+        self._units[action.unit] = unit
+        if stage != self._last_stage:
+            self._outgoing[Kind.SEND_F, *action.unit] = output
+
+    def _gradient_for(self, action: Action, unit: PlannedUnit) -> Tensor:
+        """The gradient of the output of a unit that goes backward."""
+        _, stage, microbatch, index = action
+        if unit.last is not None:
+            return self.forwards.output_gradient(unit.last, self.step.segments[microbatch][index])
+        gradient = self._input_of(action, is_forward=False)
+        assert gradient is not None, f"{action} has no gradient from stage {stage + 1}"
+        return gradient
+
+    def _end_backward(self, action: Action, arrived: Tensor | None) -> None:
+        kind, stage, microbatch, index = action
+        segment = self.step.segments[microbatch][index]
+        with self.context.running(segment, True, action.unit):
+            self.forwards.end_backward(stage, segment)
+            if self.program.splits_backwards and kind.facts.gives_weight_gradient:
+                with self._reducing(Kind.W, action):
+                    self.context.weight_gradients.compute(action.unit)
+        if arrived is not None:
+            gradient = arrived.grad
+            assert gradient is not None, f"stage {stage} gives its input no gradient"
+            self._outgoing[Kind.SEND_B, *action.unit] = gradient
+
+    HANDLERS: ClassVar[Handlers] = Interpreter.HANDLERS | {Kind.F: _forward, Kind.B: _backward, Kind.I: _backward}
