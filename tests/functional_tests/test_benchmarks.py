@@ -1,6 +1,9 @@
 """The benchmarks and `seq1f1b profile` run and measure what they claim to; speed itself is not tested."""
 
 import json
+import os
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -67,6 +70,20 @@ def test_steps_predicted_from_single_actions(launch):
     rows = [row.split()[-4:-2] for row in log.splitlines() if ", C = " in row]
     assert len(rows) == 8 and "mean error" in log
     assert all(float(number) > 0 for row in rows for number in row)
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not all(map(shutil.which, ("ip", "tc"))), reason="needs root, ip and tc")
+def test_a_slow_link_between_two_namespaces():
+    command = [sys.executable, ROOT / "tools" / "benchmark_network.py", *TINY]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    if "Operation not permitted" in run.stderr:
+        pytest.skip("namespaces are not permitted here")
+    assert run.returncode == 0, run.stderr
+    rows = [line.split(" | ") for line in run.stdout.splitlines() if line.startswith(("| 0.1 ", "| 0.5 ", "| 1 "))]
+    assert len(rows) == 12 and all(float(row[2]) > 0 and float(row[3]) > 0 for row in rows)
+    assert "The ratios are predicted " in run.stdout
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)
+    assert "seq1f1b" not in listed.stdout
 
 
 def test_the_longest_sequence_in_a_given_memory(launch):

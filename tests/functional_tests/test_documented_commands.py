@@ -25,6 +25,7 @@ ELSEWHERE = {
     r"sbatch .* scripts/slurm/pretrain_gpt\.sbatch": "functional_tests/test_slurm.py",
     r"salloc .* bash scripts/check_cluster\.sh .*": "functional_tests/test_check_cluster.py",
     r"torchrun .* tools/benchmark_prediction\.py.*": "functional_tests/test_benchmarks.py",
+    r"sudo .*python tools/benchmark_network\.py.*": "functional_tests/test_benchmarks.py",
     r"python tools/benchmark_attention\.py.*": "functional_tests/test_benchmarks.py",
     r"python tools/benchmark_longest\.py.*": "functional_tests/test_benchmarks.py",
     r"python tools/benchmark_host\.py": "unit_tests/runtime/test_host_share.py",

@@ -1,0 +1,261 @@
+#!/usr/bin/env python3
+"""Hold the simulator against a slow network: two ranks in network namespaces of one machine, over a limited link.
+
+    sudo python tools/benchmark_network.py --seq-length 4096 --hidden-size 256 --repeats 7
+
+1F1B, its interleaved form, Seq1F1B and Seq1F1B-I run at rates of the link at which the output of a stage takes a tenth,
+a half and all of the time of its forward. Times of actions come from runs without a limit, latency and bandwidth of the
+limited link from messages of two sizes; steps are simulated by these and timed in turn. Needs root, `ip` and `tc`
+(iproute2), and gloo. The namespaces are gone at the end.
+"""
+
+from benchmarking.device import parser_of, start  # before Megatron
+
+# isort: split
+import argparse
+import logging
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from benchmark import run_step
+from benchmarking.model import Batch, build_model, use_ranks
+from benchmarking.prediction import Profile, predicted_seconds, profile_of
+from benchmarking.variants import Variant, ours
+from megatron.seq1f1b.partition import even, segment_times
+from megatron.seq1f1b.schedule import Kind
+
+_SPACES = ("seq1f1b-0", "seq1f1b-1")
+_INTERFACES = ("seq1f1b-v0", "seq1f1b-v1")
+_ADDRESSES = ("10.211.77.1", "10.211.77.2")
+_PORT = "29511"
+# Of the time of a forward, what its output takes on the link.
+SHARES = (0.1, 0.5, 1.0)
+_MICROBATCHES = 4
+# By number of model chunks: the name of a method and its segments.
+METHODS = {
+    1: (("1F1B", 1), ("Seq1F1B, k = 4", 4)),
+    2: (("interleaved 1F1B, C = 2", 1), ("Seq1F1B-I, k = 4, C = 2", 4)),
+}
+_PROFILED = (1, 2, 4, 8)  # segments of the runs that are the profile
+# A message in flight may wait in the queue of the interface.
+_QUEUE_BYTES = 256 * 2**20
+_BURST_BYTES = 128 * 2**10
+_FIXED = {
+    "schedule": ["1f1b"],
+    "placement": "looped",
+    "context_parallel_size": 1,
+    "sequence_split_profile": None,
+}
+
+
+class Link(NamedTuple):
+    """What messages take: a latency in seconds, and bytes/s."""
+
+    latency: float
+    bandwidth: float
+
+    def seconds(self, size: int) -> float:
+        return self.latency + size / self.bandwidth
+
+
+class Result(NamedTuple):
+    """A method at one rate of the link, in seconds a step."""
+
+    share: float
+    method: str
+    measured: float
+    predicted: float
+
+
+def parse() -> argparse.Namespace:
+    parser = parser_of(__doc__, seq_length=4096)
+    return argparse.Namespace(**_FIXED, **vars(parser.parse_args()))
+
+
+def limit(interface: str, rate: float | None) -> None:
+    """Let an interface of this namespace send so many bytes/s; None: any number."""
+    subprocess.run(["tc", "qdisc", "del", "dev", interface, "root"], stderr=subprocess.DEVNULL, check=False)
+    if rate is not None:
+        bucket = f"tbf rate {8 * rate:.0f}bit burst {_BURST_BYTES} limit {_QUEUE_BYTES}"
+        subprocess.run(["tc", "qdisc", "add", "dev", interface, "root", *bucket.split()], check=True)
+
+
+def measured_link(size: int, repeats: int = 5) -> Link:
+    """By half of the median time there and back of messages of `size` bytes and a quarter of it."""
+    taken = [_message_seconds(each, repeats) for each in (size, size // 4)]
+    bandwidth = (size - size // 4) / max(taken[0] - taken[1], 1e-9)
+    found = [Link(max(0.0, taken[0] - size / bandwidth), bandwidth)]
+    dist.broadcast_object_list(found, src=0)
+    return found[0]
+
+
+def _message_seconds(size: int, repeats: int) -> float:
+    tensor = torch.zeros(size // 4)
+    rank = dist.get_rank()
+    seconds = []
+    for _ in range(repeats):
+        dist.barrier()
+        began = time.perf_counter()
+        for sender in (0, 1):
+            if rank == sender:
+                dist.send(tensor, 1 - sender)
+            else:
+                dist.recv(tensor, sender)
+        seconds.append((time.perf_counter() - began) / 2)
+    return statistics.median(seconds)
+
+
+def timed(variants: list[Variant], repeats: int) -> list[float]:
+    """Median seconds of a step of each, in turn; the first round warms up."""
+    for variant in variants:
+        for values in (variant.seconds, variant.cpu_seconds, variant.spans):
+            values.clear()
+    for _ in range(repeats + 1):
+        for variant in variants:
+            run_step(variant)
+    for variant in variants:
+        for values in (variant.seconds, variant.cpu_seconds, variant.spans):
+            del values[:1]
+    return [statistics.median(variant.seconds) for variant in variants]
+
+
+def forward_seconds(profile: Profile, length: int) -> float:
+    """The forward of a whole sequence on the slowest stage."""
+    return max(segment_times((length,), stage)[0] for stage in profile[Kind.F])
+
+
+def compare(args: argparse.Namespace, num_chunks: int, interface: str, rates: dict[float, float]) -> Iterator[Result]:
+    """The methods with this number of chunks. `rates` are bytes/s by share, and found where it is empty."""
+    limit(interface, None)
+    use_ranks(num_chunks)
+    model = build_model(args, num_chunks)
+    batch = Batch(args)
+
+    def variant(schedule: str, segments: int, microbatches: int) -> Variant:
+        return ours(args, schedule, "even", even(args.seq_length, segments), model, batch, microbatches)
+
+    profiled = [variant("zb-h1", segments, 1) for segments in _PROFILED]
+    timed(profiled, args.repeats)
+    profile = profile_of(profiled)
+    bytes_of_token = 4 * args.hidden_size
+    if not rates:
+        found = [
+            {
+                share: bytes_of_token * args.seq_length / (share * forward_seconds(profile, args.seq_length))
+                for share in SHARES
+            }
+        ]
+        dist.broadcast_object_list(found, src=0)
+        rates.update(found[0])
+    variants = [variant("1f1b", segments, _MICROBATCHES) for _, segments in METHODS[num_chunks]]
+    for share, rate in rates.items():
+        limit(interface, rate)
+        dist.barrier()
+        link = measured_link(bytes_of_token * args.seq_length)
+        seconds = timed(variants, args.repeats)
+        for (name, segments), each, taken in zip(METHODS[num_chunks], variants, seconds, strict=True):
+            message = link.seconds(bytes_of_token * args.seq_length // segments)
+            yield Result(share, name, taken, predicted_seconds(each, profile, message))
+    limit(interface, None)
+
+
+def table(results: list[Result]) -> str:
+    """Each method at each rate, with its step as a part of that of 1F1B at the same rate."""
+    head = ("message of a forward", "method", "step s", "predicted", "to 1F1B", "predicted", "error")
+    lines = [f"| {' | '.join(head)} |", len(head) * "|---" + "|"]
+    errors = []
+    for share in SHARES:
+        of_share = [result for result in results if result.share == share]
+        first = of_share[0]
+        for result in of_share:
+            measured = result.measured / first.measured
+            predicted = result.predicted / first.predicted
+            error = predicted / measured - 1
+            if result is not first:
+                errors.append(abs(error))
+            lines.append(
+                f"| {share:g} | {result.method} | {result.measured:.2f} | {result.predicted:.2f} | {measured:.2f} | "
+                f"{predicted:.2f} | {100 * error:+.1f} % |"
+            )
+    off = f"{100 * statistics.mean(errors):.1f} % off in the mean, {100 * max(errors):.1f} % at worst"
+    return "\n".join([*lines, "", f"The ratios are predicted {off}."])
+
+
+def run_rank() -> None:
+    args = parse()
+    logging.disable(logging.INFO)
+    start()
+    interface = _INTERFACES[dist.get_rank()]
+    rates: dict[float, float] = {}
+    results = [result for chunks in METHODS for result in compare(args, chunks, interface, rates)]
+    if dist.get_rank() == 0:
+        print(
+            f"2 ranks, {_MICROBATCHES} micro-batches of one sequence of {args.seq_length} tokens, {args.num_layers} "
+            f"layers, hidden {args.hidden_size}; medians of {args.repeats}; links of "
+            f"{', '.join(f'{rate / 1e6:.3g}' for rate in rates.values())} MB/s\n\n{table(results)}"
+        )
+    dist.destroy_process_group()
+
+
+@contextmanager
+def linked_namespaces() -> Iterator[None]:
+    """Two network namespaces with a link between them."""
+    commands = [f"ip netns add {space}" for space in _SPACES]
+    near, far = (f"{interface} netns {space}" for interface, space in zip(_INTERFACES, _SPACES, strict=True))
+    commands.append(f"ip link add {near} type veth peer name {far}")
+    for space, interface, address in zip(_SPACES, _INTERFACES, _ADDRESSES, strict=True):
+        commands += [
+            f"ip -n {space} address add {address}/24 dev {interface}",
+            f"ip -n {space} link set {interface} up",
+            f"ip -n {space} link set lo up",
+        ]
+    try:
+        for command in commands:
+            subprocess.run(command.split(), check=True)
+        yield
+    finally:
+        for space in _SPACES:
+            subprocess.run(["ip", "netns", "del", space], stderr=subprocess.DEVNULL, check=False)
+
+
+def launch() -> int:
+    """Run a rank in each namespace; returns an exit code."""
+    if os.geteuid() != 0 or not all(map(shutil.which, ("ip", "tc"))):
+        print("error: network namespaces and limits of links need root, and ip and tc of iproute2", file=sys.stderr)
+        return 1
+    with linked_namespaces():
+        ranks = []
+        for rank, (space, interface) in enumerate(zip(_SPACES, _INTERFACES, strict=True)):
+            names = {
+                "RANK": str(rank),
+                "WORLD_SIZE": "2",
+                "LOCAL_RANK": "0",
+                "MASTER_ADDR": _ADDRESSES[0],
+                "MASTER_PORT": _PORT,
+                "GLOO_SOCKET_IFNAME": interface,
+            }
+            command = ["ip", "netns", "exec", space, sys.executable, *sys.argv]
+            ranks.append(subprocess.Popen(command, env=os.environ | names))
+        try:
+            return max(abs(rank.wait()) for rank in ranks)
+        finally:
+            for rank in ranks:
+                rank.kill()
+
+
+if __name__ == "__main__":
+    parse()
+    if "RANK" in os.environ:
+        run_rank()
+    else:
+        sys.exit(launch())
