@@ -4,9 +4,9 @@
     sudo python tools/benchmark_network.py --seq-length 4096 --hidden-size 256 --repeats 7
 
 1F1B, its interleaved form, Seq1F1B and Seq1F1B-I run at rates of the link at which the output of a stage takes a tenth,
-a half and all of the time of its forward. Times of actions come from runs without a limit, latency and bandwidth of the
-limited link from messages of two sizes; steps are simulated by these and timed in turn. Needs root, `ip` and `tc`
-(iproute2), and gloo. The namespaces are gone at the end.
+a half and all of the time of its forward. Times of actions come from runs of zb-h1 in one to eight segments, latency
+and bandwidth of the limited link from messages of two sizes; steps are simulated by these, and timed in turn with those
+runs. Needs root, and `ip` and `tc` of iproute2. The namespaces are gone at the end.
 """
 
 from benchmarking.device import parser_of, start  # before Megatron
@@ -115,8 +115,8 @@ def _message_seconds(size: int, repeats: int) -> float:
     return statistics.median(seconds)
 
 
-def timed(variants: list[Variant], repeats: int) -> list[float]:
-    """Median seconds of a step of each, in turn; the first round warms up."""
+def timed(variants: list[Variant], repeats: int) -> None:
+    """Time steps of each, in turn; the first round warms up."""
     for variant in variants:
         for values in (variant.seconds, variant.cpu_seconds, variant.spans):
             values.clear()
@@ -126,7 +126,6 @@ def timed(variants: list[Variant], repeats: int) -> list[float]:
     for variant in variants:
         for values in (variant.seconds, variant.cpu_seconds, variant.spans):
             del values[:1]
-    return [statistics.median(variant.seconds) for variant in variants]
 
 
 def forward_seconds(profile: Profile, length: int) -> float:
@@ -145,27 +144,23 @@ def compare(args: argparse.Namespace, num_chunks: int, interface: str, rates: di
         return ours(args, schedule, "even", even(args.seq_length, segments), model, batch, microbatches)
 
     profiled = [variant("zb-h1", segments, 1) for segments in _PROFILED]
-    timed(profiled, args.repeats)
-    profile = profile_of(profiled)
+    variants = [variant("1f1b", segments, _MICROBATCHES) for _, segments in METHODS[num_chunks]]
     bytes_of_token = 4 * args.hidden_size
     if not rates:
-        found = [
-            {
-                share: bytes_of_token * args.seq_length / (share * forward_seconds(profile, args.seq_length))
-                for share in SHARES
-            }
-        ]
+        timed(profiled, args.repeats)
+        forward = forward_seconds(profile_of(profiled), args.seq_length)
+        found = [{share: bytes_of_token * args.seq_length / (share * forward) for share in SHARES}]
         dist.broadcast_object_list(found, src=0)
         rates.update(found[0])
-    variants = [variant("1f1b", segments, _MICROBATCHES) for _, segments in METHODS[num_chunks]]
     for share, rate in rates.items():
         limit(interface, rate)
         dist.barrier()
         link = measured_link(bytes_of_token * args.seq_length)
-        seconds = timed(variants, args.repeats)
-        for (name, segments), each, taken in zip(METHODS[num_chunks], variants, seconds, strict=True):
+        timed([*profiled, *variants], args.repeats)
+        profile = profile_of(profiled)
+        for (name, segments), each in zip(METHODS[num_chunks], variants, strict=True):
             message = link.seconds(bytes_of_token * args.seq_length // segments)
-            yield Result(share, name, taken, predicted_seconds(each, profile, message))
+            yield Result(share, name, statistics.median(each.seconds), predicted_seconds(each, profile, message))
     limit(interface, None)
 
 

@@ -101,9 +101,12 @@ def parallel_sizes(setup: TrainingSetup) -> dict[str, str]:
 
 
 def _schedule(setup: TrainingSetup) -> str:
-    if setup.pipeline_parallel == 1:
-        return "-"
-    return f"{setup.family}, shares" if setup.partitions_state else setup.family
+    words = [] if setup.pipeline_parallel == 1 else [setup.family]
+    if setup.partitions_state:
+        words.append("shares")
+    if setup.shards_parameters:
+        words.append("FSDP")
+    return ", ".join(words) or "-"
 
 
 def row(plan: Plan) -> Mapping[str, str]:
@@ -118,7 +121,7 @@ def row(plan: Plan) -> Mapping[str, str]:
         "m": str(setup.num_microbatches),
         "mb": str(setup.micro_batch_size),
         "recompute": setup.recompute,
-        "offload": f"{setup.offloads:g}",
+        "offload": f"{setup.offloads:g}" + (f" of {setup.moves}" if setup.moves_parts and setup.offloads else ""),
         "step s": f"{plan.seconds:.3f}",
         "tokens/s": f"{plan.tokens_per_second:.0f}",
         "TFLOPS": f"{flops / plan.seconds / setup.num_devices / 1e12:.0f}",

@@ -156,7 +156,12 @@ def step_end(setup: TrainingSetup, machine: Machine, rank: int) -> StepEnd:
     stages = setup.placement.stages_of(rank)
     parameters, experts = map(sum, zip(*(setup.parameters[stage] for stage in stages), strict=True))
     reduce = gather = 0.0
-    if not (setup.overlaps_data_parallel or setup.shards_parameters):
+    if setup.shards_parameters:
+        # The first layer has nothing to be gathered beside, the last gradients nothing to be reduced beside.
+        layers = [layer for stage in stages for layer, _ in setup.stages[stage].layers]
+        largest = max((setup.layer_parameters(layer) for layer in layers), key=sum, default=(0.0, 0.0))
+        reduce, gather = replica_times(setup, machine, *largest)
+    elif not setup.overlaps_data_parallel:
         reduce, gather = replica_times(setup, machine, parameters, experts)
     is_twice = setup.tied_embeddings or setup.model.prediction_depth > 0  # the embedding
     if is_twice and any(setup.stages[stage].is_first != setup.stages[stage].is_last for stage in stages):

@@ -57,8 +57,15 @@ def test_a_launch_is_planned_predicted_as_it_is_and_explained(tmp_path, monkeypa
     flags, ours = flags_of_sides(printed)
     assert "--lr 1e-4" in flags and "--num-layers 8" in flags and flags.count("--global-batch-size") == 1
     of_ours = ("--pipeline-schedule", "--sequence-split", "--keep-logits", "--partition-state")
-    assert ours is None and printed.count("The best plan of this package has the same layout.") == 1
+    assert ours is not None and "--use-megatron-fsdp" in flags and "--use-megatron-fsdp" not in ours
     assert not any(flag in flags for flag in of_ours)
+
+
+def test_one_layout_of_both_sides_is_printed_once(monkeypatch, capsys):
+    monkeypatch.setattr(plan.Search, "of_megatron", lambda search: search.best(1)[0])
+    assert commands.main(["plan", *SMALL.split(), "--best", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert flags_of_sides(printed)[1] is None and printed.count("has the same layout.") == 1
 
 
 @pytest.mark.parametrize("more, is_partitioned", [("", True), ("--log-params-norm", False)])
@@ -142,7 +149,7 @@ def test_a_rehearsal_has_the_memory_of_the_whole_device(monkeypatch, tmp_path, c
     memory = float(seen[seen.index("--device-memory") + 1])
     assert memory == pytest.approx(read_machine("a100-80gb").device.memory_gib)
     printed = capsys.readouterr().out
-    assert "--pipeline-schedule" in flags_of_sides(printed)[0]
+    assert "--pipeline-schedule" in flags_of_sides(printed)[1]
     assert "--pipeline-schedule" in seen
 
 
