@@ -62,7 +62,7 @@ def test_a_launch_is_planned_predicted_as_it_is_and_explained(tmp_path, monkeypa
 
 
 def test_one_layout_of_both_sides_is_printed_once(monkeypatch, capsys):
-    monkeypatch.setattr(plan.Search, "of_megatron", lambda search: search.best(1)[0])
+    monkeypatch.setattr(plan.Search, "megatron_baseline", lambda search: search.best(1)[0])
     assert commands.main(["plan", *SMALL.split(), "--best", "1"]) == 0
     printed = capsys.readouterr().out
     assert flags_of_sides(printed)[1] is None and printed.count("has the same layout.") == 1
