@@ -188,7 +188,7 @@ TEXT = (Path(__file__).parents[3] / "docs" / "schedules.md").read_text(encoding=
 
 
 def example():
-    source = re.search(r"```python\n(.*?)```", TEXT, re.DOTALL)[1]
+    source = re.search(r"```python\n(def eager_1f1b.*?)```", TEXT, re.DOTALL)[1]
     assert len(source.splitlines()) <= 60
     names = dict(vars(families))
     exec(source, names)
