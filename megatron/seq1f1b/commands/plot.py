@@ -136,7 +136,7 @@ def _simulated(args: argparse.Namespace, schedule: Schedule, costs: Costs, copy_
     own = args.pipeline_schedule_file
     name = own.name if own else args.pipeline_schedule or "1f1b"
     if args.overlap_moe_expert_parallel_comm:
-        name += " with pairs"
+        name += " in pairs"
     return replace(timeline, meta={"schedule": name, "costs": text})
 
 

@@ -141,7 +141,9 @@ class RunCosts:
 
         def simulated(num_microbatches: int) -> list[float]:
             shape = replace(setup, num_microbatches=num_microbatches).shape
-            actions = schedule.given or build("1f1b" if schedule.is_auto else schedule.name, shape)
+            actions = schedule.given or build(
+                "1f1b" if schedule.is_auto else schedule.name, shape, pairs=schedule.pairs
+            )
             timeline = simulate(actions.without_moves(), costs)
             memory = [rank_memory(setup, order, rank) for rank, order in enumerate(moved(actions, share).ranks)]
             held = max(each.activations + each.keys_values + each.states + each.logits for each in memory)

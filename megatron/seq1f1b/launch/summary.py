@@ -24,11 +24,13 @@ def summary(config: PipelineConfig, costs: RunCosts, attention: str) -> str:
     assert schedule is not None
     chunks = f", {run.num_chunks} model chunks each ({schedule.placement})" if run.num_chunks > 1 else ""
     rows = [
-        ("schedule", schedule.name + (" with segments" if config.num_segments > 1 else "")),
+        ("schedule", schedule.title + (" with segments" if config.num_segments > 1 else "")),
         ("pipeline", f"{run.pipeline_parallel_size} ranks{chunks}, {run.num_microbatches} micro-batches"),
         ("segments", _segments(config)),
         ("attention", attention),
     ]
+    if schedule.pairs:
+        rows.append(("experts", "exchange tokens beside the compute of another unit, which predictions leave out"))
     if config.offloads:
         rows.append(("host memory", f"{100 * config.offloads:.0f} % of the activations that a rank would hold"))
     if costs.has_loss_in_pieces:

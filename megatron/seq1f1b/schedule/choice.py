@@ -65,7 +65,7 @@ class ScheduleChoice:
     @property
     def title(self) -> str:
         """The name in messages, traces and pictures."""
-        return f"{self.name} with pairs" if self.pairs else self.name
+        return f"{self.name} in pairs" if self.pairs else self.name
 
     @property
     def is_auto(self) -> bool:

@@ -344,6 +344,39 @@ def test_no_more_moves_than_the_memory_asks_for():
         arguments.pipeline_config(args, run, RunCosts(args, run))
 
 
+PAIRS = {
+    "overlap_moe_expert_parallel_comm": True,
+    "num_experts": 8,
+    "expert_model_parallel_size": 2,
+    "moe_token_dispatcher_type": "alltoall",
+    "add_bias_linear": False,
+}
+
+
+def test_forwards_beside_backwards():
+    """Megatron's configuration of a model must not see the flag: it would ask for several chunks. More units wait."""
+    found = {}
+    for pairs in (True, False):
+        args = parsed("--sequence-splits", "4", **PAIRS | {"overlap_moe_expert_parallel_comm": pairs})
+        config = validate(args)
+        assert config.schedule.pairs == pairs and not args.overlap_moe_expert_parallel_comm
+        found[pairs] = config.partition.costs.forecast(config.schedule, config.lengths)
+    assert found[True].activations > 1.2 * found[False].activations
+    assert not ScheduleChoice("1f1b").pairs and ScheduleChoice("1f1b", pairs=True).title == "1f1b in pairs"
+
+
+def test_a_file_brings_its_pairs(tmp_path):
+    shape = Shape(Placement(2), 3, 2)
+    for name, pairs in (("with", True), ("without", False)):
+        write_csv(build("1f1b", shape, pairs=pairs), tmp_path / f"{name}.csv")
+    file = ("--sequence-splits", "2", "--pipeline-schedule-file")
+    assert validate(parsed(*file, str(tmp_path / "with.csv"), **PAIRS)).schedule.pairs
+    with pytest.raises(ValueError, match="^a run without --expert-model-parallel-size above 1 has no exchange of"):
+        validate(parsed(*file, str(tmp_path / "with.csv")))
+    with pytest.raises(ValueError, match="^--pipeline-schedule-file has no pairs such as 2F3.1|2B1.0, which --overlap"):
+        validate(parsed(*file, str(tmp_path / "without.csv"), **PAIRS))
+
+
 def test_a_schedule_with_moves_leaves_none_to_the_flag(tmp_path):
     shape = Shape(Placement(1), 8)
     [order] = build("gpipe", shape).ranks
