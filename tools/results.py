@@ -202,9 +202,13 @@ def gains_section(pictures: Path | None) -> str:
         "which allows other parallel sizes or less recomputation. Where the gain is within the error, or negative, "
         "[take Megatron's own schedules](choosing.md#segments-or-megatrons-own-schedules). X is context parallelism, "
         "C model chunks, k segments. "
-        + nearest("NVIDIA long sequences", "Kwai with offload", "NVIDIA performance summary", "Llama 3 405B")
-        + " Of mixtures: "
-        + nearest("NVIDIA performance summary, mixtures of experts")
+        + nearest(
+            "NVIDIA long sequences",
+            "Kwai with offload",
+            "NVIDIA performance summary",
+            "NVIDIA performance summary, mixtures of experts",
+            "Llama 3 405B",
+        )
         + " None has recurrent layers, or context parallelism on A100: there the error is not known."
     )
     lines = ["## What this package gains", "", *wrap(text, 118, break_on_hyphens=False), ""]
@@ -213,7 +217,7 @@ def gains_section(pictures: Path | None) -> str:
     head += ["gain", "at 50 or 25 GB/s to the host", "with nothing there", "made by"]
     lines += [f"| {' | '.join(head)} |", len(head) * "|---" + "|"]
     lines += [f"| {' | '.join(row)} |" for row in gain_rows(cells)]
-    lines += ["", "![The gain by network and GPUs: 70B, 128k tokens, 8 and 32 sequences a step](images/gains.png)"]
+    lines += ["", "![The gain by network and GPUs: 70B, 128k tokens](images/gains.png)"]
     if pictures is not None:
         shown = [cell for cell in cells if (cell.model, cell.machine, cell.seq_length) == _PICTURED]
         plot_gains(shown, "gain of segments, 70B, 131072 tokens, H100", pictures / "gains.png")
