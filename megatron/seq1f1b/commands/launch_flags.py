@@ -50,9 +50,14 @@ def read_launch(words: Sequence[str], preset: Sequence[str] = ()) -> argparse.Na
     given = with_values(words)
     launch.unread = [flag for flag in given if name_of(flag) not in read]
     launch.of_model = [name for name in map(name_of, given) if name in of_model]
-    launch.passed_through = [flag for flag in with_values([*preset, *words]) if name_of(flag) not in read - of_model]
+    decided = read - of_model
+    if launch.use_megatron_fsdp:
+        decided.add("--ckpt-format")  # that of its checkpoints, which no other run may have
+    launch.passed_through = [flag for flag in with_values([*preset, *words]) if name_of(flag) not in decided]
     # Predictions are for an exchange of all experts with all.
-    if launch.num_experts and not {"--moe-token-dispatcher-type flex", "--moe-token-dispatcher-type=flex"} & {*given}:
+    is_flex = {"--moe-token-dispatcher-type flex", "--moe-token-dispatcher-type=flex"} & {*given}
+    launch.moe_token_dispatcher_type = "flex" if is_flex else "alltoall"
+    if launch.num_experts and not is_flex:
         launch.passed_through.append("--moe-token-dispatcher-type alltoall")
     return launch
 
@@ -68,7 +73,6 @@ def _add_decided(parser: argparse.ArgumentParser) -> None:
         "recompute_method",
         "pipeline_model_parallel_layout",
         "data_parallel_sharding_strategy",
-        "ckpt_format",
     ):
         add(f"--{name.replace('_', '-')}")
     add("--pipeline-schedule", choices=sorted(FAMILY_NAMES))

@@ -93,6 +93,23 @@ def test_what_moves_to_the_host_is_read_back():
     assert {each.candidate.setup.moves for each in found} >= {Moves.MODULES, Moves.LAYERS}
 
 
+def test_the_checkpoints_of_fsdp_are_those_of_its_runs_only():
+    kept = read_launch(["--ckpt-format", "torch_dist", "--lr", "1"]).passed_through
+    assert kept == ["--ckpt-format torch_dist", "--lr 1"]
+    sharded = "--use-megatron-fsdp --ckpt-format fsdp_dtensor --data-parallel-sharding-strategy optim_grads_params"
+    assert read_launch([*sharded.split(), "--lr", "1"]).passed_through == ["--lr 1"]
+
+
+def test_a_dispatcher_that_stays_on_the_device_is_read():
+    words = [*EXPERTS.split(), "--tensor-model-parallel-size", "2"]
+    question = small(model=model_of(read_model(EXPERTS.split())), num_devices=8)
+    for more, stays in (([], False), (["--moe-token-dispatcher-type", "flex"], True)):
+        candidate = as_given(read_launch([*words, *more]), question)
+        assert candidate is not None and candidate.setup.dispatches_on_device == stays
+    on_device = replace(question, dispatches_on_device=True)
+    assert all(each.setup.dispatches_on_device for each in candidates(on_device))
+
+
 def test_sizes_of_all_kinds_of_layers_are_read():
     model = preset("deepseek-v3")
     assert model.latent == LatentAttention(1536, 512, 128, 64, 128) and model.prediction_depth == 1
