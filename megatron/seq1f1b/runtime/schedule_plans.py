@@ -12,7 +12,7 @@ the experts, which run the same program, and none of its nodes waits for a messa
 Tested in functional_tests/test_equality.py by test_a_step.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -97,6 +97,7 @@ class PlannedForwards(SegmentForwards):
 
         def under(function: Callable[..., Any]) -> Callable[..., Any]:
             def run(*given: Any) -> Any:
+                keep_for_stream(given)
                 with self._context.running(segment, True, unit):
                     return function(*given)
 
@@ -114,6 +115,14 @@ def nodes(plan: Any) -> Iterator[ScheduleNode]:
         layer = plan.get_layer(index)
         found += [getattr(layer, name) for name in _NODES]
     return (node for node in found if node is not None and not isinstance(node, NoopScheduleNode))
+
+
+def keep_for_stream(given: Sequence[Any]) -> None:
+    """Let no memory of tensors that a node is `given` be used again before the stream on which it runs is done with it:
+    the node before has made them on the other stream, where the plan beside may ask for memory next."""
+    for tensor in given:
+        if isinstance(tensor, Tensor) and tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream())
 
 
 def require_plans(model: Any) -> None:

@@ -139,7 +139,7 @@ LOCAL_NAMES = {
 }
 EXPERTS = ".experts.local_experts."
 # Of Transformer Engine's grouped products, which have a weight for each expert in one layer.
-GROUPED = re.compile(r"^mlp\.experts\.(linear_fc[12])\.weight(\d+)$")
+GROUPED = re.compile(r"(mlp\.experts)\.(linear_fc[12])\.weight(\d+)$")
 
 
 def named(chunks):
@@ -147,6 +147,7 @@ def named(chunks):
     for chunk in chunks:
         chunk = getattr(chunk, "module", chunk)
         for name, param in chunk.named_parameters():
+            name = GROUPED.sub(r"\1.local_experts.\3.\2.weight", name)
             if EXPERTS in name:
                 path, rest = name.split(EXPERTS)
                 number, rest = rest.split(".", 1)
@@ -155,7 +156,6 @@ def named(chunks):
             if name.startswith("decoder.layers."):
                 _, _, local, rest = name.split(".", 3)
                 layer = chunk.decoder.layers[int(local)]
-                rest = GROUPED.sub(r"mlp.experts.local_experts.\2.\1.weight", rest)
                 name = f"decoder.layers.{layer.layer_number - 1}.{LOCAL_NAMES.get(rest, rest)}"
             if name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
                 name = "embedding.word_embeddings.weight"

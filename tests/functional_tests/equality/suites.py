@@ -174,6 +174,7 @@ def transformer_engine_experts():
         model = SHARED_EXPERTS.but(transformer_engine=kind)
         yield model, PIPELINE, cases
         yield selective(model, "moe_act", "layernorm"), replace(PIPELINE, overlap=True), cases[1:3]
+        yield model.but(pairs=True), Layout(expert=2), cases[1:2] + FEW[2:3]
 
 
 def pairs(pipeline: int):
