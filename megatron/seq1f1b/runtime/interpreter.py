@@ -183,9 +183,10 @@ class Interpreter:
 
 def message_shape(step: Step, num_sequences: int, length: int, kind: Kind, stage: int) -> tuple[int, ...]:
     """The shape of what a SEND or RECV of `stage` carries for a segment of `length` tokens."""
-    # Megatron's interleaved schedules ignore the length of the decoder's sequences, too.
+    # Megatron's interleaved schedules ignore the length of the decoder's sequences, too. It is that of sequences of the
+    # length that the step is called with; others have the one that the program's call of the model tells.
     is_plain = len(step.chunks) == step.shape.num_segments == 1
-    if is_plain and step.decoder_seq_length is not None:
+    if is_plain and length == step.seq_length and step.decoder_seq_length is not None:
         length = step.decoder_seq_length
     rows = length // step.groups.cp.size()
     if step.config.sequence_parallel:

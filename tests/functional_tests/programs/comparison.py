@@ -53,6 +53,7 @@ SETTINGS = {
     "pp2-zb-h1": Setting(PLAIN, PIPELINE, SPLIT),
     "pp2-auto": Setting(PLAIN, PIPELINE, options(pipeline_schedule="auto")),
     "pp2-breadth-first": Setting(PLAIN, PIPELINE, options(pipeline_schedule="breadth-first")),
+    "pp2-whole": Setting(PLAIN, PIPELINE, options(segment_tokens="4096")),
     "pp2-splits": Setting(PLAIN, PIPELINE, options(sequence_splits="3")),
     "pp2-balanced": Setting(PLAIN, PIPELINE, options(sequence_splits="4", sequence_split_strategy="balanced")),
     "pp2-recomputed": Setting(RECOMPUTED, PIPELINE),
@@ -125,6 +126,7 @@ def compare(program: Program, setting: Setting) -> dict[str, float]:
             num_microbatches=program.microbatches,
             seq_length=1,
             micro_batch_size=1,
+            decoder_seq_length=1,  # as Megatron's loop and Megatron-Bridge's give it, whatever a batch holds
             pg_collection=groups_of(layout),
         )
         with torch.no_grad():
