@@ -62,6 +62,7 @@ import torch
 assert torch.zeros(2, device="cuda").device.type == "cpu"
 with torch.device("meta"):
     assert torch.zeros(2).device.type == "meta"
+assert torch.jit.script(bound) is bound  # else it fails at a redirected function in the source
 assert torch.ones(1).cuda().type() == "torch.cuda.FloatTensor"
 assert torch.ones(1).type(torch.int32).dtype == torch.int32
 print("as promised")

@@ -40,6 +40,7 @@ _TRITON = "its kernels are for GPUs only; hides their versions and bugs (checked
 _GLOO = "each group would poll its sockets in a thread of its own; hides nothing"
 # The first step with segments of new lengths has no message under way while kernels are compiled and loaded.
 _COMPILED = "compiling takes minutes and saves nothing here; hides kernels that are made at their first use"
+_SCRIPTED = "its compiler knows none of the functions that make tensors here; hides what it does not compile"
 _SIZES = "passes tensors as split sizes to all-to-all; hides a wait of the host in each layer of experts (GPU suite)"
 _SEED = "starting it would move the generator that dropout draws from; hides nothing: a GPU has its own"
 _DEFAULTS = "its defaults name NCCL and CUDA kernels; hides NCCL's order of messages (simulated) and fused kernels"
@@ -77,6 +78,7 @@ REDIRECTS = (
     Patch("torch.Tensor.cuda", lambda tensor, *_, **__: tensor, _MADE),
     wrapping("torch.Tensor.type", stand_ins.cuda_type_name, "clipping compares with torch.cuda names; hides nothing"),
     Patch("torch.compile", stand_ins.not_compiled, _COMPILED),
+    Patch("torch.jit.script", stand_ins.not_scripted, _SCRIPTED),
     # Megatron
     Patch(f"{_RNG}._get_cuda_rng_state", stand_ins.get_rng_state, _RANDOM),
     Patch(f"{_RNG}._set_cuda_rng_state", stand_ins.set_rng_state, _RANDOM),

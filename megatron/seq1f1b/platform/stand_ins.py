@@ -207,6 +207,10 @@ def not_compiled(function=None, **options):
     return function if function is not None else not_compiled
 
 
+def not_scripted(obj, *args, **options):
+    return obj
+
+
 def device_arch_version(*args, **kwargs):
     return 10
 
