@@ -70,9 +70,6 @@ def _extension() -> ModuleType:
     module: Any = ModuleType(EXTENSION)
     module.__spec__ = ModuleSpec(EXTENSION, None)
     vars(module).update(inspect.getmembers(te_operators, inspect.isfunction))
-    # Looked up beside those of layer norms, and not called.
-    module.rmsnorm_fwd = None
-    module.rmsnorm_bwd = None
     for name, members in _COMPARED.items():
         setattr(module, name, enum.IntEnum(name, members, start=0))
 

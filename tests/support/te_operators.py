@@ -97,6 +97,25 @@ def layernorm_bwd(grad: Tensor, x: Tensor, mean: Tensor, scale: Tensor, weight: 
     return grad_x.to(x.dtype), (grad * normed).sum(0).to(weight.dtype), grad.sum(0).to(weight.dtype)
 
 
+def rmsnorm_fwd(x: Tensor, weight: Tensor, eps: float, *given: Any) -> tuple[Tensor, None, Tensor]:
+    """[n, h] to the normed rows [n, h], no means, and the reciprocal root mean squares [n]."""
+    _, _, out_dtype, _, zero_centered = given
+    assert not zero_centered
+    x = _precise(x.reshape(-1, x.shape[-1]))
+    scale = torch.rsqrt(x.square().mean(-1) + eps)
+    normed = x * scale[:, None] * _precise(weight)
+    return normed.to(_dtype(out_dtype) or weight.dtype), None, scale
+
+
+def rmsnorm_bwd(grad: Tensor, x: Tensor, scale: Tensor, weight: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    """Gradients of x [n, h] and of the weight [h]."""
+    normed = _precise(x.reshape(-1, x.shape[-1])) * scale[:, None]
+    grad = _precise(grad.reshape(normed.shape))
+    by_normed = grad * _precise(weight)
+    grad_x = scale[:, None] * (by_normed - normed * (by_normed * normed).mean(-1, keepdim=True))
+    return grad_x.to(x.dtype), (grad * normed).sum(0).to(weight.dtype)
+
+
 def _precise(x: Tensor) -> Tensor:
     """In fp32 at least, as the kernels compute."""
     return x if x.dtype is torch.float64 else x.float()
