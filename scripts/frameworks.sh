@@ -25,8 +25,10 @@ if [ "$(cat "$folder/.made-of" 2>/dev/null)" != "$made_of" ]; then
     echo "Installing into $folder ..."
     emptied_folder "$folder"
     "$uv" venv --quiet --allow-existing --python .venv/bin/python "$folder"
-    # All versions are in the file, so that what a framework asks for beside does not change them.
-    "$uv" pip install --quiet --no-deps --python "$folder/bin/python" -r "$versions" -e .
+    # All versions are in the file, so that what a framework asks for beside does not change them. One package of
+    # Megatron-Bridge's is built for a newer glibc than many systems have; the tests run its Python alone.
+    "$uv" pip install --quiet --no-deps --python "$folder/bin/python" --python-platform "$(uname -m)-manylinux_2_39" \
+        -r "$versions" -e .
     echo "$made_of" >"$folder/.made-of"
 fi
 # Tests start many processes; without byte code each would compile torch and Megatron anew.

@@ -11,8 +11,7 @@ optimizer, its micro-batches, forwards, and losses. What the program around it d
 - Rollouts and advantages are random numbers.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,7 +22,7 @@ import torch.distributed as dist
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.enums import ModelType
 
-import megatron.seq1f1b
+from frameworks.installed import installed
 from frameworks.live_bytes import LiveBytes
 from megatron.seq1f1b.process.patches import patched, wrapping
 
@@ -73,15 +72,6 @@ def with_segments_and_without(folder: Path) -> dict[str, tuple[Training, Trainin
         results[name] = ours, own
         print(name, ours.losses, own.losses, ours.norms, own.norms, ours.peak_bytes, own.peak_bytes, flush=True)
     return results
-
-
-@contextmanager
-def installed(**options: int) -> Iterator[None]:
-    megatron.seq1f1b.install(**options)
-    try:
-        yield
-    finally:
-        megatron.seq1f1b.uninstall()
 
 
 def _causal(forward: Any, attention: Any, query: Any, key: Any, value: Any, attention_mask: Any, **options: Any) -> Any:

@@ -1,0 +1,59 @@
+"""Tiny models in Hugging Face's format, with a tokenizer of numbers."""
+
+from pathlib import Path
+
+import torch
+
+
+def save_qwen(folder: Path, vocabulary: int) -> None:
+    """A Qwen3 of four layers."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        num_hidden_layers=4,
+        hidden_size=32,
+        intermediate_size=64,
+        vocab_size=vocabulary,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        initializer_range=0.2,
+        tie_word_embeddings=False,
+        max_position_embeddings=512,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    save_tokenizer(folder, vocabulary)
+
+
+def save_llama(folder: Path, vocabulary: int) -> None:
+    """A Llama of four layers."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        num_hidden_layers=4,
+        hidden_size=64,
+        intermediate_size=96,
+        vocab_size=vocabulary,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.2,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    save_tokenizer(folder, vocabulary)
+
+
+def save_tokenizer(folder: Path, vocabulary: int) -> None:
+    """A word is a number, and its token, too; the first few are special."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(WordLevel({str(number): number for number in range(vocabulary)}, unk_token="0"))
+    words.pre_tokenizer = WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words, unk_token="0", bos_token="1", eos_token="2", pad_token="3"
+    )
+    tokenizer.save_pretrained(folder)
