@@ -1,0 +1,138 @@
+"""`megatron sft` of ms-swift on two pipeline stages of a CPU.
+
+Its entry point runs unmodified, from the words of its command line to the checkpoint: templates, packing, trainer,
+forward step, loss, LoRA, evaluation, and import of weights by mcore-bridge. What a CPU needs here:
+
+- The double of Transformer Engine's kernels (support/te_double.py), since mcore-bridge builds its layers.
+- Examples are packed in a fork, since a process started anew would find no double.
+- gloo (`--ddp_backend`), fp32, and nothing that is fused on GPUs. No export of weights, which moves them to a GPU.
+- A callback that keeps what is logged. The process group outlives a training, for the next one.
+- Texts are numbers, and a Qwen3 of four layers is made on the spot.
+"""
+
+import json
+import multiprocessing
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from frameworks.installed import installed
+from frameworks.live_bytes import LiveBytes
+from frameworks.models import save_qwen
+from megatron.seq1f1b.process.patches import Patch, patched
+
+VOCABULARY, STEPS = 128, 5
+# Tokens of a pack; micro-batches of a step.
+PACK, MICROBATCHES = 96, 4
+# Tokens of an example: a few long ones among short ones.
+LENGTHS = (80, 12, 25, 61, 7, 33, 90, 18, 44, 9)
+
+# Name of a case -> further words of the command line.
+CASES = {
+    "packed": "--packing true",
+    "packed-lora": "--packing true --tuner_type lora --target_modules all-linear --lora_rank 4",
+}
+
+
+@dataclass
+class Training:
+    """Of one rank; losses are on the last stage alone."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    evaluated: list[float] = field(default_factory=list)
+    peak_bytes: int = 0  # of tensors that live at once in the last step
+
+
+def with_segments_and_without(folder: Path) -> dict[str, tuple[Training, Training]]:
+    """The cases, by segments of 16 tokens, and without segments."""
+    if dist.get_rank() == 0:
+        save_qwen(folder / "qwen", VOCABULARY)
+        save_examples(folder)
+    dist.barrier()
+    results = {}
+    for name, words in CASES.items():
+        with installed(segment_tokens=16):
+            ours = fine_tune(folder, words, folder / f"{name}-ours")
+        # Megatron knows packs on a CPU neither in its own attention nor in Transformer Engine's.
+        with installed(segment_tokens=4096):
+            own = fine_tune(folder, words, folder / f"{name}-own")
+        results[name] = ours, own
+        print(name, ours, own, flush=True)
+    return results
+
+
+def fine_tune(folder: Path, words: str, output: Path) -> Training:
+    """Five steps of `megatron sft`, and an evaluation."""
+    from megatron.core import parallel_state
+    from swift.dataset import packing
+    from swift.megatron import megatron_sft_main
+    from swift.megatron.callbacks import megatron_callbacks_map
+
+    training = Training()
+    megatron_callbacks_map["watch"] = lambda trainer: _watch(trainer, training)
+    packing._resolve_mp_context = lambda _: multiprocessing.get_context("fork")
+    stays = Patch("torch.distributed.destroy_process_group", lambda *_, **__: None, "the next training needs it")
+    with patched([stays]):
+        megatron_sft_main([*_command(folder, output).split(), *words.split()])
+    parallel_state.destroy_model_parallel()
+    return training
+
+
+def _command(folder: Path, output: Path) -> str:
+    return f"""
+        --model {folder}/qwen --model_type qwen3 --template dummy --use_hf true --check_model false
+        --dataset {folder}/training.jsonl --val_dataset {folder}/validation.jsonl --load_from_cache_file false
+        --max_length {PACK} --truncation_strategy delete --dataset_num_proc 1 --dataloader_num_workers 0
+        --pipeline_model_parallel_size 2 --micro_batch_size 1 --global_batch_size {MICROBATCHES}
+        --train_iters {STEPS} --eval_iters 2 --eval_steps {STEPS} --save_steps {STEPS} --logging_steps 1
+        --optimizer sgd --lr 0.1 --lr_decay_style constant --lr_warmup_iters 0 --tuner_type full
+        --torch_dtype float32 --fp16 false --bf16 false --ddp_backend gloo --use_distributed_optimizer false
+        --masked_softmax_fusion false --cross_entropy_loss_fusion false --apply_rope_fusion false
+        --gradient_accumulation_fusion false --save_safetensors false --output_dir {output} --add_version false
+        --callbacks watch
+    """
+
+
+def _watch(trainer: Any, training: Training) -> Any:
+    """A callback of ms-swift's that fills in `training`."""
+    from swift.megatron.callbacks.base import MegatronCallback
+
+    memory = LiveBytes()
+
+    class Watch(MegatronCallback):
+        def on_step_begin(self) -> None:
+            if self.state.iteration == self.args.train_iters - 1:
+                memory.__enter__()
+
+        def on_step_end(self) -> None:
+            if self.state.iteration == self.args.train_iters:
+                memory.__exit__(None, None, None)
+                training.peak_bytes = memory.peak
+
+        def on_log(self, logs: dict[str, Any]) -> None:
+            if "grad_norm" in logs:
+                training.norms.append(float(logs["grad_norm"]))
+            if "loss" in logs:
+                training.losses.append(float(logs["loss"]))
+            if "eval_loss" in logs:
+                training.evaluated.append(float(logs["eval_loss"]))
+
+    return Watch(trainer)
+
+
+def save_examples(folder: Path) -> None:
+    """Conversations of a question and an answer, as lines of JSON."""
+    draw = random.Random(0)
+    for name, copies in (("training", 6), ("validation", 2)):
+        lines = []
+        for length in LENGTHS * copies:
+            numbers = [str(draw.randrange(4, VOCABULARY)) for _ in range(length)]
+            question = " ".join(numbers[: length // 3])
+            answer = " ".join(numbers[length // 3 :])
+            messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+            lines.append(json.dumps({"messages": messages}))
+        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")

@@ -1,0 +1,44 @@
+"""`megatron sft` of ms-swift trains by segments: its losses, norms and evaluations are those of whole packs.
+
+Run by `bash scripts/frameworks.sh ms-swift`, in an environment of its own. See swift_training.py for what is
+ms-swift's.
+"""
+
+from importlib.util import find_spec
+
+import pytest
+
+from frameworks import swift_training
+
+pytestmark = [
+    pytest.mark.exhaustive,
+    pytest.mark.timeout(1800),
+    pytest.mark.skipif(
+        find_spec("mcore_bridge") is None, reason="ms-swift is not installed here: bash scripts/frameworks.sh ms-swift"
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def trainings(launch_with_te, tmp_path_factory):
+    """Of each case on the two ranks: with segments and without."""
+    folder = tmp_path_factory.mktemp("trainings")
+    results = launch_with_te.call(2, swift_training.with_segments_and_without, 1700, folder=folder)
+    assert "steps are run by megatron.seq1f1b: 1f1b, segments of at most 16 tokens" in launch_with_te.last.log
+    return results
+
+
+@pytest.mark.parametrize("case", swift_training.CASES)
+def test_steps_are_those_of_whole_sequences(trainings, case):
+    ours, own = trainings[1][case]  # of the last stage, which alone has losses
+    assert len(own.losses) == len(own.norms) == swift_training.STEPS
+    assert own.losses[-1] < own.losses[0]
+    assert ours.losses == pytest.approx(own.losses, rel=1e-5)
+    assert ours.norms == pytest.approx(own.norms, rel=1e-5)
+
+
+@pytest.mark.parametrize("case", swift_training.CASES)
+def test_evaluations_are_those_of_whole_sequences(trainings, case):
+    ours, own = trainings[1][case]
+    assert len(own.evaluated) == 1
+    assert ours.evaluated == pytest.approx(own.evaluated, rel=1e-5)
