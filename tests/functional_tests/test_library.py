@@ -210,6 +210,22 @@ def trained(partitions: bool, layers: int = 4, calls=1, experts=1, **sizes: int)
         return found | {"chunks": [torch.cat([weight.flatten() for weight in chunk.parameters()]) for chunk in chunks]}
 
 
+def of_a_mixture(pairs: bool) -> tuple:
+    """A step of a program whose model's configuration may ask for pairs: reports and gradients."""
+    megatron.seq1f1b.install(pipeline_schedule="1f1b", sequence_splits=3)
+    chunks = model_of(mixture(moe_token_dispatcher_type="alltoall"), experts=2)
+    # Megatron's own check of it asks for 16 bits and several chunks.
+    chunks[0].config.overlap_moe_expert_parallel_comm = pairs
+    return run(of_megatron.get_forward_backward_func(), chunks, Case("", 1, 3, "even", "random"), 0, 1)
+
+
+def test_a_program_runs_forwards_beside_backwards(launch):
+    plain, paired = (launch.call(4, of_a_mixture, pairs=pairs) for pairs in (False, True))
+    assert "1f1b in pairs" in launch.last.log
+    for replica in (0, 1):
+        assert_equal(paired[replica::2], plain[replica::2])
+
+
 def both(launch, **given) -> list[tuple[dict, dict]]:
     """What four ranks found with a whole state and with a partitioned one."""
     return list(zip(*(launch.call(4, trained, partitions=each, **given) for each in (False, True)), strict=True))
