@@ -17,6 +17,7 @@ from typing import Self
 
 from ..schedule import (
     COMPUTE_KINDS,
+    PAIRED,
     Action,
     Kind,
     Lane,
@@ -102,7 +103,7 @@ def predict(setup: TrainingSetup, machine: Machine, schedule: Schedule | None = 
         short = replace(setup, num_microbatches=num_microbatches)
         costs = step_costs(short, machine)
         share = 0.0 if short.moves_parts else short.offloads
-        actions = moved(schedule, share) if schedule else _built(short.family, short.shape, share)
+        actions = moved(schedule, share) if schedule else _built(short.family, short.shape, share, _has_pairs(short))
         timeline = timeline_of(short, machine, actions, costs)
         computing = [span for spans in timeline.ranks for span in spans if span.action.kind in COMPUTE_KINDS]
         pipeline = max(span.end for span in computing) - min(span.start for span in computing)
@@ -162,9 +163,15 @@ def timeline_of(setup: TrainingSetup, machine: Machine, schedule: Schedule, cost
 
 
 @lru_cache(maxsize=32)
-def _built(family: str, shape: Shape, offloads: float = 0.0) -> Schedule:
+def _built(family: str, shape: Shape, offloads: float = 0.0, pairs: bool = False) -> Schedule:
     """Many set-ups differ in other things than their schedule."""
-    return moved(build(family, shape), offloads)
+    return moved(build(family, shape, pairs=pairs), offloads)
+
+
+def _has_pairs(setup: TrainingSetup) -> bool:
+    """Whether the order has pairs. That of whole sequences has none, since it may be Megatron's, which is credited with
+    the time of pairs and without their memory."""
+    return setup.hides_experts and len(setup.segments) > 1 and setup.family in PAIRED
 
 
 def extended(shape: Shape, measured: Callable[[int], Sequence[float]]) -> Sequence[float]:

@@ -65,3 +65,14 @@ def test_few_units_of_a_pipeline_are_in_pairs(microbatches):
     most = pairs * pair_times(setup, MACHINE).most_saved
     assert 0 < shown.seconds - hidden.seconds <= most * (1 + 1e-9)
     assert least_seconds(replace(setup, hides_experts=True), MACHINE) <= hidden.seconds
+
+
+def test_segments_in_pairs_save_the_time_of_pairs_and_hold_more_units():
+    """On one rank all forwards but those of the first sequence are in pairs."""
+    setup = replace(MIXTURE, num_microbatches=2, segments=(2048, 2048), keeps_logits=False)
+    shown, hidden = (predict(replace(setup, hides_experts=hides), MACHINE) for hides in (False, True))
+    times = pair_times(setup, MACHINE)
+    order = (("0F1.0", "0B0.1"), ("0F1.1", "0B0.0"))
+    saved = sum(times.saved(parse_action(forward), parse_action(backward)) for forward, backward in order)
+    assert shown.seconds - hidden.seconds == pytest.approx(saved)
+    assert hidden.memory[0].activations > 1.3 * shown.memory[0].activations
