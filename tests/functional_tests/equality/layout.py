@@ -74,8 +74,9 @@ def build(model: Model, layout: Layout) -> list[torch.nn.Module]:
             chunks.append(model.build(config, stage == 0, is_last, number, groups_of(layout, stage)))
     if layout.context > 1:  # as the training scripts do, for sequences that are not cut
         use_segment_attention(chunks)
-    for module in (module for chunk in chunks for module in chunk.modules()):
-        _compute_angles_in_fp64(module)
+    if model.dtype is torch.float64:
+        for module in (module for chunk in chunks for module in chunk.modules()):
+            _compute_angles_in_fp64(module)
     with torch.no_grad():
         for name, param in named(chunks):
             param.copy_(initial(name, param))
