@@ -49,7 +49,7 @@ METHODS = {
 _PROFILED = (1, 2, 4, 8)  # segments of the runs that are the profile
 # A message in flight may wait in the queue of the interface.
 _QUEUE_BYTES = 256 * 2**20
-_BURST_BYTES = 128 * 2**10
+_BURST_BYTES = 16 * 2**10  # which a link that was idle takes at once
 _FIXED = {
     "schedule": ["1f1b"],
     "placement": "looped",
@@ -90,8 +90,9 @@ def limit(interface: str, rate: float | None) -> None:
         subprocess.run(["tc", "qdisc", "add", "dev", interface, "root", *bucket.split()], check=True)
 
 
-def measured_link(size: int, repeats: int = 5) -> Link:
-    """By half of the median time there and back of messages of `size` bytes and a quarter of it."""
+def measured_link(size: int, repeats: int = 9) -> Link:
+    """By half of the median time there and back of messages of `size` bytes and a quarter of it; the first two warm
+    up."""
     taken = [_message_seconds(each, repeats) for each in (size, size // 4)]
     bandwidth = (size - size // 4) / max(taken[0] - taken[1], 1e-9)
     found = [Link(max(0.0, taken[0] - size / bandwidth), bandwidth)]
@@ -103,7 +104,7 @@ def _message_seconds(size: int, repeats: int) -> float:
     tensor = torch.zeros(size // 4)
     rank = dist.get_rank()
     seconds = []
-    for _ in range(repeats):
+    for _ in range(2 + repeats):
         dist.barrier()
         began = time.perf_counter()
         for sender in (0, 1):
@@ -112,7 +113,7 @@ def _message_seconds(size: int, repeats: int) -> float:
             else:
                 dist.recv(tensor, sender)
         seconds.append((time.perf_counter() - began) / 2)
-    return statistics.median(seconds)
+    return statistics.median(seconds[2:])
 
 
 def timed(variants: list[Variant], repeats: int) -> None:
