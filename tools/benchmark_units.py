@@ -96,7 +96,7 @@ def variants(args: argparse.Namespace, longest: int) -> dict[str, tuple[Pipeline
     k = longest // most
 
     def pack(lengths: Sequence[int], replicas: int, alike: bool) -> list[list[Pack]]:
-        return packs_of_step(lengths, most, replicas=replicas, alike=alike)
+        return packs_of_step(lengths, most, replicas=replicas, equal_counts=equal_counts)
 
     make = partial(PipelineExecutor, ScheduleChoice(args.schedule))
     whole = Segmentation(packed=True)

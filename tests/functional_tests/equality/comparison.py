@@ -220,8 +220,8 @@ def segmentation(case: Case) -> Segmentation:
         cost = AnalyticTime(per_token=1.0, per_pair=0.5)
         return balanced(length, case.k, cost, multiple_of=2, documents=documents)
 
-    def pack(found, replicas, alike):
-        return packs_of_step(found, case.lengths[0], case.multiple, replicas, alike=alike)
+    def pack(found, replicas, equal_counts):
+        return packs_of_step(found, case.lengths[0], case.multiple, replicas, equal_counts=equal_counts)
 
     if case.packed == "units":
         return Repacking(lengths, pack, end_of_document=0)
