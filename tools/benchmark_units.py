@@ -95,7 +95,7 @@ def variants(args: argparse.Namespace, longest: int) -> dict[str, tuple[Pipeline
     packed = [filled([found[number] for number in pack.sequences], longest) for pack in packs]
     k = longest // most
 
-    def pack(lengths: Sequence[int], replicas: int, alike: bool) -> list[list[Pack]]:
+    def pack(lengths: Sequence[int], replicas: int, equal_counts: bool) -> list[list[Pack]]:
         return packs_of_step(lengths, most, replicas=replicas, equal_counts=equal_counts)
 
     make = partial(PipelineExecutor, ScheduleChoice(args.schedule))
