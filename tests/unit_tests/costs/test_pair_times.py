@@ -67,7 +67,7 @@ def test_few_units_of_a_pipeline_are_in_pairs(microbatches):
     assert least_seconds(replace(setup, hides_experts=True), MACHINE) <= hidden.seconds
 
 
-def test_segments_in_pairs_save_the_time_of_pairs_and_hold_more_units():
+def test_segments_in_pairs_save_time_and_hold_more_units():
     """On one rank all forwards but those of the first sequence are in pairs."""
     setup = replace(MIXTURE, num_microbatches=2, segments=(2048, 2048), keeps_logits=False)
     shown, hidden = (predict(replace(setup, hides_experts=hides), MACHINE) for hides in (False, True))
