@@ -26,6 +26,7 @@ ELSEWHERE = {
     r"salloc .* bash scripts/check_cluster\.sh .*": "functional_tests/test_check_cluster.py",
     r"torchrun .* tools/benchmark_prediction\.py.*": "functional_tests/test_benchmarks.py",
     r"sudo .*python tools/benchmark_network\.py.*": "functional_tests/test_benchmarks.py",
+    r"bash scripts/frameworks\.sh megatron-bridge": "frameworks/test_megatron_bridge.py",
     r"python tools/benchmark_attention\.py.*": "functional_tests/test_benchmarks.py",
     r"python tools/benchmark_longest\.py.*": "functional_tests/test_benchmarks.py",
     r"python tools/benchmark_host\.py": "unit_tests/runtime/test_host_share.py",
