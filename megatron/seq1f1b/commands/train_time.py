@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from ..costs.blocks import parameters_of_model
 from ..costs.machine import read_machine
+from ..costs.training_setup import ALL_BUT_ATTENTION, FULL
 from ..planner.search import Plan, Search
 from ..planner.space import Question
 from ..planner.way_out import way_out
@@ -102,6 +103,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         segments=(1, 4, 16),
         chunks=(1, 4),
         micro_batches=(1, 2),
+        recomputes=("none", "layernorm mlp", "layernorm mlp moe", ALL_BUT_ATTENTION, FULL),
     )
     found = []
     rows = []
