@@ -70,7 +70,10 @@ _KWAI = {
 _OF_SUMMARY = {
     "llama3-70b": preset("llama3-70b"),
     "llama3.1-405b": preset("llama3-405b"),
-    **{name: preset(name) for name in ("gpt-oss-120b", "qwen3-30b-a3b", "qwen3-235b-a22b", "deepseek-v3")},
+    "gpt-oss-120b": preset("gpt-oss-120b"),
+    "qwen3-30b-a3b": preset("qwen3-30b-a3b"),
+    "qwen3-235b-a22b": preset("qwen3-235b-a22b"),
+    "deepseek-v3": preset("deepseek-v3"),
 }
 
 

@@ -76,7 +76,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         if near := get_close_matches(name, own, n=1, cutoff=0.83):
             parser.error(f"{name} is unknown; did you mean {near[0]}?")
     if missing := _missing(args, words):
-        parser.error(f"{' and '.join(filter(None, (', '.join(missing[:-1]), missing[-1])))} must be given")
+        *first, last = missing
+        names = f"{', '.join(first)} and {last}" if first else last
+        parser.error(f"{names} must be given")
     if args.lengths is not None:
         if args.explain or args.output is not None or args.rehearse is not None:
             parser.error("--explain, --output and --rehearse are for sequences of one length; drop them, or --lengths")

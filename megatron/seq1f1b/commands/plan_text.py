@@ -5,7 +5,6 @@ Tested in commands/test_plan.py.
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -189,7 +188,8 @@ def verdict(found: Gain, megatron: Plan | None, in_units: bool) -> str:
 # What makes a step spend less on a part of it; parts that a user cannot make smaller are not here.
 _CURES = {
     "tensor-parallel collectives": "with faster links within a node",
-    "context- and expert-parallel collectives": "with a faster network between nodes",
+    "context-parallel collectives": "with a faster network between nodes",
+    "exchange of experts": "with a faster network between nodes",
     "recomputation": "with more memory on a device or on its host",
     "bubble and messages": "with more sequences a step",
     "gradients and parameters between replicas": "with a faster network between nodes, or more sequences a step",
@@ -224,17 +224,22 @@ def flags_of_both(
     advised: Plan, other: Plan | None, megatron: Plan | None, flags_of: Callable[[Plan], Sequence[str]]
 ) -> str:
     """The flags that two plans share, then those that each has beside them, what is advised first. The other is left
-    out if there is none, or if it is the same layout."""
+    out if there is none, or if they differ only in whose schedule runs."""
     flags = flags_of(advised)
-    if other is None or _layout(other) == _layout(advised):
-        text = f"Flags of {_side(advised, megatron)}:{in_lines(flags)}"
-        return text if other is None else f"{text}\nThe best plan of {_name(other, megatron)} has the same layout."
-    shared = [flag for flag in flags if flag in flags_of(other)]
-    parts = [f"Flags of both:{in_lines(shared)}"]
-    for plan in (advised, other):
-        own = [flag for flag in flags_of(plan) if flag not in shared]
-        parts.append(f"+ {_side(plan, megatron)}:{in_lines(own)}")
-    return "\n".join(parts)
+    if other is None:
+        return f"Flags of {_side(advised, megatron)}:{in_lines(flags)}"
+    flags_of_other = flags_of(other)
+    shared = [flag for flag in flags if flag in flags_of_other]
+    own = [flag for flag in flags if flag not in shared]
+    own_of_other = [flag for flag in flags_of_other if flag not in shared]
+    if all(flag.startswith("--pipeline-schedule ") for flag in own + own_of_other):
+        same = f"The best plan of {_name(other, megatron)} has the same layout."
+        return f"Flags of {_side(advised, megatron)}:{in_lines(flags)}\n{same}"
+    return (
+        f"Flags of both:{in_lines(shared)}\n"
+        f"+ {_side(advised, megatron)}:{in_lines(own)}\n"
+        f"+ {_side(other, megatron)}:{in_lines(own_of_other)}"
+    )
 
 
 def _name(plan: Plan, megatron: Plan | None) -> str:
@@ -243,12 +248,6 @@ def _name(plan: Plan, megatron: Plan | None) -> str:
 
 def _side(plan: Plan, megatron: Plan | None) -> str:
     return f"{_name(plan, megatron)}, {plan.tokens_per_second:,.0f} tokens/s"
-
-
-def _layout(plan: Plan) -> TrainingSetup:
-    """What runs where, without what the two sides count differently."""
-    setup = plan.prediction.setup
-    return replace(setup, keeps_logits=False, hides_experts=False, offloads=0.0, cp_comm_type=None)
 
 
 def in_lines(flags: Sequence[str]) -> str:

@@ -88,7 +88,7 @@ class Outputs:
         ]
 
     def _buffer(self, leaf: Any, dimension: int | None) -> Any:
-        """MemoryBudget for a leaf of all segments; one that is whole needs none."""
+        """Room for a leaf of all segments; one that is whole needs none."""
         if not isinstance(leaf, Tensor):
             return leaf
         if dimension is None or leaf.shape[dimension] == self._length:

@@ -166,30 +166,23 @@ class PairInterpreter(Interpreter):
         if action in self.program.paired:
             self._waiting = action
         else:
-            self._run_both(action, None)
+            self._run_forward(action, None)
 
     def _backward(self, action: Action) -> None:
         forward = self._waiting
         self._waiting = None
-        self._run_both(forward, action)
+        self.syncs[self._chunk_of[action.stage]].before_backward()
+        unit = self._units.pop(action.unit)
+        backward = PlannedBackward(unit.plan, self._gradient_for(action, unit))
+        with self.recorder.span(action), self._reducing(Kind.I, action):
+            if forward is None:
+                run_plans(None, backward)
+            else:
+                self._run_forward(forward, backward)
+            self._end_backward(action, unit.arrived)
 
-    def _run_both(self, forward: Action | None, backward: Action | None) -> None:
-        """Run a forward, a backward, or both beside each other."""
-        if backward is None:
-            self._run_forward(forward, None)
-            return
-        self.syncs[self._chunk_of[backward.stage]].before_backward()
-        unit = self._units.pop(backward.unit)
-        beside = PlannedBackward(unit.plan, self._gradient_for(backward, unit))
-        with self.recorder.span(backward), self._reducing(Kind.I, backward):
-            self._run_forward(forward, beside)
-            self._end_backward(backward, unit.arrived)
-
-    def _run_forward(self, action: Action | None, beside: PlannedBackward | None) -> None:
-        """Run a forward, if there is one, and the backward beside it."""
-        if action is None:
-            run_plans(None, beside)
-            return
+    def _run_forward(self, action: Action, beside: PlannedBackward | None) -> None:
+        """Run a forward, and the backward beside it if there is one."""
         _, stage, microbatch, index = action
         arrived = self._input_of(action, is_forward=True)
         self.syncs[self._chunk_of[stage]].before_forward()

@@ -11,14 +11,19 @@ import pytest
 
 from megatron.seq1f1b import commands
 from megatron.seq1f1b.commands import gain_map, plan, plan_text
+from megatron.seq1f1b.commands.model_flags import preset
 from megatron.seq1f1b.commands.parsing import output_path
 from megatron.seq1f1b.commands.train_time import LAWS, soonest
 from megatron.seq1f1b.costs.machine import read_machine
+from megatron.seq1f1b.costs.simulator import predict
+from megatron.seq1f1b.costs.training_setup import TrainingSetup
 from megatron.seq1f1b.files import read_histogram
+from megatron.seq1f1b.planner import breakdown
 from megatron.seq1f1b.planner.gain import Gain
 from megatron.seq1f1b.planner.search import Search
 from megatron.seq1f1b.planner.unit_search import draw, in_bins
 from megatron.seq1f1b.report import plan_figures
+from megatron.seq1f1b.schedule import Placement
 from unit_tests.planner.question import MODEL, small
 
 SMALL = "--num-layers 8 --hidden-size 1024 --num-attention-heads 8 --gpus 4 --seq-length 8192 --global-batch-size 4"
@@ -117,6 +122,12 @@ def test_plans_of_both_sides_say_why_one_wins_and_are_json(tmp_path, capsys):
     rate = answer["plans"][0]["tokens_per_second"] / answer["megatron"]["tokens_per_second"]
     assert answer["gain"] == pytest.approx(rate - 1)
     assert "GPU hours with this package" in printed and "Most of the difference: " in printed
+
+
+def test_what_would_help_is_known_by_the_names_of_parts():
+    setup = TrainingSetup(preset("7b"), 2048, num_microbatches=2, placement=Placement(2))
+    named = breakdown.breakdown(predict(setup, read_machine("a100-80gb")))
+    assert {*plan_text._CURES} <= {*named, *breakdown._OF_LAYERS}
 
 
 def test_what_a_prediction_ignores_is_listed_and_comes_back(capsys):
