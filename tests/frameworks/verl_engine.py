@@ -24,6 +24,7 @@ from megatron.core.transformer.enums import ModelType
 
 from frameworks.installed import installed
 from frameworks.live_bytes import LiveBytes
+from frameworks.models import save_qwen
 from megatron.seq1f1b.process.patches import patched, wrapping
 
 VOCABULARY, STEPS = 64, 5
@@ -59,7 +60,7 @@ class Training:
 def with_segments_and_without(folder: Path) -> dict[str, tuple[Training, Training]]:
     """Every case, with segments of 16 tokens and without segments."""
     if dist.get_rank() == 0:
-        save_qwen(folder)
+        save_qwen(folder, VOCABULARY)
     dist.barrier()
     results = {}
     for name, (loss, remove_padding, dynamic) in CASES.items():
@@ -148,30 +149,6 @@ def build_local_layers() -> None:
     Qwen3Bridge._OTHER_MAPPING = {"input_layernorm.weight": [layer + "input_layernorm.weight"]}
     Qwen3Bridge._MLP_MAPPING["pre_mlp_layernorm.weight"] = [layer + "post_attention_layernorm.weight"]
     ModelType.encoder_and_decoder = None
-
-
-def save_qwen(folder: Path) -> None:
-    """A Qwen3 of four layers with a tokenizer of numbers, in Hugging Face's format."""
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        num_hidden_layers=4,
-        hidden_size=32,
-        intermediate_size=64,
-        vocab_size=VOCABULARY,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        initializer_range=0.2,
-        tie_word_embeddings=False,
-        max_position_embeddings=512,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-    words = Tokenizer(WordLevel({str(number): number for number in range(VOCABULARY)}, unk_token="0"))
-    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", eos_token="1").save_pretrained(folder)
 
 
 def loss_of(name: str) -> Any:
