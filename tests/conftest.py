@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from support.launch import Launcher
 from support.patience import slowness
 
 TIERS = ("unit", "functional", "exhaustive")
@@ -21,14 +20,6 @@ TIERS = ("unit", "functional", "exhaustive")
 LONG = {"equality", "gpu_suite", "quickstart", "rehearsal", "seq1f1b_training", "slurm", "training_features"}
 # Megatron compiles an extension when a part of a layer is recomputed; other checkouts would compile it anew each time.
 os.environ["TORCH_EXTENSIONS_DIR"] = str(Path(sys.prefix) / "torch_extensions")
-
-
-@pytest.fixture(scope="session")
-def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
-    """Runs a training script on several ranks, seconds faster than torchrun; see launch.Launcher."""
-    launcher = Launcher(tmp_path_factory.mktemp("logs"))
-    yield launcher
-    launcher.close()
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-timeout reads its limit

@@ -7,8 +7,16 @@ TRANSFORMER_ENGINE = ROOT / ".venv" / "transformer-engine"
 
 
 @pytest.fixture(scope="session")
+def launch(tmp_path_factory):
+    """Ranks that have imported Megatron before a framework does."""
+    launcher = Launcher(tmp_path_factory.mktemp("logs"))
+    yield launcher
+    launcher.close()
+
+
+@pytest.fixture(scope="session")
 def launch_with_te(tmp_path_factory):
-    """As `launch`, for frameworks that build layers of Transformer Engine's."""
+    """The same for frameworks that build layers of Transformer Engine's."""
     with pytest.MonkeyPatch.context() as patches:
         patches.setenv("HF_HUB_OFFLINE", "1")
         launcher = Launcher(tmp_path_factory.mktemp("logs"), [TRANSFORMER_ENGINE])

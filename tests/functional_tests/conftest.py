@@ -11,6 +11,14 @@ TRANSFORMER_ENGINE = Path(sys.prefix) / "transformer-engine"
 
 
 @pytest.fixture(scope="session")
+def launch(tmp_path_factory):
+    """Runs a training script on several ranks, seconds faster than torchrun; see launch.Launcher."""
+    launcher = Launcher(tmp_path_factory.mktemp("logs"))
+    yield launcher
+    launcher.close()
+
+
+@pytest.fixture(scope="session")
 def launch_with_te(tmp_path_factory):
     """On ranks that find Transformer Engine's Python, which runs on CPU tensors; see te_double.py."""
     if not (TRANSFORMER_ENGINE / "transformer_engine").is_dir():
