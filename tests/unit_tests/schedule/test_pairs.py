@@ -1,5 +1,7 @@
 """A forward beside a backward: orders with pairs, their text, their checks, and their messages."""
 
+from dataclasses import replace
+from itertools import pairwise
 from random import Random
 from unittest import mock
 
@@ -94,23 +96,69 @@ def test_no_family_hangs_on_one_queue(family, shape, buffered, message):
             execute(lowered(in_turn=True), costs, in_turn=True, buffered=buffered)
 
 
-@pytest.mark.parametrize("count", [20, pytest.param(1000, marks=pytest.mark.exhaustive)])
+counts = pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.exhaustive)])
+
+
+def any_shape(random):
+    placement = Placement(random.randint(1, 4), random.randint(1, 2), random.choice(["looped", "v"]))
+    return Shape(placement, random.randint(1, 3), random.randint(1, 3))
+
+
+def run_on_any_queues(random, schedule):
+    """On channels that block, with random durations: on queues that no streams share, on one, and in turn. Any number
+    of queues between waits for less than one does."""
+    shape = schedule.shape
+    costs = [[[random.uniform(0.1, 3) for _ in range(shape.num_segments)] for _ in range(shape.num_stages)]] * 4
+    costs = Costs.from_mapping(shape, dict(zip(("f", "i", "w", "message"), costs, strict=True)))
+    assert execute(lower(schedule)) == simulate(schedule)
+    for buffered in (0, 1):
+        execute(lower(schedule, one_queue=True), costs, buffered=buffered)
+        execute(lower(schedule, one_queue=True), costs, one_queue=True, buffered=buffered)
+        execute(lower(schedule, in_turn=True), costs, in_turn=True, buffered=buffered)
+
+
+@counts
 def test_random_orders_with_pairs_run(count):
     random = Random(count)
     found = 0
     for _ in range(count):
-        placement = Placement(random.randint(1, 4), random.randint(1, 2), random.choice(["looped", "v"]))
-        shape = Shape(placement, random.randint(1, 3), random.randint(1, 3))
-        schedule = with_pairs(any_order(random, shape))
+        schedule = with_pairs(any_order(random, any_shape(random)))
         found += len(schedule.paired)
         validate(schedule)
-        costs = [[[random.uniform(0.1, 3) for _ in range(shape.num_segments)] for _ in range(shape.num_stages)]] * 4
-        costs = Costs.from_mapping(shape, dict(zip(("f", "i", "w", "message"), costs, strict=True)))
-        assert execute(lower(schedule)) == simulate(schedule)
-        for buffered in (0, 1):
-            execute(lower(schedule, one_queue=True), costs, one_queue=True, buffered=buffered)
-            execute(lower(schedule, in_turn=True), costs, in_turn=True, buffered=buffered)
+        run_on_any_queues(random, schedule)
     assert found > count / 2
+
+
+@counts
+def test_random_pairs_run_or_are_named(count):
+    """A valid order deadlocks if at all by its pairs: then the error names a pair, and so it does run without."""
+    random = Random(count)
+    refused = []
+    ran = 0
+    for _ in range(count):
+        plain = any_order(random, any_shape(random))
+        ahead = [each for order in plain.ranks for each in pairwise(order)]
+        fit = [forward for forward, backward in ahead if may_be_pair(forward, backward)]
+        schedule = replace(plain, paired=frozenset(forward for forward in fit if random.random() < 0.7))
+        try:
+            validate(schedule)
+        except ScheduleError as error:
+            refused.append(error)
+            text = str(error)
+            assert "the schedule deadlocks; each of these waits for the next, in a cycle:" in text
+            assert any(f"{forward}|" in text.split("\n", 1)[1] for forward in schedule.paired)
+            with pytest.raises(ValueError, match="cannot run to its end"):
+                simulate(schedule)
+            validate(plain)
+        else:
+            run_on_any_queues(random, schedule)
+            ran += bool(schedule.paired)
+    assert len(refused) > count / 20
+    assert ran > count / 4
+
+
+def may_be_pair(forward, backward):
+    return forward.kind is Kind.F and backward.kind is Kind.B and forward.unit != backward.unit
 
 
 @pytest.mark.parametrize("style", ["looped", "v"])
