@@ -24,7 +24,7 @@ from paper.training_time import plot_training_time
 # The columns by which gains are sorted, and in whose order they are shown.
 _BY = ("seq_length", "gpus", "batch", "bandwidth")
 # GB/s each way between a device and its host: of the machine file, of a link that no other device slows down; none.
-_LINKS = {"h100-80gb": (30.0, 50.0, 0.0), "a100-80gb": (12.0, 25.0, 0.0)}
+_LINKS = {"h100-80gb": (30.0, 50.0, 0.0), "h20-96gb": (30.0, 50.0, 0.0), "a100-80gb": (12.0, 25.0, 0.0)}
 # Model, machine and length of the cells of the picture.
 _PICTURED = ("llama3-70b", "h100-80gb", 131072)
 GAINS = Path(__file__).parents[1] / "docs" / "gains.csv"
@@ -189,32 +189,40 @@ def gain_rows(cells: Sequence[Cell]) -> Iterator[list[str]]:
         yield [*asked, *ours, *opponent, *gains, reason(shown, found.get(0.0))]
 
 
+ABOUT_GAINS = """\
+## What this package gains
+
+Each row compares the fastest step that the planner finds for this package with the fastest one of Megatron's own
+schedules, which get [all that saves memory or hides communication in
+Megatron](planning.md#what-megatron-alone-is-credited-with). Either side may move activations to the host. Where the
+gain is within the error, or negative, [take Megatron's own
+schedules](choosing.md#segments-or-megatrons-own-schedules).
+
+- *with*: T tensor parallelism, X context parallelism, P pipeline parallelism, C model chunks, k segments.
+- *step s*, *with* and *gain* are at the rate to the host that all devices of a node reach at once: 30 GB/s each way on
+  H100 and H20, 12 on A100.
+- *at a faster host*: the gain at 50 GB/s (A100: 25), as if no other device of the node copied.
+- *without host*: the gain if neither side moves anything there.
+- *made by*: *host memory* if the gain without a host is within the error; a *smaller bubble* if that is more than half
+  of the gain; else *less memory*, since segments then allow other parallel sizes or less recomputation.
+"""
+
+
 def gains_section(pictures: Path | None) -> str:
     """Of the cells that `seq1f1b gain-map --output docs/gains.csv` found."""
     cells = read_cells(GAINS)
-    text = (
-        "The fastest step that the planner finds, and the fastest of Megatron's own schedules with "
-        "[all that it is credited with](planning.md#what-megatron-alone-is-credited-with). Either side may move "
-        "activations to the host. Steps and configurations are those at the rate of the machine file, which all "
-        "devices of a node reach at once, 30 GB/s each way on H100 and 12 on A100; the next gains are at 50 and 25, "
-        "if nothing else slowed the link down, and with nothing on the host. *Host memory* makes a gain that is within "
-        "the error without it, a *smaller bubble* one of which it is more than a half; otherwise *less memory* does, "
-        "which allows other parallel sizes or less recomputation. Where the gain is within the error, or negative, "
-        "[take Megatron's own schedules](choosing.md#segments-or-megatrons-own-schedules). X is context parallelism, "
-        "C model chunks, k segments. "
-        + nearest(
-            "NVIDIA long sequences",
-            "Kwai with offload",
-            "NVIDIA performance summary",
-            "NVIDIA performance summary, mixtures of experts",
-            "Llama 3 405B",
-        )
-        + " None has recurrent layers, or context parallelism on A100: there the error is not known."
+    error = nearest(
+        "NVIDIA long sequences",
+        "Kwai with offload",
+        "NVIDIA performance summary",
+        "NVIDIA performance summary, mixtures of experts",
+        "Llama 3 405B",
     )
-    lines = ["## What this package gains", "", *wrap(text, 118, break_on_hyphens=False), ""]
+    error += " None has recurrent layers, or context parallelism on A100: there the error is not known."
+    lines = [ABOUT_GAINS, *wrap(error, 118, break_on_hyphens=False), ""]
     lines += ["`seq1f1b gain-map --output docs/gains.csv --host-bandwidths 30 50 0 --model ...`", ""]
     head = ["model", "machine", "tokens", "GPUs", "sequences", "GB/s a node", "step s", "with", "Megatron, s", "with"]
-    head += ["gain", "at 50 or 25 GB/s to the host", "with nothing there", "made by"]
+    head += ["gain", "at a faster host", "without host", "made by"]
     lines += [f"| {' | '.join(head)} |", len(head) * "|---" + "|"]
     lines += [f"| {' | '.join(row)} |" for row in gain_rows(cells)]
     lines += ["", "![The gain by network and GPUs: 70B, 128k tokens](images/gains.png)"]
