@@ -24,7 +24,12 @@ from paper.training_time import plot_training_time
 # The columns by which gains are sorted, and in whose order they are shown.
 _BY = ("seq_length", "gpus", "batch", "bandwidth")
 # GB/s each way between a device and its host: of the machine file, of a link that no other device slows down; none.
-_LINKS = {"h100-80gb": (30.0, 50.0, 0.0), "h20-96gb": (30.0, 50.0, 0.0), "a100-80gb": (12.0, 25.0, 0.0)}
+_LINKS = {
+    "h100-80gb": (30.0, 50.0, 0.0),
+    "h20-96gb": (30.0, 50.0, 0.0),
+    "l40s-48gb": (20.0, 30.0, 0.0),
+    "a100-80gb": (12.0, 25.0, 0.0),
+}
 # Model, machine and length of the cells of the picture.
 _PICTURED = ("llama3-70b", "h100-80gb", 131072)
 GAINS = Path(__file__).parents[1] / "docs" / "gains.csv"
@@ -200,8 +205,8 @@ schedules](choosing.md#segments-or-megatrons-own-schedules).
 
 - *with*: T tensor parallelism, X context parallelism, P pipeline parallelism, C model chunks, k segments.
 - *step s*, *with* and *gain* are at the rate to the host that all devices of a node reach at once: 30 GB/s each way on
-  H100 and H20, 12 on A100.
-- *at a faster host*: the gain at 50 GB/s (A100: 25), as if no other device of the node copied.
+  H100 and H20, 20 on L40S, 12 on A100.
+- *at a faster host*: the gain at 50 GB/s (L40S: 30, A100: 25), as if no other device of the node copied.
 - *without host*: the gain if neither side moves anything there.
 - *made by*: *host memory* if the gain without a host is within the error; a *smaller bubble* if that is more than half
   of the gain; else *less memory*, since segments then allow other parallel sizes or less recomputation.
