@@ -4,8 +4,8 @@ Tested in functional_tests/test_executor.py by test_after_a_failure_no_rank_take
 """
 
 import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cache, partial
 from typing import Any
@@ -129,53 +129,58 @@ class PipelineExecutor:
         self._num_steps += 1
         step = Step(style=self.programs.placement, **arguments)
         segmentation = self.segmentation
-        context = self.context
-        cuts_sequences = segmentation.num_segments != 1
-        follows_segments = segmentation.follows_segments
         # Those of a step of which nothing but its arguments is known.
         lengths = () if segmentation.from_calls else tuple(segmentation.lengths(step.seq_length))
-        if cuts_sequences:
-            refuse_attention_to_later_tokens(step.chunks)
-            if step.decoder_seq_length not in (None, step.seq_length):
-                raise ValueError(
-                    "--decoder-seq-length differs from --seq-length, so sequences cannot be cut into segments"
-                )
-        is_alone = step.placement.num_ranks == 1  # a pipeline of one rank may run without the others
-        if not is_alone:
+        if segmentation.cuts_sequences:
+            refuse_uncut(step)
+        if not step.is_alone:
             self._agree(step, lengths)
         communicator = self._communicator(step.pipeline, step.placement, step.config.pipeline_dtype, step.device)
         # The first step with such segments may load or compile kernels, and CUDA may then wait for the whole GPU. If
         # messages are kernels, none is in flight in that step while another kernel starts.
         kernels = step.placement, lengths, step.micro_batch_size, step.forward_only
         communicator.goes_in_turn = communicator.is_on_device and kernels not in self._ran_before
-        if follows_segments or context.kept_attention is not None:
-            attach(step.chunks, context, self._kernels_of)  # else the model keeps its own attention
+        if segmentation.follows_segments or self.context.kept_attention is not None:
+            attach(step.chunks, self.context, self._kernels_of)  # else the model keeps its own attention
         add_up_all_weight_gradients(step.chunks)
         recompute_behind_frozen_weights(step.chunks)
 
-        if timers := step.config.timers:
-            timers("forward-backward", log_level=1).start(barrier=step.config.barrier_with_L1_time)
+        with timed(step.config), self._failing_for_good(step), ExitStack() as around:
+            calls = None
+            if self._suspends_calls(step):
+                calls = around.enter_context(Calls(step, self._around_program, self._divides_documents))
+            segmentation.cut_step(step, calls)
+            compute_loss_in_pieces(step.chunks, most_tokens(step), self._piece)
+            program = self.programs.program(
+                step.shape,
+                longest_lengths(step),
+                rank=step.rank,
+                forward_only=step.forward_only,
+                in_turn=communicator.goes_in_turn,
+                is_partitioned=is_partitioned(step.chunks),
+            )
+            self.context.splits_backwards = program.splits_backwards
+            reports = self._run(step, calls, program, communicator)
+        self._ran_before.add(kernels)
+        return reports
+
+    def _goes_by_plans(self, step: Step) -> bool:
+        """Whether the step runs by Megatron's schedule plans, which its pairs need."""
+        return self.programs.has_pairs and not step.forward_only
+
+    def _suspends_calls(self, step: Step) -> bool:
+        """Whether the model runs on parts of what the program calls it with; else on each micro-batch as it comes."""
+        segmentation = self.segmentation
+        cuts = segmentation.from_calls or segmentation.cuts_sequences
+        return cuts or step.groups.cp.size() > 1 or self._goes_by_plans(step)
+
+    @contextmanager
+    def _failing_for_good(self, step: Step) -> Iterator[None]:
+        """Let a failure within end this pipeline, and tell what the ranks know of it; no state of the step stays."""
         try:
-            with ExitStack() as around:
-                calls = None
-                goes_by_plans = self.programs.has_pairs and not step.forward_only
-                if segmentation.from_calls or cuts_sequences or step.groups.cp.size() > 1 or goes_by_plans:
-                    calls = around.enter_context(Calls(step, self._around_program, self._divides_documents))
-                segmentation.cut_step(step, calls)
-                compute_loss_in_pieces(step.chunks, most_tokens(step), self._piece)
-                program = self.programs.program(
-                    step.shape,
-                    longest_lengths(step),
-                    rank=step.rank,
-                    forward_only=step.forward_only,
-                    in_turn=communicator.goes_in_turn,
-                    is_partitioned=is_partitioned(step.chunks),
-                )
-                context.splits_backwards = program.splits_backwards
-                reports = self._run(step, calls, program, communicator)
-            self._ran_before.add(kernels)
+            yield
         except BaseException as error:
-            if is_alone:
+            if step.is_alone:
                 raise
             told = explained(error, f"{step.pipeline.group_name}, {self._num_steps}")
             if told is error:
@@ -184,71 +189,59 @@ class PipelineExecutor:
             self._failure = str(told)
             raise told from error
         finally:
-            context.clear()
-        if timers:
-            timers("forward-backward").stop()
-        return reports
+            self.context.clear()
 
     def _run(self, step: Step, calls: Calls | None, program: Program, communicator: Communicator) -> list[Any]:
         """Run the actions of this rank, then Megatron's end of the step."""
-        config = step.config
         losses = Losses(step)
-        goes_by_plans = self.programs.has_pairs and not step.forward_only
-        syncs = gradient_syncs(config, step.chunks, finishes_last=len(step.chunks) == 1 and step.rank == 0)
+        syncs = gradient_syncs(step.config, step.chunks, finishes_last=len(step.chunks) == 1 and step.rank == 0)
         with ExitStack() as around:
             for sync in syncs:
                 around.callback(sync.close)  # also after a failure
             if program.splits_backwards:
                 around.enter_context(defer_weight_gradients(self.context.weight_gradients, step.chunks))
-            if calls is None:
-                forwards: Any = WholeForwards(
-                    step=step,
-                    context=self.context,
-                    losses=losses,
-                    around_program=self._around_program,
-                )
-            else:
-                kind = PlannedForwards if goes_by_plans else SegmentForwards
-                forwards = kind(
-                    step=step,
-                    context=self.context,
-                    losses=losses,
-                    calls=calls,
-                    follows_segments=self.segmentation.follows_segments,
-                )
+            if calls is not None:
                 around.enter_context(patched(prediction_patches(step, self.context, calls)))
-            if self._tracer is None or step.forward_only:
-                recorder: StepRecorder = around.enter_context(Recorder(step.device))
-            else:
-                lengths = {tuple(segment.length for segment in segments) for segments in step.segments}
-                tracing = self._tracer.step(self.programs.name, step.shape, step.chunks, step.pipeline, lengths)
-                recorder = around.enter_context(tracing)
+            recorder = around.enter_context(self._recording(step))
             if not step.forward_only:
                 self.recorder = recorder
-            interpreter = PairInterpreter if goes_by_plans else Interpreter
+            interpreter = PairInterpreter if self._goes_by_plans(step) else Interpreter
             interpreter(
                 step=step,
                 program=program,
                 communicator=communicator,
                 context=self.context,
-                forwards=forwards,
+                forwards=self._forwards(step, calls, losses),
                 syncs=syncs,
                 recorder=recorder,
             ).run()
             for sync in syncs:
                 sync.close()
             self.context.masks.settle()
-            if config.finalize_model_grads_func is not None and not step.forward_only:
-                num_tokens = losses.total_num_tokens(step.device) if config.calculate_per_token_loss else None
-                if num_tokens is not None and step.placement.turns:
-                    # The loss may be on the first rank, but Megatron takes the number of the last one.
-                    dist.all_reduce(num_tokens, group=step.pipeline)
-                config.finalize_model_grads_func(
-                    step.chunks, num_tokens, pg_collection=step.groups, force_all_reduce=step.force_all_reduce
-                )
-                add_up_tied_embeddings(step.chunks)
+            if not step.forward_only:
+                finalize_gradients(step, losses)
         reports = self.segmentation.reports(losses.reports(), step)
         return self._on_last_rank(reports, step) if self._reports_on_last_rank else reports
+
+    def _forwards(self, step: Step, calls: Calls | None, losses: Losses) -> Any:
+        """What runs the forwards of the step: on parts of the program's calls, or on whole micro-batches."""
+        if calls is None:
+            return WholeForwards(step=step, context=self.context, losses=losses, around_program=self._around_program)
+        kind = PlannedForwards if self._goes_by_plans(step) else SegmentForwards
+        return kind(
+            step=step,
+            context=self.context,
+            losses=losses,
+            calls=calls,
+            follows_segments=self.segmentation.follows_segments,
+        )
+
+    def _recording(self, step: Step) -> AbstractContextManager[StepRecorder]:
+        """A context around the step; what it gives notes the actions: for the tracer in training, if there is one."""
+        if self._tracer is None or step.forward_only:
+            return Recorder(step.device)
+        lengths = {tuple(segment.length for segment in segments) for segments in step.segments}
+        return self._tracer.step(self.programs.name, step.shape, step.chunks, step.pipeline, lengths)
 
     def _on_last_rank(self, reports: list[Any], step: Step) -> list[Any]:
         """The reports, sent to the last rank, where Megatron's training loop reads them."""
@@ -286,6 +279,38 @@ def watched(function: Callable, tracer: StepTracer) -> Callable:
         function.watch(tracer)
         return function
     return partial(run_traced, function, tracer)
+
+
+def refuse_uncut(step: Step) -> None:
+    """Raise ValueError for models and calls whose sequences cannot be cut."""
+    refuse_attention_to_later_tokens(step.chunks)
+    if step.decoder_seq_length not in (None, step.seq_length):
+        raise ValueError("--decoder-seq-length differs from --seq-length, so sequences cannot be cut into segments")
+
+
+@contextmanager
+def timed(config: Any) -> Iterator[None]:
+    """Megatron's timer of a step, which a failure leaves running."""
+    if config.timers:
+        config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
+    yield
+    if config.timers:
+        config.timers("forward-backward").stop()
+
+
+def finalize_gradients(step: Step, losses: Losses) -> None:
+    """Megatron's end of a training step: sums of gradients over ranks, divided by the number of tokens."""
+    config = step.config
+    if config.finalize_model_grads_func is None:
+        return
+    num_tokens = losses.total_num_tokens(step.device) if config.calculate_per_token_loss else None
+    if num_tokens is not None and step.placement.turns:
+        # The loss may be on the first rank, but Megatron takes the number of the last one.
+        dist.all_reduce(num_tokens, group=step.pipeline)
+    config.finalize_model_grads_func(
+        step.chunks, num_tokens, pg_collection=step.groups, force_all_reduce=step.force_all_reduce
+    )
+    add_up_tied_embeddings(step.chunks)
 
 
 def most_tokens(step: Step) -> int:

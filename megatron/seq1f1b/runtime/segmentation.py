@@ -76,13 +76,17 @@ class Segmentation:
         self._read_calls = read_calls or self._of_calls
 
     @property
+    def cuts_sequences(self) -> bool:
+        return self.num_segments != 1
+
+    @property
     def follows_segments(self) -> bool:
         """Whether attention is that of segments; if not, the model keeps its own, which reads masks."""
-        return self.num_segments != 1 or self.packed
+        return self.cuts_sequences or self.packed
 
     def lengths(self, sequence_length: int) -> Sequence[int]:
         """Tokens of each segment, first to last, of a micro-batch of a length known before the step."""
-        return (sequence_length,) if self.num_segments == 1 else self._cut(sequence_length)
+        return self._cut(sequence_length) if self.cuts_sequences else (sequence_length,)
 
     def cut_step(self, step: Step, calls: Calls | None) -> None:
         """Set the segments of a step; it has `calls` if they may tell how."""
@@ -123,7 +127,7 @@ class Segmentation:
     def _numbers(self, step: Step, found: Sequence[Sequences]) -> list[int]:
         """The number of segments of each micro-batch. Replicas that exchange tokens, or weights and gradients of
         chunks, within a step do so after equally many segments: as many as the longest needs and the shortest has."""
-        if self.num_segments == 1:
+        if not self.cuts_sequences:
             return [1] * len(found)
         if self._segments_for is None:
             return [self.num_segments] * len(found)

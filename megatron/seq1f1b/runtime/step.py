@@ -79,6 +79,11 @@ class Step:
         self.placement = Placement(self.pipeline.size(), len(self.chunks), style)
 
     @property
+    def is_alone(self) -> bool:
+        """Whether the pipeline is this rank, which may then run without the others."""
+        return self.placement.num_ranks == 1
+
+    @property
     def batch_size(self) -> int:
         """Sequences of a micro-batch by the call; 0 if Megatron leaves that out because no message is sent."""
         return self.micro_batch_size or 0
