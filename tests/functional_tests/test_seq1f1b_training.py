@@ -52,7 +52,7 @@ RUNS = {
     "the authors' flags": (2, "", "--pipe-sp-splits 3 --pipe-sp-strategy uniform_comp"),
     "multi-latent attention": (2, LATENT, BALANCED_FOUR),
     "experts with a bias": (2, f"{EXPERTS} {BIASED}", BALANCED_FOUR),
-    "expert parallel": (4, f"{EXPERTS} {BALANCED} {SHARED_EXPERTS}", BALANCED_FOUR),
+    "expert parallel": (4, f"{EXPERTS} {BALANCED} {SHARED_EXPERTS} --moe-grouped-gemm", BALANCED_FOUR),
     "pairs": (4, f"{EXPERTS} {BALANCED} {SHARED_EXPERTS}", f"{BALANCED_FOUR} {IN_PAIRS}"),
     "pairs, chunks": (4, f"{CHUNKS} {EXPERTS} {SHARED_EXPERTS}", f"--sequence-splits 2 {IN_PAIRS}"),
     # The embedding and the loss on stages of their own, and the two chunks between them not alike.

@@ -45,6 +45,7 @@ _SIZES = "passes tensors as split sizes to all-to-all; hides a wait of the host 
 _SEED = "starting it would move the generator that dropout draws from; hides nothing: a GPU has its own"
 _DEFAULTS = "its defaults name NCCL and CUDA kernels; hides NCCL's order of messages (simulated) and fused kernels"
 _QUEUES = "there is no CUDA device; hides that Megatron demands one hardware queue before Blackwell (launchers' test)"
+_GROUPED = "--moe-grouped-gemm asks for it; hides GPUs before Ampere, and grouped kernels (experts run one by one here)"
 _LAYERS = "its layers are Transformer Engine's unless --spec names others; hides those (a double tests them)"
 
 # torch comes first: importing megatron.core already uses some of it.
@@ -54,6 +55,7 @@ REDIRECTS = (
     Patch("torch.cuda.device_count", stand_ins.device_count, "process groups are made if > 0; hides nothing"),
     Patch("torch.cuda.current_device", stand_ins.current_device, _NO_DEVICE),
     Patch("torch.cuda.set_device", stand_ins.nothing, _NO_DEVICE),
+    Patch("torch.cuda.get_device_capability", stand_ins.device_capability, _GROUPED),
     Patch("torch.distributed.distributed_c10d.ProcessGroupGloo", stand_ins.on_one_device, _GLOO, wraps=True),
     # Streams and events
     Patch("torch.cuda.Stream", stand_ins.Stream, _DONE),

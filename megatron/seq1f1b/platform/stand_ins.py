@@ -215,6 +215,10 @@ def device_arch_version(*args, **kwargs):
     return 10
 
 
+def device_capability(*args, **kwargs):
+    return 10, 0
+
+
 def on_cpu(tensor, as_numpy=False, *args, **kwargs):
     """`maybe_move_tensor_to_cpu`; upstream's ignores `as_numpy` if there is nothing to move."""
     return tensor.numpy() if as_numpy and tensor is not None else tensor
