@@ -182,10 +182,19 @@ def repeated_time(setup: TrainingSetup, machine: Machine, start: int, end: int, 
             time = _dense_time(setup, machine, (block,), start, end, layer).forward
             shown = time.total - (time.exchange if setup.hides_tensor_exchange else 0.0)
             again += shown - device.moving_time(5 * residual, 4)
-            again += _routed_time(setup, machine, (block,), length, layer).forward.total
+            routed = _routed_time(setup, machine, (block,), length, layer).forward
+            again += routed.total - routed.dispatch + dispatched_again(setup, routed)
         elif "moe_act" in modules and block.expert:
             again += device.moving_time(3 * setup.rows(length) * block.activated, 1)
     return again
+
+
+def dispatched_again(setup: TrainingSetup, forward: Parts) -> float:
+    """Seconds of the exchange of experts that are computed again: there and back, or only there in a plan with pairs
+    (runtime/repeated_experts.py)."""
+    if not setup.repeats("E"):
+        return 0.0
+    return forward.dispatch / 2 if setup.hides_experts else forward.dispatch
 
 
 def context_exchange(

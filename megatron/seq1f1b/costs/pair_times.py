@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ..schedule import Action
 from ..schedule.cost_tables import Table
-from .layer_times import Parts, layer_time
+from .layer_times import Parts, dispatched_again, layer_time
 from .machine import Machine
 from .training_setup import StageLayers, TrainingSetup
 
@@ -70,7 +70,8 @@ def pair_times(setup: TrainingSetup, machine: Machine) -> PairTimes:
 
 @lru_cache(maxsize=8192)
 def pair_row(setup: TrainingSetup, machine: Machine, stage: StageLayers) -> PairRow:
-    """Those of one stage. Its embedding, its loss and what its backward computes again hide nothing."""
+    """Those of one stage. Its embedding, its loss and what its backward computes again hide nothing; tokens
+    that travel to experts once more are hidden."""
     columns = []
     for span in setup.spans:
         times = [(count, layer_time(setup, machine, *span, layer)) for layer, count in stage.layers]
@@ -78,7 +79,7 @@ def pair_row(setup: TrainingSetup, machine: Machine, stage: StageLayers) -> Pair
             (
                 sum(count * time.forward.dispatch for count, time in times),
                 sum(count * _computing(time.forward) for count, time in times),
-                sum(count * time.input.dispatch for count, time in times),
+                sum(count * (time.input.dispatch + dispatched_again(setup, time.forward)) for count, time in times),
                 sum(count * (_computing(time.input) + time.weight) for count, time in times),
             )
         )

@@ -226,7 +226,7 @@ class TrainingSetup:
             layers_per_stage=(self.model.num_layers,),
             family=self.family if self.splits_backward else "1f1b",
             overlaps_data_parallel=False,
-            hides_experts=False,
+            hides_experts=self.hides_experts and self.repeats("E"),
             offloads=self.offloads if self.moves_parts else 0.0,
             moves=self.moves if self.offloads else Moves.UNITS,
         )

@@ -24,6 +24,7 @@ from ..model import Segment
 from ..schedule import Action, Kind, Unit
 from .forward_segments import SegmentForwards
 from .interpreter import Handlers, Interpreter
+from .repeated_experts import repeat_experts
 
 # Of a layer of a plan.
 _NODES = "pre_dispatch_computation", "moe_dispatch", "mlp", "moe_combine", "mtp_post_process"
@@ -106,6 +107,8 @@ class PlannedForwards(SegmentForwards):
         for node in nodes(plan):
             node.forward_func = under(node.forward_func)
             node.backward_func = under(node.backward_func)
+        for index in range(plan.num_layers()):
+            repeat_experts(plan.get_layer(index), under)
 
 
 def nodes(plan: Any) -> Iterator[ScheduleNode]:

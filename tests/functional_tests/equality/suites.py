@@ -192,6 +192,9 @@ def pairs(pipeline: int):
         if pipeline > 1:
             yield PAIRED.but(layers=4), replace(layout, chunks=2, style=style), FEW[:4] + SPLIT[2:3]
     yield selective(PAIRED, "shared_experts", "layernorm", "core_attn"), layout, FEW[2:3] + SPLIT[2:3]
+    yield selective(PAIRED, "moe"), layout, FEW[2:4] + SPLIT[2:3]
+    yield selective(SECOND_DENSE, "layernorm", "mlp", "moe").but(pairs=True), layout, FEW[2:3]
+    yield selective(PAIRED.but(mtp_num_layers=1, mtp_loss_scaling_factor=0.7), "moe"), layout, FEW[2:3]
 
 
 SUITES = {

@@ -9,6 +9,7 @@ from megatron.seq1f1b.costs.layer_times import layer_time
 from megatron.seq1f1b.costs.machine import read_machine
 from megatron.seq1f1b.costs.pair_times import PairTimes, pair_times
 from megatron.seq1f1b.costs.simulator import predict
+from megatron.seq1f1b.costs.stage_times import stage_rows
 from megatron.seq1f1b.costs.training_setup import TrainingSetup
 from megatron.seq1f1b.planner.search import least_seconds
 from megatron.seq1f1b.schedule import Placement, parse_action
@@ -46,6 +47,16 @@ def test_products_and_attention_of_a_stage_hide():
     assert times.compute_f[0][0] == pytest.approx(8 * (layer.forward.matmul + layer.forward.attention))
     of_back = layer.input.matmul + layer.input.attention + layer.weight
     assert times.compute_b[0][0] == pytest.approx(8 * of_back)
+
+
+def test_tokens_travel_once_more_to_repeated_experts():
+    """Beside a forward; else they travel back, too, and nothing hides either."""
+    again = replace(MIXTURE, recompute="moe")
+    in_pairs = replace(again, hides_experts=True)
+    there = layer_time(MIXTURE, MACHINE, 0, 4096).forward.dispatch / 2
+    without, beside = (stage_rows(each, MACHINE)[0][1][0] for each in (again, in_pairs))
+    assert without - beside == pytest.approx(8 * there)
+    assert pair_times(in_pairs, MACHINE).exchange_b[0][0] == pytest.approx(8 * 3 * there)
 
 
 @pytest.mark.parametrize("microbatches", [1, 2, 5])
