@@ -50,7 +50,7 @@ METHODS: Mapping[str, tuple[str, ...]] = {
 }
 IMPORTED = (
     "megatron.core.datasets.gpt_dataset",
-    "megatron.core.tokenizers.text.models",
+    "megatron.core.tokenizers.text.libraries",
     "megatron.seq1f1b.launch.executors",
     "megatron.seq1f1b.launch.training_loop",
     "megatron.training",

@@ -29,7 +29,7 @@ COMMON = (
     "megatron.core.datasets.gpt_dataset",
     "megatron.core.datasets.helpers",
     "megatron.core.models.mimo",
-    "megatron.core.tokenizers.text.models",  # and transformers
+    "megatron.core.tokenizers.text.libraries",  # and transformers
     "megatron.seq1f1b.launch.executors",
     "megatron.seq1f1b.launch.training_loop",
     "megatron.training.datasets.sft_dataset",

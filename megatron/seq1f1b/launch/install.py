@@ -2,7 +2,6 @@
 
 import logging
 import os
-import re
 import sys
 import warnings
 from argparse import Namespace
@@ -13,15 +12,12 @@ from .. import rehearsal
 from ..arguments import PipelineConfig, parse_options
 from ..costs.machine import bytes_outside
 from ..platform import cpu
+from ..process.megatron_versions import check_version
 from ..process.net import Net
 from ..process.patches import Patch, patched, rebound
-from ..process.ranks import warn_on_rank_0
 from . import environment
 from .overlay import Overlay, installed, patches_of_megatron, remember
 from .validation import validated
-
-# Versions of megatron-core that were seen to train.
-TESTED = ("0.19.0", "0.19.1", "0.19.2")
 
 
 def install(add_flags: bool = False, keep_documents_apart: bool = False, **flags: Any) -> None:
@@ -79,7 +75,7 @@ def bind(
     check_version(version)
     upstream = schedules.get_forward_backward_func
     overlay = Overlay(upstream, patches, keywords)
-    rows = patches_of_megatron(_numbers(version))
+    rows = patches_of_megatron(version)
     if options is None:
         rows += overlay.patches_of_scripts(net, add_flags)
     else:
@@ -92,20 +88,6 @@ def bind(
     patches.callback(remember, None)
     if is_rehearsal:
         patches.enter_context(patched(rehearsal.patches(overlay.rehearse_in, bytes_outside)))
-
-
-def check_version(version: str) -> None:
-    """Raise ImportError for a Megatron without the names that we need; warn of an untested one."""
-    tested = f"tested with {', '.join(TESTED)}"
-    if _numbers(version) < (0, 19):
-        raise ImportError(f"megatron.seq1f1b needs megatron-core 0.19 and found {version}; it is {tested}")
-    if version not in TESTED:
-        warn_on_rank_0(f"megatron-core {version} was never tried with megatron.seq1f1b, which is {tested}")
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """Major and minor version."""
-    return tuple(map(int, re.findall(r"\d+", version)[:2]))
 
 
 def _silence_imports() -> None:

@@ -188,8 +188,8 @@ def _equal_on_all_ranks(args: Namespace) -> dict[str, str]:
     return facts | {"CUDA_DEVICE_MAX_CONNECTIONS": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "unset")}
 
 
-def patches_of_megatron(version: tuple[int, ...]) -> list[Patch]:
-    """Those that every process needs, for a major and minor version."""
+def patches_of_megatron(version: str) -> list[Patch]:
+    """Those that every process needs with this version of megatron-core."""
     from ..platform import without_te
     from .training_loop import optimizer_state
 

@@ -9,6 +9,9 @@ from types import MappingProxyType
 import torch
 import torch.nn.functional as F
 
+from ..process.megatron_versions import scan_of_mamba
+from ..process.patches import owner_of
+
 _CHUNK = 64
 
 
@@ -120,7 +123,8 @@ def mamba_chunk_scan_combined(
 def mamba_training(mixer, zxBCdt, packed_seq_params=None, **options):
     """`MambaMixer._ssm_training` with separate convolution and scan, as Megatron runs them for a prompt."""
     _unpacked(packed_seq_params)
-    return mixer._ssm_prefill(zxBCdt, conv_state=None, ssm_state=None, **options)
+    run = getattr(mixer, owner_of(scan_of_mamba())[1])
+    return run(zxBCdt, conv_state=None, ssm_state=None, **options)
 
 
 def _in_chunks(x, chunk):

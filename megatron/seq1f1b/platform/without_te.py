@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..process.patches import PatchTable, wrapping
+from ..process.megatron_versions import checks_for_inference_layers
+from ..process.patches import Patch, PatchTable, wrapping
 
 
 def repairs() -> PatchTable:
@@ -19,9 +20,14 @@ def repairs() -> PatchTable:
     rows: PatchTable = LOCAL_LAYERS
     if not HAVE_TE:
         rows += RECOMPUTATION
+        rows += tuple(Patch(name, _no, _NO_INFERENCE) for name in checks_for_inference_layers())
     elif not layers._grad_accum_fusion_available:
         rows += OUTPUT_LAYER
     return rows if distrib_optimizer.HAVE_APEX_OR_TE else rows + TORCH_ADAM
+
+
+def _no(*_: Any) -> bool:
+    return False
 
 
 def _marked_norm(new: Callable, cls: type, config: Any, hidden_size: int, *args: Any, **kwargs: Any) -> torch.nn.Module:
@@ -96,6 +102,7 @@ def _set_states_without_step(
 
 
 _CORE = "megatron.core"
+_NO_INFERENCE = "compares layers with classes of Transformer Engine, which are no classes without it"
 _PARALLEL = f"{_CORE}.tensor_parallel"
 _ATTENTION = f"{_CORE}.transformer.dot_product_attention.DotProductAttention"
 _OPTIMIZER = f"{_CORE}.optimizer.distrib_optimizer.DistributedOptimizer"
@@ -112,7 +119,7 @@ LOCAL_LAYERS = (
 RECOMPUTATION = (
     wrapping(
         f"{_PARALLEL}.random.CheckpointWithoutOutput.__init__",  # of a recomputed part of a layer, such as its norm
-        lambda init, checkpoint, fp8=None, **options: init(checkpoint, None, **options),
+        lambda init, checkpoint, fp8=None, *rest, **options: init(checkpoint, None, *rest, **options),
         "looks for fp8 in Transformer Engine",
     ),
 )

@@ -9,7 +9,9 @@ from megatron.core.transformer.multi_token_prediction import MultiTokenPredictio
 from megatron.seq1f1b.model import LookAhead, PredictionHeads, Segment, SegmentContext
 from megatron.seq1f1b.process.patches import patched
 
-LAYER = SimpleNamespace(layer_number=1, cp_group=None, config=SimpleNamespace(mtp_detach_heads=False))
+LAYER = SimpleNamespace(
+    layer_number=1, cp_group=None, config=SimpleNamespace(mtp_detach_heads=False, sequence_parallel=False)
+)
 
 
 def embedded(**options):

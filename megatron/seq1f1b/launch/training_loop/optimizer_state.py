@@ -20,6 +20,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor
 from torch.nn import Parameter
 
+from ...process.megatron_versions import displaces_padded_buckets
 from ...process.patches import PatchTable, wrapping
 
 _OPTIMIZER = "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer"
@@ -29,7 +30,7 @@ _LARGEST_SHARE = 0.5
 _LARGEST_NEAR_ZERO = 1e-6
 
 
-def repairs(version: tuple[int, ...]) -> PatchTable:
+def repairs(version: str) -> PatchTable:
     """The patches with which Megatron of this version saves the state of the optimizer as it was meant."""
     by_bucket = f"{_OPTIMIZER}.sharded_param_state_dp_reshardable"
     by_parameter = f"{_OPTIMIZER}.sharded_param_state_fully_reshardable"
@@ -38,7 +39,7 @@ def repairs(version: tuple[int, ...]) -> PatchTable:
         wrapping(by_bucket, _within_buckets, "pads beyond the end of a bucket"),
         wrapping(loading, _unless_displaced, "takes other weights than those of the model"),
     ]
-    if version < (0, 20):
+    if displaces_padded_buckets(version):
         rows.append(wrapping(by_parameter, _by_offsets_without_padding, "displaces what is behind a padded bucket"))
     return tuple(rows)
 

@@ -18,6 +18,7 @@ from megatron.core.ssm.mamba_mixer import MambaMixer
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ...process.megatron_versions import delta_rule_inputs, scan_of_mamba
 from ...process.patches import wrapping
 from ..carried import Carried
 from ..packed_documents import pieces
@@ -134,9 +135,9 @@ def _delta_net(
     group = layer.pg_collection.cp
     if group.size() > 1:  # all tokens of the segment, with this rank's part of every kind of head
         sizes = layer.in_proj_split_sections
-        heads = gdn._build_head_perm_for_split_sections(sizes, group.size(), projected.device)
+        heads = common._build_head_perm_for_split_sections(sizes, group.size(), projected.device)
         projected = projected.index_select(-1, heads)
-        projected = gdn.tensor_a2a_cp2hp(projected, seq_dim=0, head_dim=-1, cp_group=group)
+        projected = common.tensor_a2a_cp2hp(projected, seq_dim=0, head_dim=-1, cp_group=group)
     output = run_recurrence(layer.segment_context, layer, partial(_delta_rule, layer), projected)
     return layer.out_proj(common.tensor_a2a_hp2cp(output, seq_dim=0, head_dim=-1, cp_group=group))
 
@@ -159,14 +160,25 @@ def _delta_rule(layer: GatedDeltaNet, projected: Tensor, state: State | None) ->
     length, batch, _ = projected.shape
     qkv, gate, beta, alpha = projected.transpose(0, 1).split(layer.feat_dim_split, dim=-1)
     qkv, columns = causal_convolution(convolve, qkv, columns, layer.conv_kernel_dim)
-    query, key, value, gate, beta, alpha = layer._prepare_input_for_gated_delta_rule(
-        qkv, gate.unflatten(-1, (-1, layer.value_head_dim)), batch, length, beta, alpha
+    inputs = delta_rule_inputs(
+        layer,
+        qkv,
+        gate=gate.unflatten(-1, (-1, layer.value_head_dim)),
+        beta=beta,
+        alpha=alpha,
+        decay_log=own(layer.A_log),
+        decay_bias=own(layer.dt_bias),
     )
-    decay, beta = layer._compute_g_and_beta(own(layer.A_log), own(layer.dt_bias), alpha, beta)
     output, memory = layer.gated_delta_rule(
-        query, key, value, g=decay, beta=beta, initial_state=memory, output_final_state=True
+        inputs.query,
+        inputs.key,
+        inputs.value,
+        g=inputs.decay,
+        beta=inputs.beta,
+        initial_state=memory,
+        output_final_state=True,
     )
-    output = layer._apply_gated_norm(output, gate).view(batch, length, -1)
+    output = layer._apply_gated_norm(output, inputs.gate).view(batch, length, -1)
     return output.transpose(0, 1).contiguous(), (columns, memory)
 
 
@@ -230,5 +242,5 @@ SEGMENT_PATCHES = (
     wrapping("megatron.core.ssm.gated_delta_net.GatedDeltaNet.forward", _delta_net, _REASON),
     # Between the input and the output projection, with and without Megatron's fused path.
     wrapping("megatron.core.ssm.mamba_mixer.MambaMixer._ssm_training", _mamba, _REASON),
-    wrapping("megatron.core.ssm.mamba_mixer.MambaMixer._ssm_prefill", _mamba, _REASON),
+    wrapping(scan_of_mamba(), _mamba, _REASON),
 )
