@@ -12,7 +12,7 @@ from megatron.seq1f1b.costs.machine import GIB, OUTSIDE_GIB, read_machine
 from megatron.seq1f1b.costs.model_shape import ModelShape
 from megatron.seq1f1b.costs.step_memory import rank_memory
 from megatron.seq1f1b.costs.training_setup import TrainingSetup
-from megatron.seq1f1b.planner.search import fits
+from megatron.seq1f1b.planner.fitting import fits
 from megatron.seq1f1b.schedule import Placement, build, moved
 
 from .row import REFERENCE, Line, Row, known, measured, read

@@ -145,7 +145,7 @@ def large_vocabularies(folder: Path = REFERENCE) -> Iterator[Row]:
         model = gpt(layers, hidden, int(row["heads"]), vocabulary)
         setup = PaperSetup(model, length, batch, placement=Placement(ranks))
         if row["method"] == "redis":
-            setup = replace(setup, layers_per_stage=balanced_layers(setup, machine, least=0))
+            setup = replace(setup, layers_per_stage=balanced_layers(setup, setup.placement, machine, least=0))
         flops = 72 * batch * length * layers * hidden**2 * (1 + length / 6 / hidden + vocabulary / 12 / layers / hidden)
         published = flops / (float(row["mfu_pct"]) / 100 * ranks * machine.device.peak_flops)
         label = f"{row['method']}, vocabulary {vocabulary}, {length} tokens"

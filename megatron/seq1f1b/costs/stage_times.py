@@ -71,10 +71,10 @@ def stage_rows(setup: TrainingSetup, machine: Machine) -> list[tuple[Row, Row, R
     return [rows[stage] for stage in setup.stages]
 
 
-def balanced_layers(setup: TrainingSetup, machine: Machine, least: int = 1) -> tuple[int, ...]:
+def balanced_layers(setup: TrainingSetup, placement: Placement, machine: Machine, least: int = 1) -> tuple[int, ...]:
     """Layers for each stage, at least `least`, with the shortest time of the slowest rank, and then stage, embedding
     and loss included. Later stages get more among equal ones, since fewer units are in flight there."""
-    return _balanced(setup.alone, setup.placement, machine, least)
+    return _balanced(setup.alone, placement, machine, least)
 
 
 @lru_cache(maxsize=1 << 16)

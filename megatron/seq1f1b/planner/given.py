@@ -13,7 +13,7 @@ from ..arguments.megatron_run import hybrid_stages, layers_per_stage
 from ..costs.simulator import check_size
 from ..costs.training_setup import Moves, TrainingSetup, choices_of
 from ..schedule import Shape
-from .search import fitted
+from .fitting import fitted
 from .space import Candidate, Question, expert_sizes, lengths_of
 
 # Flags of schedules and cuts that a plan does not predict.

@@ -1,33 +1,36 @@
 """The best configurations: those that fit, by throughput."""
 
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from heapq import heapify, heappop, heappush
 from itertools import count, islice, takewhile
-from math import ceil, inf
+from math import inf
 from typing import Any, NamedTuple
 
-from ..costs.layer_bytes import unit_bytes
-from ..costs.machine import GIB, Machine, without_tiles
-from ..costs.pair_times import pair_row, pair_times
+from ..costs.machine import GIB
 from ..costs.simulator import Prediction, predict
 from ..costs.stage_costs import action_costs, setup_costs
-from ..costs.stage_times import stage_rows, step_end
-from ..costs.step_memory import Memory, host_bytes, rank_memory, static_memory
-from ..costs.training_setup import Moves, TrainingSetup
-from ..schedule import FAMILIES, Action, Shape, build, units_to_move, with_moves
+from ..costs.training_setup import TrainingSetup
+from ..schedule import build
+from .bounds import (
+    least_seconds,
+    least_seconds_away,
+    least_seconds_cut,
+    least_seconds_of,
+    least_seconds_of_any,
+    state_fits,
+)
+from .fitting import fits, fitted
 from .space import (
     Candidate,
     MemoryBudget,
     Question,
-    all_sizes,
     cuts,
     families,
-    lengths_of,
     numbers_of_segments,
+    parallel_sizes,
     partitioned,
+    recomputed,
     spread,
     ways_to_move,
 )
@@ -64,10 +67,10 @@ class Plan:
 
 
 class _Sizes(NamedTuple):
-    """Parallel sizes and a recomputation, whose bound is still that of all recomputations."""
+    """Parallel sizes, for all recomputations, and ascending numbers of segments, whose bound is that of the first."""
 
     setup: TrainingSetup
-    segments: int
+    segments: tuple[int, ...]
 
 
 class _Open(NamedTuple):
@@ -76,188 +79,6 @@ class _Open(NamedTuple):
     setup: TrainingSetup
     segments: int
     family: str | None = None
-
-
-def least_seconds(setup: TrainingSetup, machine: Machine) -> float:
-    """A lower bound: the compute of a rank, with what other ranks compute before its first and after its last action.
-    With weight gradients apart, those of a rank may fill the time after its last input gradient."""
-    rows = stage_rows(setup, machine)
-    work = [sum(f) + sum(i) + sum(w) for f, i, w in rows]
-    around = [f[0] if setup.splits_backward else f[0] + i[0] + w[0] for f, i, w in rows]
-    ranks = setup.pipeline_parallel
-    longest = 0.0
-    before = 0.0
-    hidden = 0.0
-    if setup.hides_experts:
-        chunks = setup.placement.num_chunks
-        units = setup.num_microbatches * len(setup.segments) * chunks
-        hidden = _most_paired(setup, len(setup.segments), chunks) * units * pair_times(setup, machine).most_saved
-    for rank in range(ranks):
-        total = setup.num_microbatches * sum(work[stage] for stage in setup.placement.stages_of(rank)) - hidden
-        # The end of the step looks alike on all ranks between the first and the last.
-        reduce = step_end(setup, machine, rank).reduce if rank in (0, 1, ranks - 1) else 0.0
-        longest = max(longest, before + total + reduce)
-        before += around[rank]
-    ends = [step_end(setup, machine, rank) for rank in {0, ranks - 1}]
-    return longest + max(end.update for end in ends) + max(end.gather for end in ends) + machine.host.step
-
-
-def least_seconds_of(sizes: TrainingSetup, machine: Machine, segments: int) -> float:
-    """A lower bound for all schedules, spreads of layers and cuts: ranks share the compute of an even cut and never
-    idle; inf where there is no such cut."""
-    work = _least_work(sizes.alone, machine, segments)
-    if sizes.hides_experts:
-        # Of several chunks two have most pairs.
-        paired = _most_paired(sizes, segments, min(2, sizes.pipeline_parallel))
-        work -= paired * _most_hidden(sizes.alone, machine, segments)
-    return sizes.num_microbatches * work / sizes.pipeline_parallel + machine.host.step
-
-
-def least_seconds_of_any(sizes: TrainingSetup, question: Question, segments: int) -> float:
-    """The same for all recomputations: none of them takes less than no recomputation."""
-    hides = question.by_megatron and sizes.expert_parallel > 1
-    return least_seconds_of(
-        replace(sizes, recompute="none", recomputed_share=1.0, hides_experts=hides), question.machine, segments
-    )
-
-
-@lru_cache(maxsize=1 << 16)
-def _least_work(alone: TrainingSetup, machine: Machine, segments: int) -> float:
-    """Seconds of a micro-batch on all stages, if it is cut evenly; inf where it cannot be."""
-    evenly = _evenly_cut(alone, segments)
-    if evenly is None:
-        return inf
-    return sum(map(sum, stage_rows(evenly, _of_any_cut(machine, segments))[0]))
-
-
-@lru_cache(maxsize=1 << 16)
-def _most_hidden(alone: TrainingSetup, machine: Machine, segments: int) -> float:
-    """The most seconds of a micro-batch that pairs hide, if all of its units are in pairs."""
-    evenly = _evenly_cut(alone, segments)
-    if evenly is None:
-        return 0.0
-    row = pair_row(evenly, machine, evenly.stages[0])
-    return min(sum(row.exchange_f), sum(row.compute_b)) + min(sum(row.exchange_b), sum(row.compute_f))
-
-
-def _most_paired(setup: TrainingSetup, segments: int, chunks: int) -> float:
-    """The most of the units of a rank that run their forward beside a backward, as a share: those of the last rank, on
-    which the fewest forwards are alone."""
-    alone = (chunks - 1) * setup.pipeline_parallel + 1
-    return max(0.0, 1 - alone / (setup.num_microbatches * segments * chunks))
-
-
-def least_seconds_cut(setup: TrainingSetup, machine: Machine, segments: int) -> float:
-    """A lower bound for all cuts into this number of segments: kernels lose least to launches where all segments are
-    alike, and no first segment is shorter than the mean."""
-    evenly = _evenly_cut(setup, segments)
-    return 0.0 if evenly is None else least_seconds(evenly, _of_any_cut(machine, segments))
-
-
-def _of_any_cut(machine: Machine, segments: int) -> Machine:
-    """The machine on which an even cut into `segments` takes least: the tiles of single lengths do not count."""
-    return machine if segments == 1 else without_tiles(machine)
-
-
-def _evenly_cut(setup: TrainingSetup, segments: int) -> TrainingSetup | None:
-    lengths = lengths_of(setup, "even", segments)
-    way = setup.cp_comm_type if segments == 1 else None
-    return None if lengths is None else replace(setup, segments=lengths, cp_comm_type=way)
-
-
-def least_bytes(setup: TrainingSetup, segments: float = inf) -> float:
-    """A lower bound on the fullest rank, on its device and host together: its state, and on the first rank activations
-    of as many micro-batches as every schedule holds at once, whatever the number of segments if that is inf."""
-    first, most, held = _least_parts(setup)
-    return max(first + held * _at_once(setup, segments), most)
-
-
-@lru_cache(maxsize=1 << 16)
-def _least_parts(setup: TrainingSetup) -> tuple[float, float, float]:
-    """The state of the first rank, that of the fullest, and the activations of a micro-batch on the first."""
-    static = [sum(static_memory(setup, rank)) for rank in range(setup.pipeline_parallel)]
-    whole = replace(setup, segments=(setup.sequence_length,), offloads=0.0)
-    held = sum(
-        float(unit_bytes(whole, stage).sum()) for stage in (whole.stages[n] for n in setup.placement.stages_of(0))
-    )
-    return static[0], max(static), held
-
-
-def _at_once(setup: TrainingSetup, segments: float) -> float:
-    """The least number of micro-batches that the first rank holds at some moment."""
-    return min(setup.num_microbatches, 1 + (setup.pipeline_parallel - 1) / (segments * setup.placement.num_chunks))
-
-
-def least_seconds_away(setup: TrainingSetup, budget: MemoryBudget, segments: int) -> float:
-    """A lower bound from the time to copy what exceeds the memory of the first rank to its host and back; inf if both
-    memories together are too small. The excess is on the host after the last forward of each micro-batch, and a byte
-    may stay there for as many of these moments as micro-batches are held at once."""
-    over = least_bytes(setup, segments) - budget.device
-    if over <= 0:
-        return 0.0
-    if _least_parts(setup)[1] > budget.device or over > budget.host:
-        return inf
-    return max(2, setup.num_microbatches / ceil(_at_once(setup, segments))) * over / budget.bandwidth
-
-
-def fullest_ranks(setup: TrainingSetup) -> Iterable[int]:
-    """The ranks that may be fullest: the first has the most units, the last the loss, a third may have most layers."""
-    ranks = range(setup.pipeline_parallel)
-    layers = setup.layers_per_stage
-    deepest = max(ranks, key=lambda rank: sum(layers[stage] for stage in setup.placement.stages_of(rank)))
-    return dict.fromkeys((0, ranks[-1], deepest))
-
-
-def memory_in_flight(setup: TrainingSetup) -> Iterator[Memory]:
-    """Of `fullest_ranks`."""
-    share = 0.0 if setup.moves_parts else setup.offloads
-    sizes = replace(setup, offloads=0.0) if share else setup  # sizes of units do not depend on the share
-    for rank in fullest_ranks(setup):
-        yield rank_memory(sizes, _in_flight(setup, rank, share), rank)
-
-
-def host_in_flight(setup: TrainingSetup) -> float:
-    """The most that one of `fullest_ranks` has in the memory of its host, where whole units move."""
-    return max(host_bytes(setup, _in_flight(setup, rank, setup.offloads)) for rank in fullest_ranks(setup))
-
-
-def _in_flight(setup: TrainingSetup, rank: int, share: float) -> list[Action]:
-    """The actions of a rank until memory is fullest: a full pipeline holds few micro-batches, `breadth-first` all."""
-    few = 2 * ceil(setup.pipeline_parallel / len(setup.segments)) + 2
-    count = setup.num_microbatches if setup.family == "breadth-first" else min(setup.num_microbatches, few)
-    return _order(setup.family, Shape(setup.placement, count, len(setup.segments)), rank, share)
-
-
-@lru_cache(maxsize=1 << 16)
-def fits(setup: TrainingSetup, limit: float) -> bool:
-    """Whether the ranks that hold most stay below a limit in bytes."""
-    return all(memory.total <= limit for memory in memory_in_flight(setup))
-
-
-@lru_cache(maxsize=1 << 16)
-def fitted(setup: TrainingSetup, budget: MemoryBudget, moves: Moves) -> TrainingSetup | None:
-    """The set-up with the least of its activations on the host so that it fits; None if nothing helps. Whole layers
-    move, all but one at most, and sixteenths of all else."""
-    if fits(setup, budget.device):
-        return setup
-    parts = 16
-    most = 16
-    if moves is Moves.LAYERS:
-        parts = setup.model.num_layers
-        most = parts - 1
-
-    def moving(number: int) -> TrainingSetup:
-        return replace(setup, offloads=number / parts, moves=moves)
-
-    if not budget.host or not most or not fits(moving(most), budget.device):
-        return None
-    return moving(bisect_left(range(most), True, 1, key=lambda number: fits(moving(number), budget.device)))
-
-
-@lru_cache(maxsize=2048)
-def _order(family: str, shape: Shape, rank: int, offloads: float) -> list[Action]:
-    order = FAMILIES[family](shape).order(rank)
-    return with_moves(order, units_to_move(order, offloads)) if offloads else order
 
 
 class Search:
@@ -292,8 +113,8 @@ class Search:
     def fastest_first(self, below: float = inf) -> Iterator[Plan]:
         """All configurations of the named families that fit in less than `below` seconds."""
         question = self.question
-        first_ones = [_Sizes(each, k) for each in all_sizes(question) for k in numbers_of_segments(question, each)]
-        bounds = (least_seconds_of_any(each.setup, question, each.segments) for each in first_ones)
+        first_ones = [each for sizes in parallel_sizes(question) for each in _first_ones(question, sizes)]
+        bounds = (least_seconds_of_any(each.setup, question, each.segments[0]) for each in first_ones)
         waiting: list[tuple[float, int, Any]] = [*zip(bounds, count(), first_ones)]
         heapify(waiting)
         numbers = count(len(waiting))  # decide between equal bounds
@@ -312,8 +133,12 @@ class Search:
         machine = self.question.machine
         budget = self.question.budget
         match item:
-            case _Sizes(sizes, segments):
-                yield least_seconds_of(sizes, machine, segments), _Open(sizes, segments)
+            case _Sizes(sizes, (segments, *more)):
+                if more:
+                    yield least_seconds_of_any(sizes, question, more[0]), _Sizes(sizes, tuple(more))
+                for each in recomputed(question, sizes):
+                    if state_fits(each, question):
+                        yield least_seconds_of(each, machine, segments), _Open(each, segments)
             case _Open(sizes, segments, None):
                 for setup in spread(question, sizes):
                     least: dict[bool, float] = {}  # families differ only in whether they split backwards
@@ -379,6 +204,14 @@ class Search:
         if candidate not in self.plans:
             self.plans[candidate] = predict_candidate(candidate, self.question)
         return self.plans[candidate]
+
+
+def _first_ones(question: Question, sizes: TrainingSetup) -> Iterator[_Sizes]:
+    """Whole sequences, and segments, of which more never have a lower bound."""
+    numbers = sorted(numbers_of_segments(question, sizes))
+    for several in (False, True):
+        if chosen := tuple(segments for segments in numbers if (segments > 1) == several):
+            yield _Sizes(sizes, chosen)
 
 
 def predict_candidate(candidate: Candidate, question: Question) -> Plan:

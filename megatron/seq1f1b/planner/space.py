@@ -17,7 +17,7 @@ from ..costs.model_shape import ModelShape
 from ..costs.stage_costs import A100, bottleneck_time, setup_costs
 from ..costs.stage_times import balanced_layers
 from ..costs.training_setup import ALL_BUT_ATTENTION, FULL, Moves, TrainingSetup
-from ..partition import SegmentTime, Task, cut_sequence, even, segment_multiple
+from ..partition import SegmentTime, Task, cut_sequence, segment_multiple
 from ..schedule import FAMILY_NAMES, Placement
 
 # GPipe takes as long as 1F1B, in more memory.
@@ -120,8 +120,14 @@ def setups(question: Question) -> Iterator[TrainingSetup]:
 
 
 def all_sizes(question: Question) -> Iterator[TrainingSetup]:
-    """Parallel sizes, micro-batches and recomputation, with one chunk a rank and layers spread evenly. Any of the ranks
-    of a pipeline stage may share the experts."""
+    """Parallel sizes, micro-batches and recomputation, with one chunk a rank and layers spread evenly."""
+    for sizes in parallel_sizes(question):
+        yield from recomputed(question, sizes)
+
+
+def parallel_sizes(question: Question) -> Iterator[TrainingSetup]:
+    """Parallel sizes and micro-batches, without recomputation. Any of the ranks of a pipeline stage may share the
+    experts."""
     for sizes in layouts(question):
         tensor, context, _, data = sizes
         for micro_batch in question.micro_batches:
@@ -133,17 +139,27 @@ def all_sizes(question: Question) -> Iterator[TrainingSetup]:
             setup = question.setup(sizes, 1, micro_batch, keeps_logits=question.by_megatron, **choices)
             setup = replace(setup, dispatches_on_device=question.dispatches_on_device)
             setup = replace(setup, cp_comm_type=fastest_cp_comm_type(setup.alone, question.machine))
-            experts = expert_sizes(question.model, tensor * context * data)
-            # Megatron hides the exchange of experts in no hybrid model, beside one prediction head at most.
-            may_hide = question.by_megatron and question.model.pattern is None and question.model.prediction_depth <= 1
-            for expert, recompute in product(experts, recomputes(question)):
-                # It refuses to hide that of experts that are computed again.
-                hides = may_hide and expert > 1 and recompute != FULL and "moe" not in recompute.split()
-                each = replace(setup, expert_parallel=expert, recompute=recompute, hides_experts=hides)
-                shares = _SHARES if question.by_megatron and recompute == FULL else (1.0,)
-                shards = (False, True) if question.by_megatron and data * context > 1 else (False,)
-                for share, is_sharded in product(shares, shards):
-                    yield replace(each, recomputed_share=share, shards_parameters=is_sharded)
+            for expert in expert_sizes(question.model, tensor * context * data):
+                yield replace(setup, expert_parallel=expert)
+
+
+def recomputed(question: Question, sizes: TrainingSetup) -> Iterator[TrainingSetup]:
+    """The sizes with each recomputation; of Megatron alone, also with parts of it, and with sharded parameters."""
+    # Megatron hides the exchange of experts in no hybrid model, beside one prediction head at most.
+    may_hide = question.by_megatron and question.model.pattern is None and question.model.prediction_depth <= 1
+    shards = (False, True) if question.by_megatron and sizes.data_group.size > 1 else (False,)
+    for recompute in recomputes(question):
+        # It refuses to hide that of experts that are computed again.
+        hides = may_hide and sizes.expert_parallel > 1 and recompute != FULL and "moe" not in recompute.split()
+        shares = _SHARES if question.by_megatron and recompute == FULL else (1.0,)
+        for share, is_sharded in product(shares, shards):
+            yield replace(
+                sizes,
+                recompute=recompute,
+                hides_experts=hides,
+                recomputed_share=share,
+                shards_parameters=is_sharded,
+            )
 
 
 def recomputes(question: Question) -> list[str]:
@@ -164,13 +180,15 @@ def spread(question: Question, sizes: TrainingSetup) -> Iterator[TrainingSetup]:
         # Megatron interleaves groups of at least as many micro-batches as there are ranks.
         has_group = chunks == 1 or not question.by_megatron or sizes.num_microbatches >= ranks
         if has_group and ranks * chunks <= question.model.num_layers:
-            hides = sizes.hides_experts and min(ranks, 2) <= chunks
-            layers = even(question.model.num_layers, ranks * chunks)
             placement = Placement(ranks, chunks)
-            setup = replace(sizes, placement=placement, layers_per_stage=layers, hides_experts=hides)
-            layers = balanced_layers(setup, question.machine)
-            whole = ceil(sizes.recomputed_share * max(layers)) / max(layers)
-            yield replace(setup, layers_per_stage=layers, recomputed_share=whole)
+            layers = balanced_layers(sizes, placement, question.machine)
+            yield replace(
+                sizes,
+                placement=placement,
+                layers_per_stage=layers,
+                hides_experts=sizes.hides_experts and min(ranks, 2) <= chunks,
+                recomputed_share=ceil(sizes.recomputed_share * max(layers)) / max(layers),
+            )
 
 
 def expert_sizes(model: ModelShape, ranks: int) -> list[int]:

@@ -25,7 +25,8 @@ from ..costs.step_memory import rank_memory
 from ..costs.training_setup import TrainingSetup
 from ..partition import Pack, packs_of_step, segment_multiple, work_by_flops
 from ..schedule import FAMILIES, Action, Schedule, Shape
-from .search import Plan, Search, fullest_ranks
+from .fitting import fullest_ranks
+from .search import Plan, Search
 from .space import Candidate, Question, powers_of_two
 
 _BINS = 8  # of lengths, to each doubling

@@ -10,7 +10,9 @@ from itertools import islice, takewhile
 from ..costs.machine import GIB
 from ..costs.step_memory import Memory
 from ..costs.training_setup import TrainingSetup
-from .search import Search, host_in_flight, least_bytes, memory_in_flight
+from .bounds import least_bytes
+from .fitting import host_in_flight, memory_in_flight
+from .search import Search
 from .space import MemoryBudget, Question, cuts, numbers_of_segments, setups
 
 _DOUBLINGS = 12

@@ -11,7 +11,7 @@ from megatron.seq1f1b.costs.pair_times import PairTimes, pair_times
 from megatron.seq1f1b.costs.simulator import predict
 from megatron.seq1f1b.costs.stage_times import stage_rows
 from megatron.seq1f1b.costs.training_setup import TrainingSetup
-from megatron.seq1f1b.planner.search import least_seconds
+from megatron.seq1f1b.planner.bounds import least_seconds
 from megatron.seq1f1b.schedule import Placement, parse_action
 
 MACHINE = read_machine("h100-80gb")

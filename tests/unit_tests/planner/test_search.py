@@ -7,10 +7,19 @@ import pytest
 
 from megatron.seq1f1b.costs.model_shape import DeltaNet, Experts, Mamba
 from megatron.seq1f1b.costs.training_setup import Moves
-from megatron.seq1f1b.planner import search
+from megatron.seq1f1b.planner import bounds, search
 from megatron.seq1f1b.planner.breakdown import breakdown
-from megatron.seq1f1b.planner.search import Search, fitted, predict_candidate
-from megatron.seq1f1b.planner.space import all_sizes, cuts, families, numbers_of_segments, setups, spread
+from megatron.seq1f1b.planner.fitting import fits, fitted
+from megatron.seq1f1b.planner.search import Search, predict_candidate
+from megatron.seq1f1b.planner.space import (
+    cuts,
+    families,
+    numbers_of_segments,
+    parallel_sizes,
+    recomputed,
+    setups,
+    spread,
+)
 from megatron.seq1f1b.planner.way_out import way_out
 from megatron.seq1f1b.report.plan_figures import Point, frontier
 from unit_tests.planner.question import MODEL, candidates, linked, small
@@ -49,7 +58,7 @@ def test_what_does_not_fit_moves_to_the_host_if_that_is_fastest():
     assert best in moving
     for each in moving:
         setup, seconds = each.candidate.setup, each.prediction.seconds * (1 + 1e-9)
-        assert search.least_seconds_away(setup, question.budget, len(setup.segments)) <= seconds
+        assert bounds.least_seconds_away(setup, question.budget, len(setup.segments)) <= seconds
     # A full host, a slow link or enough memory: nothing moves.
     assert Search(small(host_gib=100)).best() == Search(small()).best()
     for other in (replace(question, host_gib=0.01), linked(1e6, memory_gib=1.45, host_gib=2, recomputes=("none",))):
@@ -59,15 +68,61 @@ def test_what_does_not_fit_moves_to_the_host_if_that_is_fastest():
 def test_bounds_are_bounds(everything):
     for each in everything:
         setup = each.candidate.setup
-        assert search.least_seconds(setup, small().machine) <= each.prediction.seconds * (1 + 1e-9)
-        assert search.least_bytes(setup, len(setup.segments)) <= each.memory_gib * 2**30 * (1 + 1e-9)
-    for sizes, setup in ((each, setup) for each in all_sizes(small()) for setup in spread(small(), each)):
-        for family, segments in product(families(small(), setup), numbers_of_segments(small(), setup)):
-            least = search.least_seconds_of(sizes, small().machine, segments)
-            assert search.least_seconds_of_any(sizes, small(), segments) <= least
-            closer = search.least_seconds_cut(replace(setup, family=family), small().machine, segments)
-            for each in cuts(setup, family, segments):
-                assert max(least, closer) <= search.least_seconds(each.setup, small().machine) * (1 + 1e-9)
+        assert bounds.least_seconds(setup, small().machine) <= each.prediction.seconds * (1 + 1e-9)
+        assert bounds.least_bytes(setup, len(setup.segments)) <= each.memory_gib * 2**30 * (1 + 1e-9)
+    for sizes in parallel_sizes(small()):
+        for each, (family, segments) in product(recomputed(small(), sizes), product(small().families, (1, 2, 4))):
+            least = bounds.least_seconds_of(each, small().machine, segments)
+            assert bounds.least_seconds_of_any(sizes, small(), segments) <= least
+            for setup in spread(small(), each):
+                if family in families(small(), setup):
+                    closer = bounds.least_seconds_cut(replace(setup, family=family), small().machine, segments)
+                    for found in cuts(setup, family, segments):
+                        exact = bounds.least_seconds(found.setup, small().machine)
+                        assert max(least, closer) <= exact * (1 + 1e-9)
+
+
+def mixture(**changes):
+    """A small question with experts, and with lengths that tiles and segments do not divide."""
+    experts = replace(MODEL, num_kv_heads=2, experts=Experts(4, 2, 1024))
+    sizes = {
+        "sequence_length": 9216,
+        "segments": (1, 2, 4, 8),
+        "chunks": (1, 3),
+        "recomputes": ("none", "layernorm moe"),
+    }
+    return small(**{"model": experts, **sizes, **changes})
+
+
+@pytest.mark.parametrize("changes", [{}, {"sequence_length": 10240, "num_devices": 6, "global_batch_size": 6}])
+def test_more_segments_have_no_lower_bound(changes):
+    """So that a search looks at more segments only if fewer were fast enough. Whole sequences are apart."""
+    for question in (mixture(**changes), small(**changes)):
+        for sizes in parallel_sizes(question):
+            several = [each for each in numbers_of_segments(question, sizes) if each > 1]
+            least = [bounds.least_seconds_of_any(sizes, question, each) for each in several]
+            assert least == sorted(least)
+
+
+@pytest.mark.parametrize("by_megatron, limit", [(False, 1.9), (True, 3)], ids=["ours", "megatron"])
+def test_what_the_bounds_leave_out_is_no_answer(monkeypatch, by_megatron, limit):
+    """The search with all bounds, and without any."""
+    question = mixture(memory_gib=limit)
+    question = question.megatron_baseline() if by_megatron else question
+    pruned = Search(question)
+    found = pruned.best(3)
+    for name in (
+        "least_seconds",
+        "least_seconds_away",
+        "least_seconds_cut",
+        "least_seconds_of",
+        "least_seconds_of_any",
+    ):
+        monkeypatch.setattr(search, name, lambda *sizes: 0.0)
+    monkeypatch.setattr(search, "state_fits", lambda sizes, question: True)
+    exhaustive = Search(question)
+    assert [each.seconds for each in exhaustive.best(3)] == [each.seconds for each in found]
+    assert len(pruned.plans) < len(exhaustive.plans)
 
 
 def test_the_state_is_partitioned_where_that_is_faster():
@@ -118,7 +173,7 @@ def test_megatron_moves_whole_layers_without_a_pipeline():
         setup = plan.candidate.setup
         assert (setup.pipeline_parallel, setup.recompute) == (1, "none") and 0 < setup.offloads < 1
         fewer = replace(setup, offloads=setup.offloads - 1 / setup.model.num_layers)
-        assert not search.fits(fewer, question.budget.device)
+        assert not fits(fewer, question.budget.device)
     (slow,) = Search(linked(1e9, num_devices=1, memory_gib=6, host_gib=8, micro_batches=(1,)).megatron_baseline()).best(
         1
     )

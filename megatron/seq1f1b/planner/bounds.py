@@ -1,0 +1,162 @@
+"""Lower bounds of the seconds and the bytes of a step, by which a search leaves out what cannot be its answer.
+
+Tested in planner/test_search.py.
+"""
+
+from dataclasses import replace
+from functools import lru_cache
+from math import ceil, inf
+
+from ..costs.layer_bytes import unit_bytes
+from ..costs.machine import Machine, without_tiles
+from ..costs.pair_times import pair_row, pair_times
+from ..costs.stage_times import stage_rows, step_end
+from ..costs.step_memory import static_memory
+from ..costs.training_setup import TrainingSetup
+from ..schedule import Placement
+from .space import MemoryBudget, Question, lengths_of
+
+
+def least_seconds(setup: TrainingSetup, machine: Machine) -> float:
+    """A lower bound: the compute of a rank, with what other ranks compute before its first and after its last action.
+    With weight gradients apart, those of a rank may fill the time after its last input gradient."""
+    rows = stage_rows(setup, machine)
+    work = [sum(f) + sum(i) + sum(w) for f, i, w in rows]
+    around = [f[0] if setup.splits_backward else f[0] + i[0] + w[0] for f, i, w in rows]
+    ranks = setup.pipeline_parallel
+    longest = 0.0
+    before = 0.0
+    hidden = 0.0
+    if setup.hides_experts:
+        chunks = setup.placement.num_chunks
+        units = setup.num_microbatches * len(setup.segments) * chunks
+        hidden = _most_paired(setup, len(setup.segments), chunks) * units * pair_times(setup, machine).most_saved
+    for rank in range(ranks):
+        total = setup.num_microbatches * sum(work[stage] for stage in setup.placement.stages_of(rank)) - hidden
+        # The end of the step looks alike on all ranks between the first and the last.
+        reduce = step_end(setup, machine, rank).reduce if rank in (0, 1, ranks - 1) else 0.0
+        longest = max(longest, before + total + reduce)
+        before += around[rank]
+    ends = [step_end(setup, machine, rank) for rank in {0, ranks - 1}]
+    return longest + max(end.update for end in ends) + max(end.gather for end in ends) + machine.host.step
+
+
+def least_seconds_of(sizes: TrainingSetup, machine: Machine, segments: int) -> float:
+    """A lower bound for all schedules, spreads of layers and cuts: ranks share the compute of an even cut and never
+    idle; inf where there is no such cut."""
+    work = _least_work(sizes.alone, machine, segments)
+    if sizes.hides_experts:
+        # Of several chunks two have most pairs.
+        paired = _most_paired(sizes, segments, min(2, sizes.pipeline_parallel))
+        work -= paired * _most_hidden(sizes.alone, machine, segments)
+    return sizes.num_microbatches * work / sizes.pipeline_parallel + machine.host.step
+
+
+def least_seconds_of_any(sizes: TrainingSetup, question: Question, segments: int) -> float:
+    """The same for all recomputations: none of them takes less than no recomputation."""
+    hides = question.by_megatron and sizes.expert_parallel > 1
+    return least_seconds_of(
+        replace(sizes, recompute="none", recomputed_share=1.0, hides_experts=hides), question.machine, segments
+    )
+
+
+@lru_cache(maxsize=1 << 16)
+def _least_work(alone: TrainingSetup, machine: Machine, segments: int) -> float:
+    """Seconds of a micro-batch on all stages, if it is cut evenly; inf where it cannot be."""
+    evenly = _evenly_cut(alone, segments)
+    if evenly is None:
+        return inf
+    return sum(map(sum, stage_rows(evenly, _of_any_cut(machine, segments))[0]))
+
+
+@lru_cache(maxsize=1 << 16)
+def _most_hidden(alone: TrainingSetup, machine: Machine, segments: int) -> float:
+    """The most seconds of a micro-batch that pairs hide, if all of its units are in pairs."""
+    evenly = _evenly_cut(alone, segments)
+    if evenly is None:
+        return 0.0
+    row = pair_row(evenly, machine, evenly.stages[0])
+    return min(sum(row.exchange_f), sum(row.compute_b)) + min(sum(row.exchange_b), sum(row.compute_f))
+
+
+def _most_paired(setup: TrainingSetup, segments: int, chunks: int) -> float:
+    """The most of the units of a rank that run their forward beside a backward, as a share: those of the last rank, on
+    which the fewest forwards are alone."""
+    alone = (chunks - 1) * setup.pipeline_parallel + 1
+    return max(0.0, 1 - alone / (setup.num_microbatches * segments * chunks))
+
+
+def least_seconds_cut(setup: TrainingSetup, machine: Machine, segments: int) -> float:
+    """A lower bound for all cuts into this number of segments: kernels lose least to launches where all segments are
+    alike, and no first segment is shorter than the mean."""
+    evenly = _evenly_cut(setup, segments)
+    return 0.0 if evenly is None else least_seconds(evenly, _of_any_cut(machine, segments))
+
+
+def _of_any_cut(machine: Machine, segments: int) -> Machine:
+    """The machine on which an even cut into `segments` takes least: the tiles of single lengths do not count."""
+    return machine if segments == 1 else without_tiles(machine)
+
+
+def _evenly_cut(setup: TrainingSetup, segments: int) -> TrainingSetup | None:
+    lengths = lengths_of(setup, "even", segments)
+    way = setup.cp_comm_type if segments == 1 else None
+    return None if lengths is None else replace(setup, segments=lengths, cp_comm_type=way)
+
+
+def state_fits(sizes: TrainingSetup, question: Question) -> bool:
+    """Whether the mean rank has room for its share of the model's state and, with its host, for its share of the
+    activations of one micro-batch. All forwards of the first micro-batch come before its first backward, so each rank
+    has all of these activations at once, however layers are spread."""
+    may_partition = question.partitions_state is None and sizes.pipeline_parallel > 1
+    alone = replace(
+        sizes,
+        placement=Placement(1),
+        layers_per_stage=(sizes.model.num_layers,),
+        partitions_state=sizes.partitions_state or may_partition,
+    )
+    ranks = sizes.pipeline_parallel
+    budget = question.budget
+    state = sum(static_memory(alone, 0)) / ranks
+    return state <= budget.device and state + _activations(sizes.alone) / ranks <= budget.device + budget.host
+
+
+@lru_cache(maxsize=1 << 14)
+def _activations(alone: TrainingSetup) -> float:
+    """The bytes of a micro-batch on all stages."""
+    return float(unit_bytes(alone, alone.stages[0]).sum())
+
+
+def least_bytes(setup: TrainingSetup, segments: float = inf) -> float:
+    """A lower bound on the fullest rank, on its device and host together: its state, and on the first rank activations
+    of as many micro-batches as every schedule holds at once, whatever the number of segments if that is inf."""
+    first, most, held = _least_parts(setup)
+    return max(first + held * _at_once(setup, segments), most)
+
+
+@lru_cache(maxsize=1 << 16)
+def _least_parts(setup: TrainingSetup) -> tuple[float, float, float]:
+    """The state of the first rank, that of the fullest, and the activations of a micro-batch on the first."""
+    static = [sum(static_memory(setup, rank)) for rank in range(setup.pipeline_parallel)]
+    whole = replace(setup, segments=(setup.sequence_length,), offloads=0.0)
+    held = sum(
+        float(unit_bytes(whole, stage).sum()) for stage in (whole.stages[n] for n in setup.placement.stages_of(0))
+    )
+    return static[0], max(static), held
+
+
+def _at_once(setup: TrainingSetup, segments: float) -> float:
+    """The least number of micro-batches that the first rank holds at some moment."""
+    return min(setup.num_microbatches, 1 + (setup.pipeline_parallel - 1) / (segments * setup.placement.num_chunks))
+
+
+def least_seconds_away(setup: TrainingSetup, budget: MemoryBudget, segments: int) -> float:
+    """A lower bound from the time to copy what exceeds the memory of the first rank to its host and back; inf if both
+    memories together are too small. The excess is on the host after the last forward of each micro-batch, and a byte
+    may stay there for as many of these moments as micro-batches are held at once."""
+    over = least_bytes(setup, segments) - budget.device
+    if over <= 0:
+        return 0.0
+    if _least_parts(setup)[1] > budget.device or over > budget.host:
+        return inf
+    return max(2, setup.num_microbatches / ceil(_at_once(setup, segments))) * over / budget.bandwidth

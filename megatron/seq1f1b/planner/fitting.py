@@ -1,0 +1,75 @@
+"""The memory of the ranks that may be fullest, and what has to move to the host so that it fits.
+
+Tested in planner/test_search.py.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from functools import lru_cache
+from math import ceil
+
+from ..costs.step_memory import Memory, host_bytes, rank_memory
+from ..costs.training_setup import Moves, TrainingSetup
+from ..schedule import FAMILIES, Action, Shape, units_to_move, with_moves
+from .space import MemoryBudget
+
+
+def fullest_ranks(setup: TrainingSetup) -> Iterable[int]:
+    """The ranks that may be fullest: the first has the most units, the last the loss, a third may have most layers."""
+    ranks = range(setup.pipeline_parallel)
+    layers = setup.layers_per_stage
+    deepest = max(ranks, key=lambda rank: sum(layers[stage] for stage in setup.placement.stages_of(rank)))
+    return dict.fromkeys((0, ranks[-1], deepest))
+
+
+def memory_in_flight(setup: TrainingSetup) -> Iterator[Memory]:
+    """Of `fullest_ranks`."""
+    share = 0.0 if setup.moves_parts else setup.offloads
+    sizes = replace(setup, offloads=0.0) if share else setup  # sizes of units do not depend on the share
+    for rank in fullest_ranks(setup):
+        yield rank_memory(sizes, _in_flight(setup, rank, share), rank)
+
+
+def host_in_flight(setup: TrainingSetup) -> float:
+    """The most that one of `fullest_ranks` has in the memory of its host, where whole units move."""
+    return max(host_bytes(setup, _in_flight(setup, rank, setup.offloads)) for rank in fullest_ranks(setup))
+
+
+def _in_flight(setup: TrainingSetup, rank: int, share: float) -> list[Action]:
+    """The actions of a rank until memory is fullest: a full pipeline holds few micro-batches, `breadth-first` all."""
+    few = 2 * ceil(setup.pipeline_parallel / len(setup.segments)) + 2
+    count = setup.num_microbatches if setup.family == "breadth-first" else min(setup.num_microbatches, few)
+    return _order(setup.family, Shape(setup.placement, count, len(setup.segments)), rank, share)
+
+
+@lru_cache(maxsize=1 << 16)
+def fits(setup: TrainingSetup, limit: float) -> bool:
+    """Whether the ranks that hold most stay below a limit in bytes."""
+    return all(memory.total <= limit for memory in memory_in_flight(setup))
+
+
+@lru_cache(maxsize=1 << 16)
+def fitted(setup: TrainingSetup, budget: MemoryBudget, moves: Moves) -> TrainingSetup | None:
+    """The set-up with the least of its activations on the host so that it fits; None if nothing helps. Whole layers
+    move, all but one at most, and sixteenths of all else."""
+    if fits(setup, budget.device):
+        return setup
+    parts = 16
+    most = 16
+    if moves is Moves.LAYERS:
+        parts = setup.model.num_layers
+        most = parts - 1
+
+    def moving(number: int) -> TrainingSetup:
+        return replace(setup, offloads=number / parts, moves=moves)
+
+    if not budget.host or not most or not fits(moving(most), budget.device):
+        return None
+    return moving(bisect_left(range(most), True, 1, key=lambda number: fits(moving(number), budget.device)))
+
+
+@lru_cache(maxsize=2048)
+def _order(family: str, shape: Shape, rank: int, offloads: float) -> list[Action]:
+    order = FAMILIES[family](shape).order(rank)
+    return with_moves(order, units_to_move(order, offloads)) if offloads else order
