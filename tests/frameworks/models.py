@@ -5,22 +5,24 @@ from pathlib import Path
 import torch
 
 
-def save_qwen(folder: Path, vocabulary: int) -> None:
-    """A Qwen3 of four layers."""
+def save_qwen(
+    folder: Path, vocabulary: int, num_layers: int = 4, hidden_size: int = 32, most_tokens: int = 512
+) -> None:
+    """A Qwen3 for sequences of `most_tokens`."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
     config = Qwen3Config(
-        num_hidden_layers=4,
-        hidden_size=32,
-        intermediate_size=64,
+        num_hidden_layers=num_layers,
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
         vocab_size=vocabulary,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=8,
+        head_dim=hidden_size // 4,
         initializer_range=0.2,
         tie_word_embeddings=False,
-        max_position_embeddings=512,
+        max_position_embeddings=most_tokens,
     )
     Qwen3ForCausalLM(config).save_pretrained(folder)
     save_tokenizer(folder, vocabulary)

@@ -10,6 +10,7 @@ import torch
 
 from frameworks import verl_engine
 from frameworks.equal_steps import require_equal_steps
+from support.launch import ROOT
 
 pytestmark = [
     pytest.mark.exhaustive,
@@ -39,3 +40,13 @@ def test_log_probabilities_are_those_of_whole_sequences(trainings, case):
         assert mine.keys() == others.keys() == names
         for name in names:
             torch.testing.assert_close(mine[name], others[name], rtol=1e-5, atol=1e-5)
+
+
+def test_segments_beside_megatrons_own_schedule(launch):
+    small = "--rollouts 4 --median 32 --longest 256 --micro-batch-tokens 256 --segment-tokens 64 --hidden-size 32"
+    flags = [*small.split(), "--repeats", "1"]
+    log = launch(2, flags, script=ROOT / "tools" / "benchmark_posttraining.py", timeout=300).check().log
+    *_, own, ours = log.splitlines()
+    assert own.startswith("Megatron's own ") and ours.startswith("segments of 64 ")
+    # The peaks of both ranks, in MB.
+    assert all(float(number) > 0 for row in (own, ours) for number in row.split()[-2:])

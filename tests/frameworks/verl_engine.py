@@ -8,12 +8,15 @@ optimizer, its micro-batches, forwards, and losses. What the program around it d
   norms; a type of model that it compares with, and that Megatron 0.19 no longer has, is there again.
 - `McoreEngineConfig` takes bfloat16 or float16, and gets float32 after its checks.
 - The memory of the GPU, which verl logs, has no bytes.
+- Megatron's local attention, which reads no packed sequences, runs document by document (`OWN_ATTENTION`).
 - Rollouts and advantages are random numbers.
 """
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.enums import ModelType
+from torch.nn.functional import scaled_dot_product_attention
 
 from frameworks.installed import installed
 from frameworks.live_bytes import LiveBytes
@@ -67,23 +71,43 @@ def with_segments_and_without(folder: Path) -> dict[str, tuple[Training, Trainin
         options = {"loss": loss, "remove_padding": remove_padding, "dynamic": dynamic}
         with installed(segment_tokens=16):
             ours = train(folder, **options)
-        # Megatron's local attention knows no packs on a CPU, so that there whole packs run by this package.
-        with installed(segment_tokens=4096) if remove_padding else patched([PADDING]):
+        with patched([OWN_ATTENTION]):
             own = train(folder, **options)
         results[name] = ours, own
         print(name, ours.losses, own.losses, ours.norms, own.norms, ours.peak_bytes, own.peak_bytes, flush=True)
     return results
 
 
-def _causal(forward: Any, attention: Any, query: Any, key: Any, value: Any, attention_mask: Any, **options: Any) -> Any:
-    return forward(attention, query, key, value, None, **options)
+def _by_document(
+    forward: Any,
+    attention: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    packed_seq_params: Any = None,
+    **options: Any,
+) -> torch.Tensor:
+    """Attention of a pack, queries [t, h, d] and the output [t, h d]; of padded sequences Megatron's own."""
+    if packed_seq_params is None:
+        # verl's padding is at the end, so that its mask of tokens [b, s] says nothing to causal attention.
+        return forward(attention, query, key, value, None, **options)
+    repeats = query.shape[1] // key.shape[1]
+    outputs = []
+    for start, end in pairwise(packed_seq_params.cu_seqlens_q_padded.tolist()):
+        of_document = (
+            query[start:end].transpose(0, 1),
+            key[start:end].transpose(0, 1).repeat_interleave(repeats, dim=0),
+            value[start:end].transpose(0, 1).repeat_interleave(repeats, dim=0),
+        )
+        outputs.append(scaled_dot_product_attention(*(each[None] for each in of_document), is_causal=True)[0])
+    return torch.cat(outputs, dim=1).transpose(0, 1).flatten(1)
 
 
-# verl's padding is at the end, so that its mask of tokens [b, s] says nothing to causal attention.
-PADDING = wrapping(
+OWN_ATTENTION = wrapping(
     "megatron.core.transformer.dot_product_attention.DotProductAttention.forward",
-    _causal,
-    "reads a mask [b, 1, s, s], where that of Transformer Engine reads none if it is causal",
+    _by_document,
+    "takes no packs, and a mask [b, 1, s, s] where that of Transformer Engine reads none if it is causal",
 )
 
 
@@ -166,17 +190,38 @@ def loss_of(name: str) -> Any:
 
 
 def batch(loss: str, seed: int, dynamic: bool) -> Any:
-    """Random rollouts, as verl's trainer hands them to a worker: prompts padded at the left, responses at the right,
-    then without padding."""
+    """Random rollouts, with what verl's trainer says of them."""
+    from verl.utils import tensordict_utils as tu
+
+    data = rollouts(LENGTHS, VOCABULARY, seed)
+    if loss == "sft":
+        # Of whole sequences, as verl's dataset for fine-tuning has it.
+        masks = [torch.tensor([0] * prompt + [1] * response) for prompt, response in LENGTHS]
+        data["loss_mask"] = torch.nested.as_nested_tensor(masks, layout=torch.jagged)
+    tu.assign_non_tensor(
+        data,
+        temperature=0.9,
+        calculate_entropy=loss not in ("sft", "value"),
+        global_batch_size=len(LENGTHS),
+        use_dynamic_bsz=dynamic,
+        max_token_len_per_gpu=128,
+        micro_batch_size_per_gpu=2,
+    )
+    return data
+
+
+def rollouts(lengths: Sequence[tuple[int, int]], vocabulary: int, seed: int) -> Any:
+    """Random prompts and responses of these lengths, as verl's trainer hands them to a worker: prompts padded at the
+    left, responses at the right, then without padding."""
     from verl.utils import tensordict_utils as tu
     from verl.workers.utils.padding import left_right_2_no_padding
 
     random = torch.Generator().manual_seed(seed)
-    longest_prompt, longest_response = (max(lengths) for lengths in zip(*LENGTHS, strict=True))
-    attention_mask = torch.zeros(len(LENGTHS), longest_prompt + longest_response, dtype=torch.long)
-    for row, (prompt, response) in enumerate(LENGTHS):
+    longest_prompt, longest_response = (max(each) for each in zip(*lengths, strict=True))
+    attention_mask = torch.zeros(len(lengths), longest_prompt + longest_response, dtype=torch.long)
+    for row, (prompt, response) in enumerate(lengths):
         attention_mask[row, longest_prompt - prompt : longest_prompt + response] = 1
-    tokens = torch.randint(2, VOCABULARY, attention_mask.shape, generator=random) * attention_mask
+    tokens = torch.randint(2, vocabulary, attention_mask.shape, generator=random) * attention_mask
     response_mask = attention_mask[:, longest_prompt:]
 
     def of_responses() -> torch.Tensor:
@@ -197,21 +242,7 @@ def batch(loss: str, seed: int, dynamic: bool) -> Any:
             "returns": of_responses(),
         }
     )
-    data = left_right_2_no_padding(data)
-    if loss == "sft":
-        # Of whole sequences, as verl's dataset for fine-tuning has it.
-        masks = [torch.tensor([0] * prompt + [1] * response) for prompt, response in LENGTHS]
-        data["loss_mask"] = torch.nested.as_nested_tensor(masks, layout=torch.jagged)
-    tu.assign_non_tensor(
-        data,
-        temperature=0.9,
-        calculate_entropy=loss not in ("sft", "value"),
-        global_batch_size=len(LENGTHS),
-        use_dynamic_bsz=dynamic,
-        max_token_len_per_gpu=128,
-        micro_batch_size_per_gpu=2,
-    )
-    return data
+    return left_right_2_no_padding(data)
 
 
 def inferred(engine: Any, loss: str, dynamic: bool) -> dict[str, torch.Tensor]:

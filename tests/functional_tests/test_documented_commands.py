@@ -27,6 +27,8 @@ ELSEWHERE = {
     r"torchrun .* tools/benchmark_prediction\.py.*": "functional_tests/test_benchmarks.py",
     r"sudo .*python tools/benchmark_network\.py.*": "functional_tests/test_benchmarks.py",
     r"bash scripts/frameworks\.sh megatron-bridge": "frameworks/test_megatron_bridge.py",
+    r"bash scripts/frameworks\.sh verl --collect-only": "frameworks/test_verl.py",
+    r"\.venv-verl/bin/torchrun .* tools/benchmark_posttraining\.py": "frameworks/test_verl.py",
     r"python tools/benchmark_attention\.py.*": "functional_tests/test_benchmarks.py",
     r"python tools/benchmark_longest\.py.*": "functional_tests/test_benchmarks.py",
     r"python tools/benchmark_host\.py": "unit_tests/runtime/test_host_share.py",
