@@ -661,7 +661,6 @@ UNSUPPORTED: Mapping[OurFeature, tuple[Unsupported, ...]] = {
             {
                 "--fp8-format": on("fp8"),
                 "--fp4-format": on("fp4"),
-                "--offload-activations": on("offload_activations"),
                 "--partition-state": on("partition_state"),
             },
             because="does not follow two units at once yet",

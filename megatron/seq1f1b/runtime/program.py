@@ -94,9 +94,10 @@ class Programs:
             source = self._source(shape, lengths)
             actions = lower_rank(source, rank, self._one_queue, in_turn)
             order = [action for action in actions if action.kind in COMPUTE_KINDS]
+            paired = source.pairs_in(order)
             if self._offloaded:
-                actions = with_moves(actions, units_to_move(order, self._offloaded))
-            return Program(actions, is_partitioned, source.pairs_in(order))
+                actions = with_moves(actions, units_to_move(order, self._offloaded, paired), paired)
+            return Program(actions, is_partitioned, paired)
         finally:
             if was_enabled:
                 gc.enable()

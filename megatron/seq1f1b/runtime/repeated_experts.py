@@ -23,6 +23,7 @@ from megatron.core.tensor_parallel.random import _fork_rng, _get_all_rng_states,
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 
+from ..model import tensor_of
 from ..process.patches import patched_on, wrapping
 
 _MOE = "megatron.core.transformer.moe.moe_layer.MoELayer"
@@ -30,6 +31,8 @@ _ON_ITS_INPUT = "shared_experts_compute", "route", "preprocess"
 Tensors = tuple[Tensor, ...]
 # Lets a function run under the segment of a unit.
 Under = Callable[[Callable[..., Any]], Callable[..., Any]]
+# Makes a handle of a tensor that may move to the host, see HostMemory.
+Keep = Callable[[Tensor], Any]
 
 
 class _Slot(NamedTuple):
@@ -40,18 +43,19 @@ class _Slot(NamedTuple):
     backward_dw: Callable[[], None]
 
 
-def repeat_experts(plan_of_layer: Any, under: Under) -> None:
-    """Let a layer's plan, in which no node has run, repeat its mixture of experts, if the model is to recompute it."""
+def repeat_experts(plan_of_layer: Any, under: Under, keep: Keep) -> None:
+    """Let a layer's plan, in which no node has run, repeat its mixture of experts, if the model is to recompute it.
+    What it repeats runs `under` the segment; it starts from an input that it `keep`s."""
     layer = plan_of_layer.layer
     layer = getattr(layer, "mtp_model_layer", layer)
     if isinstance(layer.mlp, MoELayer) and layer.mlp.moe_layer_recompute:
-        _RepeatedExperts(plan_of_layer, layer, under).take_places(plan_of_layer)
+        _RepeatedExperts(plan_of_layer, layer, under, keep).take_places(plan_of_layer)
 
 
 class _RepeatedExperts:
     """The mixture of experts of one layer and unit, from its forward to its backward."""
 
-    def __init__(self, plan_of_layer: Any, layer: Any, under: Under) -> None:
+    def __init__(self, plan_of_layer: Any, layer: Any, under: Under, keep: Keep) -> None:
         self._layer = layer
         self._moe: Any = layer.mlp
         self._before = plan_of_layer.pre_dispatch_computation
@@ -63,8 +67,9 @@ class _RepeatedExperts:
         self._route_again = again
         patches = (wrapping(f"{_MOE}.{name}", self._without_graph, "runs twice") for name in _ON_ITS_INPUT)
         self._patches = tuple(patches)
-        self._normed: Tensor | None = None  # the input of the mixture of experts
-        self._input: Tensor | None = None  # the same as a leaf
+        self._keep = keep
+        self._normed: Tensor | None = None  # the input of the mixture of experts, until its node has run
+        self._input: Any = None  # the same, kept and without a graph
         self._shared: Tensors = ()  # the output of shared experts in the first forward, a leaf
         self._dispatched: Any = None  # again
         self._random_states: Any = None  # those of generators before the first forward
@@ -111,6 +116,7 @@ class _RepeatedExperts:
         node.detached = (residual,)
         node.before_detached = node.before_detached[:1]
         node.output = self._normed
+        self._normed = None
         return routed
 
     def _without_graph(self, moe: Any, compute: Callable[..., Any], hidden_states: Tensor, *others: Any) -> Any:
@@ -118,9 +124,9 @@ class _RepeatedExperts:
         if self._input is None:
             self._random_states = _get_all_rng_states()
             self._normed = hidden_states
-            self._input = hidden_states.detach().requires_grad_()
+            self._input = self._keep(hidden_states.detach())
         with torch.no_grad():
-            return compute(self._input, *others)
+            return compute(hidden_states, *others)
 
     def _first_dispatch(self, routed: Any) -> Any:
         with torch.no_grad():
@@ -138,7 +144,8 @@ class _RepeatedExperts:
 
     def _backward_combine(self, gradient: Any) -> Any:
         with self._dispatcher_of_unit():
-            routed = self._route_again.forward(self._input)
+            routed = self._route_again.forward(tensor_of(self._input).requires_grad_())
+        self._input = None
         gradient = self._combine.backward(gradient)
         with self._dispatcher_of_unit():
             self._dispatched = self._dispatch.forward(routed[:2])

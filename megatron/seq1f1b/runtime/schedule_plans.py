@@ -8,8 +8,6 @@ and backwards by plans, alone or not.
 
 A pair is one action in the order of all ranks (schedule/one_queue.py): its exchanges meet those of the ranks that share
 the experts, which run the same program, and none of its nodes waits for a message of the pipeline.
-
-Tested in functional_tests/test_equality.py by test_a_step.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -56,11 +54,13 @@ class PlannedBackward(NamedTuple):
 class PlannedForwards(SegmentForwards):
     """Runs the model on one segment after the other by plans, each beside the backward of another if there is one."""
 
+    _moving: Unit | None = None  # the unit that runs forward, if it moves to the host
+
     def forward_beside(
-        self, stage: int, segment: Segment, arrived: Tensor | None, beside: PlannedBackward | None
+        self, stage: int, segment: Segment, arrived: Tensor | None, moves: bool, beside: PlannedBackward | None
     ) -> tuple[PlannedUnit, Tensor]:
-        """A unit whose input has `arrived`, and the output of its stage; the backward `beside` it has run, too. Raises
-        ValueError for a model without plans."""
+        """A unit whose input has `arrived`, and the output of its stage; the backward `beside` it has run, too. If the
+        unit `moves`, its tensors may go to the host. Raises ValueError for a model without plans."""
         chunk = self._chunk_of[stage]
         call = self._calls.at(chunk, segment.microbatch)
         model: Any = self._calls.models[chunk]
@@ -70,8 +70,15 @@ class PlannedForwards(SegmentForwards):
         def forward(*positional: Any, **named: Any) -> Any:
             nonlocal plan
             plan = model.build_schedule_plan(*positional, **named)
-            self._run_under(plan, stage, segment)
-            return run_plans(plan, beside)
+            nodes = self._run_under(plan, stage, segment)
+            if not moves:
+                return run_plans(plan, beside)
+            self._moving = stage, segment.microbatch, segment.index
+            output = run_plans(plan, beside)
+            self._moving = None
+            plan.state.decoder_input = None
+            let_go_of_values(nodes, output)
+            return output
 
         output = self._run_model(call, chunk, segment, arrived, forward)
         if stage != self._last_stage:
@@ -92,26 +99,42 @@ class PlannedForwards(SegmentForwards):
         assert gradient is not None, "what stands for an output gives its gradient"
         return gradient
 
-    def _run_under(self, plan: Any, stage: int, segment: Segment) -> None:
-        """Let every node of a plan run, forward and backward, under the segment of its unit."""
+    def _run_under(self, plan: Any, stage: int, segment: Segment) -> list[ScheduleNode]:
+        """Let every node of a plan run, forward and backward, under the segment of its unit. Returns the nodes."""
         unit = stage, segment.microbatch, segment.index
 
         def under(function: Callable[..., Any]) -> Callable[..., Any]:
             def run(*given: Any) -> Any:
                 keep_for_stream(given)
-                with self._context.running(segment, True, unit):
+                with self._context.running(segment, True, unit, moves=unit == self._moving):
                     return function(*given)
 
             return run
 
-        for node in nodes(plan):
+        nodes = list(nodes_of(plan))
+        for node in nodes:
             node.forward_func = under(node.forward_func)
             node.backward_func = under(node.backward_func)
         for index in range(plan.num_layers()):
-            repeat_experts(plan.get_layer(index), under)
+            repeat_experts(plan.get_layer(index), under, self._context.host_memory.keep)
+        return nodes
 
 
-def nodes(plan: Any) -> Iterator[ScheduleNode]:
+def let_go_of_values(nodes: Sequence[ScheduleNode], output: Any) -> None:
+    """Leave the values of tensors that nodes hold after their forwards, and that are not the `output` of all, to what
+    autograd has saved: a backward needs only their graphs and gradients."""
+    values: list[Any] = []
+    for node in nodes:
+        outputs = node.output if isinstance(node.output, tuple) else (node.output,)
+        values += [*(node.inputs or ()), *outputs]
+        values += [*getattr(node, "detached", ()), *getattr(node, "before_detached", ())]
+    for value in values:
+        # One without bytes will have them again, from what has discarded it.
+        if isinstance(value, Tensor) and value is not output and value.untyped_storage().nbytes():
+            value.data = value.new_empty(()).expand(value.shape)
+
+
+def nodes_of(plan: Any) -> Iterator[ScheduleNode]:
     """The nodes of a plan that do something."""
     found = [plan.pre_process, plan.post_process]
     for index in range(plan.num_layers()):
@@ -174,6 +197,8 @@ class PairInterpreter(Interpreter):
     def _backward(self, action: Action) -> None:
         forward = self._waiting
         self._waiting = None
+        if action.unit in self.program.moved:
+            self.context.host_memory.wait(action.unit)
         self.syncs[self._chunk_of[action.stage]].before_backward()
         unit = self._units.pop(action.unit)
         backward = PlannedBackward(unit.plan, self._gradient_for(action, unit))
@@ -190,8 +215,9 @@ class PairInterpreter(Interpreter):
         arrived = self._input_of(action, is_forward=True)
         self.syncs[self._chunk_of[stage]].before_forward()
         segment = self.step.segments[microbatch][index]
+        moves = action.unit in self.program.moved
         with self.recorder.span(action):
-            unit, output = self.forwards.forward_beside(stage, segment, arrived, beside)
+            unit, output = self.forwards.forward_beside(stage, segment, arrived, moves, beside)
         self._units[action.unit] = unit
         if stage != self._last_stage:
             self._outgoing[Kind.SEND_F, *action.unit] = output

@@ -152,12 +152,13 @@ def _merged(
             after[transfer.sent].append(transfer.send)
     for index, action in _reductions(shape, order):
         after[index].append(action)
-    index = 0  # of a place, since an order with moves has no pairs
+    number_of = {action: number for number, action in _numbered(order)}
+    following = 0  # the number of the place behind the action
     for action in actions:
         if action.kind in MOVE_KINDS:
-            before[index].append(action)
+            before[following].append(action)
         else:
-            index += 1
+            following = number_of[action] + 1
     around = zip(before, order, after, strict=True)
     return [each for first, place, last in around for each in (*first, *place, *last)]
 

@@ -1,19 +1,20 @@
 """Moves of activations to the memory of the host and back, as actions of a rank.
 
 A unit leaves before the next compute action after its forward (OFFLOAD), and starts back AHEAD compute actions before
-its backward (RELOAD), so both copies overlap with compute. Where messages wait for their turn, it may leave before its
-output is sent; what is still to be sent stays on the device. Its device memory is freed when the next unit leaves, by
-which time the copy has usually ended, or at the latest when it starts back.
+its backward (RELOAD), so both copies overlap with compute; a pair counts as one action. Where messages wait for their
+turn, it may leave before its output is sent; what is still to be sent stays on the device. Its device memory is freed
+when the next unit leaves, by which time the copy has usually ended, or at the latest when it starts back.
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Sequence, Set
+from dataclasses import replace
 from heapq import heappop, heappush
 from itertools import accumulate
 
 from .action import Action, Unit
 from .kinds import COMPUTE_KINDS, Kind
-from .schedule import Schedule
+from .schedule import Schedule, places
 
 # A unit starts back this many compute actions ahead of its backward.
 AHEAD = 2
@@ -21,25 +22,27 @@ AHEAD = 2
 SHORTEST = 2 * AHEAD + 2
 
 
-def units_to_move(order: Sequence[Action], share: float) -> frozenset[Unit]:
+def units_to_move(order: Sequence[Action], share: float, paired: Set[Action] = frozenset()) -> frozenset[Unit]:
     """The fewest units to move so that the peak of units on a rank falls by `share`, or by less if few backwards are
     late. Whenever the rank would hold too many, the unit with the farthest backward moves (Belady, IBM Systems Journal
-    5(2), 1966). `order` holds compute actions only. Raises ValueError for a share that is not between 0 and 1."""
+    5(2), 1966). `order` holds compute actions only, of which those in `paired` run beside the next. Raises ValueError
+    for a share that is not between 0 and 1."""
     if not 0 <= share <= 1:
         raise ValueError(f"--offload-activations {share:g} is not between 0 and 1")
-    backwards = {action.unit: n for n, action in enumerate(order) if action.kind.facts.gives_input_gradient}
+    numbered = [(number, action) for number, place in enumerate(places(order, paired)) for action in place]
+    backwards = {action.unit: number for number, action in numbered if action.kind.facts.gives_input_gradient}
     held = accumulate((action.kind is Kind.F) - action.kind.facts.gives_input_gradient for action in order)
     room = round((1 - share) * max(held, default=0))
     moved: set[Unit] = set()
     here = 0
     later: list[tuple[int, Unit]] = []  # units on the device that may move, latest backward first
-    for index, action in enumerate(order):
+    for number, action in numbered:
         unit = action.unit
         if action.kind is Kind.F:
             here += 1
-            if backwards[unit] - index >= SHORTEST:
+            if backwards[unit] - number >= SHORTEST:
                 heappush(later, (-backwards[unit], unit))
-            if here > room and later and -later[0][0] > index:
+            if here > room and later and -later[0][0] > number:
                 moved.add(heappop(later)[1])
                 here -= 1
         elif action.kind.facts.gives_input_gradient and unit not in moved:
@@ -47,17 +50,17 @@ def units_to_move(order: Sequence[Action], share: float) -> frozenset[Unit]:
     return frozenset(moved)
 
 
-def with_moves(actions: Sequence[Action], units: Collection[Unit]) -> list[Action]:
+def with_moves(actions: Sequence[Action], units: Collection[Unit], paired: Set[Action] = frozenset()) -> list[Action]:
     """The actions of a rank, lowered or not, with the moves of `units`, which come from `units_to_move`."""
-    order = [action for action in actions if action.kind in COMPUTE_KINDS]
+    order = places([action for action in actions if action.kind in COMPUTE_KINDS], paired)
     before = defaultdict(list)
-    for index, action in enumerate(order):
+    for number, action in ((number, action) for number, place in enumerate(order) for action in place):
         if action.unit not in units:
             continue
         if action.kind is Kind.F:
-            before[order[index + 1]].append(action._replace(kind=Kind.OFFLOAD))
+            before[order[number + 1][0]].append(action._replace(kind=Kind.OFFLOAD))
         elif action.kind.facts.gives_input_gradient:
-            before[order[index - AHEAD]].append(action._replace(kind=Kind.RELOAD))
+            before[order[number - AHEAD][0]].append(action._replace(kind=Kind.RELOAD))
     return [each for action in actions for each in (*before.get(action, ()), action)]
 
 
@@ -65,5 +68,6 @@ def moved(schedule: Schedule, share: float) -> Schedule:
     """A schedule of compute actions with the moves of all ranks; see `units_to_move`."""
     if not share:
         return schedule
-    ranks = (tuple(with_moves(order, units_to_move(order, share))) for order in schedule.ranks)
-    return Schedule(schedule.shape, tuple(ranks))
+    paired = schedule.paired
+    ranks = (tuple(with_moves(order, units_to_move(order, share, paired), paired)) for order in schedule.ranks)
+    return replace(schedule, ranks=tuple(ranks))

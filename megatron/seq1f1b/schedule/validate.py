@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 from .action import BESIDE, Action, Unit
 from .cost_tables import Costs
 from .dependencies import dependencies, outcome
-from .kinds import COMPUTE_KINDS, Holds, Kind
+from .kinds import COMPUTE_KINDS, MOVE_KINDS, Holds, Kind
 from .schedule import Place, Schedule, Shape
 from .timing import run
 
@@ -82,11 +82,12 @@ def _check_pairs(schedule: Schedule, rank: int) -> None:
 
 def _check_moves(schedule: Schedule, rank: int) -> None:
     last: dict[Unit, Kind] = {}
-    if schedule.paired:
-        raise ScheduleError("a schedule has either pairs or moves to the host; take one of the two out")
-    for index, action in enumerate(schedule.ranks[rank]):
+    actions = schedule.ranks[rank]
+    for index, action in enumerate(actions):
         kind = action.kind
         before = last.get(action.unit)
+        if kind in MOVE_KINDS and index and actions[index - 1] in schedule.paired:
+            raise _error(schedule, rank, index, "parts the two of a pair; put it before or behind them")
         if kind is Kind.OFFLOAD and before is not Kind.F:
             raise _error(schedule, rank, index, "does not follow the forward of its unit")
         if kind is Kind.RELOAD and before is not Kind.OFFLOAD:

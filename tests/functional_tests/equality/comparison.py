@@ -30,7 +30,7 @@ from megatron.seq1f1b.partition import balanced, packs_of_step
 from megatron.seq1f1b.platform.without_te import OUTPUT_LAYER
 from megatron.seq1f1b.process.patches import Patch, patched
 from megatron.seq1f1b.runtime import PipelineExecutor, Repacking, Segmentation
-from megatron.seq1f1b.schedule import Kind, ScheduleChoice, Shape
+from megatron.seq1f1b.schedule import COMPUTE_KINDS, Kind, ScheduleChoice, Shape
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 
@@ -204,7 +204,8 @@ def wrong_number_of_pairs(
     """What is wrong, if not as many forwards as planned ran beside a backward on this rank."""
     clock = choice.resolve(Shape(layout.placement, case.m, case.k), case.lengths, None)
     wanted = len(clock.pairs_in(clock.order(parallel_state.get_pipeline_model_parallel_rank())))
-    found = sum(after.start < before.end for before, after in pairwise(executor.recorder.spans()))
+    computing = [span for span in executor.recorder.spans() if span.action.kind in COMPUTE_KINDS]
+    found = sum(after.start < before.end for before, after in pairwise(computing))
     if found != wanted:
         yield f"{found} pairs instead of {wanted}"
 

@@ -77,6 +77,7 @@ UNITS = [
     for family, k, m in (("1f1b", 3, 2), ("zb-h1", 7, 3), ("breadth-first", 4, 2), ("gpipe", 2, 1))
 ]
 OFFLOADED = [Case(each, 4, 3, "uneven", "random") for each in ("gpipe", "zb-h1")]
+PAIRS_OFFLOADED = [Case(each, 7, 3, "uneven", "random") for each in ("1f1b", "zb-h1")]
 PREDICTED = [replace(case, packed=form) for form in ("cu_seqlens", "tokens") for case in (FEW[0], *FEW[2:4])]
 
 EXACT, LEARNED = Model(), {"tied": True, "positions": "learned_absolute"}
@@ -195,6 +196,11 @@ def pairs(pipeline: int):
     yield selective(PAIRED, "moe"), layout, FEW[2:4] + SPLIT[2:3]
     yield selective(SECOND_DENSE, "layernorm", "mlp", "moe").but(pairs=True), layout, FEW[2:3]
     yield selective(PAIRED.but(mtp_num_layers=1, mtp_loss_scaling_factor=0.7), "moe"), layout, FEW[2:3]
+    yield PAIRED.but(offloads=1.0), layout, PAIRS_OFFLOADED
+    yield selective(PAIRED, "layernorm", "moe").but(offloads=1.0), layout, PAIRS_OFFLOADED
+    yield LATENT_EXPERTS.but(pairs=True, **ALL_TO_ALL, keeps_latents=True, offloads=1.0), layout, PAIRS_OFFLOADED[:1]
+    if pipeline > 1:
+        yield PAIRED.but(layers=4, offloads=0.5), replace(layout, chunks=2, style="v"), PAIRS_OFFLOADED[:1]
 
 
 SUITES = {

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.seq1f1b.schedule import (
+    MOVE_KINDS,
     PAIRED,
     Costs,
     Kind,
@@ -21,12 +22,14 @@ from megatron.seq1f1b.schedule import (
     lower,
     lower_rank,
     lowering,
+    moved,
     read_csv,
     simulate,
     validate,
     with_pairs,
     write_csv,
 )
+from megatron.seq1f1b.schedule.moves import AHEAD
 
 from .channels import execute
 from .strategies import any_order, fixed, shapes
@@ -198,13 +201,42 @@ def test_messages_surround_both_of_a_pair():
         ("0F0.0 0F1.0|0F2.0 0B0.0 0B1.0 0B2.0", "0F1.0 is paired with 0F2.0"),
         ("0F0.0|0F1.0|0B0.0 0B1.0", "'0F0.0|0F1.0|0B0.0' is not an action or a pair of two, such as 2F3.1|2B1.0"),
         ("0F0.0 0F1.0|0X0.0 0B1.0", "cell 2: not an action: '0X0.0'"),
-        ("0F0.0 0OFFLOAD0.0 0RELOAD0.0 0F1.0|0B0.0 0B1.0", "a schedule has either pairs or moves to the host"),
+        ("0F0.0 0F1.0|0B0.0 0RELOAD1.0 0B1.0", "0RELOAD1.0 reloads activations that are not on the host"),
     ],
 )
 def test_what_is_wrong_with_a_pair_is_said(text, message, tmp_path):
     with pytest.raises(ScheduleError) as found:
         read(text, tmp_path)
     assert message in str(found.value)
+
+
+def test_a_pair_is_whole(tmp_path):
+    schedule = read("0F0.0 0OFFLOAD0.0 0RELOAD0.0 0F1.0|0B0.0 0B1.0", tmp_path)
+    (order,) = schedule.ranks
+    parted = (order[0], order[1], order[3], order[2], *order[4:])
+    with pytest.raises(ScheduleError, match="action 3: 0RELOAD0.0 parts the two of a pair; put it before or behind"):
+        validate(replace(schedule, ranks=(parted,)))
+
+
+@fixed
+@given(families, shapes(), st.floats(0.1, 1))
+def test_moves_stand_between_pairs(family, shape, share):
+    """With the pairs and messages of the schedule without moves."""
+    plain = PAIRED[family](shape).schedule()
+    schedule = moved(plain, share)
+    validate(schedule)
+    assert schedule.without_moves() == plain
+    alone, together = (lower(each, one_queue=True) for each in (plain, schedule))
+    assert together.without_moves().paired == plain.paired
+    for rank, lowered in enumerate(together.ranks):
+        assert alone.ranks[rank] == tuple(action for action in lowered if action.kind not in MOVE_KINDS)
+        order = plain.places(rank)
+        for number, place in enumerate(order):
+            for action in place:
+                back = action._replace(kind=Kind.RELOAD)
+                if action.kind.facts.gives_input_gradient and back in lowered:
+                    starts = [lowered.index(each[0]) for each in order[number - AHEAD - 1 : number]]
+                    assert starts[0] < lowered.index(back) < starts[1]
 
 
 def test_pairs_that_wait_for_each_other_are_named(tmp_path):

@@ -106,7 +106,11 @@ class _Handle(NamedTuple):
 
     def tensor(self) -> Tensor:
         empty = self.of.empty.new_empty(0, dtype=self.dtype)
-        return empty.set_(self.of.here, self.offset, self.size, self.stride)
+        tensor = empty.set_(self.of.here, self.offset, self.size, self.stride)
+        if tensor.is_cuda:
+            # Units that run beside each other read on two streams, and a storage that came back is of one.
+            tensor.record_stream(torch.cuda.current_stream())
+        return tensor
 
 
 class _Away(NamedTuple):
@@ -181,8 +185,8 @@ class HostMemory:
 
     @contextmanager
     def keeping(self, unit: Hashable) -> Iterator[None]:
-        """Inside, the forward of `unit` runs; the tensors that autograd saves may move."""
-        self._running = self._here[unit] = WeakValueDictionary()
+        """Inside, the forward of `unit` runs, or a part of it; the tensors that autograd saves may move."""
+        self._running = self._here.setdefault(unit, WeakValueDictionary())
         try:
             with torch.autograd.graph.saved_tensors_hooks(self.keep, tensor_of):
                 yield
