@@ -31,9 +31,13 @@ PACK, MICROBATCHES = 96, 4
 LENGTHS = (80, 12, 25, 61, 7, 33, 90, 18, 44, 9)
 
 # Name of a case -> further words of the command line.
+LORA = "--tuner_type lora --target_modules all-linear --lora_rank 4"
 CASES = {
     "packed": "--packing true",
-    "packed-lora": "--packing true --tuner_type lora --target_modules all-linear --lora_rank 4",
+    "packed-lora": f"--packing true {LORA}",
+    "dpo": "--rlhf_type dpo --micro_batch_size 2",
+    # Of an evaluation nobody knows that the first call of the model is that of a reference.
+    "dpo-lora": f"--rlhf_type dpo --micro_batch_size 2 --eval_iters 0 {LORA}",
 }
 
 
@@ -69,7 +73,7 @@ def fine_tune(folder: Path, words: str, output: Path) -> Training:
     """Five steps of `megatron sft`, and an evaluation."""
     from megatron.core import parallel_state
     from swift.dataset import packing
-    from swift.megatron import megatron_sft_main
+    from swift.megatron import megatron_rlhf_main, megatron_sft_main
     from swift.megatron.callbacks import megatron_callbacks_map
 
     training = Training()
@@ -77,7 +81,8 @@ def fine_tune(folder: Path, words: str, output: Path) -> Training:
     packing._resolve_mp_context = lambda _: multiprocessing.get_context("fork")
     stays = Patch("torch.distributed.destroy_process_group", lambda *_, **__: None, "the next training needs it")
     with patched([stays]):
-        megatron_sft_main([*_command(folder, output).split(), *words.split()])
+        main = megatron_rlhf_main if "--rlhf_type" in words else megatron_sft_main
+        main([*_command(folder, output).split(), *words.split()])
     parallel_state.destroy_model_parallel()
     return training
 
@@ -134,5 +139,6 @@ def save_examples(folder: Path) -> None:
             question = " ".join(numbers[: length // 3])
             answer = " ".join(numbers[length // 3 :])
             messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-            lines.append(json.dumps({"messages": messages}))
+            rejected = " ".join(numbers[length // 3 : 0 : -1])
+            lines.append(json.dumps({"messages": messages, "rejected_response": rejected}))
         (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")

@@ -39,5 +39,5 @@ def test_steps_are_those_of_whole_sequences(trainings, case):
 @pytest.mark.parametrize("case", swift_training.CASES)
 def test_evaluations_are_those_of_whole_sequences(trainings, case):
     ours, own = trainings[1][case]
-    assert len(own.evaluated) == 1
+    assert len(own.evaluated) == (0 if case == "dpo-lora" else 1)
     assert ours.evaluated == pytest.approx(own.evaluated, rel=1e-5)

@@ -53,6 +53,11 @@ def patched_on(objects: Iterable[Any], table: Iterable[Patch]) -> ExitStack:
     return _bound((each, patch, True) for kind, patch in kinds for each in objects if isinstance(each, kind))
 
 
+def patched_in(classes: Iterable[type], patch: Patch) -> ExitStack:
+    """Bind the target of the patch in each of these classes, which derive from that of the target or look like it."""
+    return _bound((each, patch, False) for each in classes)
+
+
 def rebound(old: Any, new: Any) -> ExitStack:
     """Bind every name in loaded modules that refers to `old`, by an earlier `from ... import`, to `new`."""
     without_megatron = sys.stdlib_module_names | {"torch"}  # the majority

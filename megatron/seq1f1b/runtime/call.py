@@ -3,6 +3,10 @@
 `forward_step_func(iterator, model)` runs once for every micro-batch and model chunk, in a greenlet. The model that it
 calls is a door: the call hands its arguments to the interpreter, which runs the model on segments of them, and returns
 when the micro-batch is through. Whatever the program does before and after, it does with whole sequences.
+
+A program may first call a reference, as preference losses do: this stage of another pipeline of the same kind, or the
+model itself without gradients in a training step. That call returns what a pass of its own gives (reference.py), and
+the program goes on to the call of its model.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,13 +19,20 @@ from typing import Any, NamedTuple
 import torch
 from greenlet import getcurrent, greenlet
 
-from ..process.patches import patched_on, wrapping
+from ..process.patches import patched_in, patched_on, wrapping
 from .context_shares import ContextShares, whole_arguments
 from .cut import Arguments, gather_embeddings
 from .step import Step
 
 _NO_ARGUMENTS = Arguments((), {}, ())
 _PATIENCE = 8  # times that a program may go on after it was told to end
+
+
+class Asked(NamedTuple):
+    """The model that a program calls, and the arguments."""
+
+    model: torch.nn.Module
+    arguments: Arguments
 
 
 class Call(greenlet):
@@ -35,13 +46,16 @@ class Call(greenlet):
         self.gr_context = copy_context()  # a greenlet begins with an empty one
         self.model = model
         self.parameters = parameters
+        self.reference: torch.nn.Module | None = None  # that waits to be run, before the model
+        self.num_references = 0  # that the program has called
         self.arguments = _NO_ARGUMENTS
         self.shares: ContextShares | None = None  # where the arguments were divided among context-parallel ranks
         self._where = where
         self._state: _ThreadState | None = None  # of the program, if it differs from that of the interpreter
 
     def start(self, needs_gradients: bool) -> None:
-        """Run the program until it calls its model. Raises ValueError if it does not, or where it cannot wait."""
+        """Run the program until it calls its model or a reference. Raises ValueError if it calls none, or where it
+        cannot wait."""
         was_inferring = torch.is_inference_mode_enabled()
         try:
             asked = self._switch()
@@ -52,17 +66,37 @@ class Call(greenlet):
                 f"the forward step of {self._where} returned without a call of its model, and segments are cut at that "
                 "call; call the model that the schedule was given, or drop --sequence-splits"
             )
+        self._take(asked, needs_gradients, was_inferring)
+
+    def go_on(self, output: Any, needs_gradients: bool) -> None:
+        """Let the call of the reference return `output`, and run the program until its next call. Raises ValueError if
+        there is none."""
+        self.num_references += 1
+        was_inferring = torch.is_inference_mode_enabled()
+        asked = self._switch(output)
+        if self.dead:
+            raise ValueError(
+                f"the forward step of {self._where} calls its model without gradients in a training step; run it with "
+                "forward_only=True, or call the model outside of torch.no_grad"
+            )
+        self._take(asked, needs_gradients, was_inferring)
+
+    def _take(self, asked: Asked, needs_gradients: bool, was_inferring: bool) -> None:
+        """Take what the program waits for."""
         if torch.is_inference_mode_enabled() and not was_inferring:
             raise ValueError(
                 f"the forward step of {self._where} calls its model under torch.inference_mode, whose tensors cannot "
                 "pass from segment to segment; use torch.no_grad"
             )
-        if needs_gradients and self._state is not None and not self._state.has_gradients:
+        has_gradients = self._state is None or self._state.has_gradients
+        is_own = asked.model is self.model
+        if has_gradients and not is_own and any(each.requires_grad for each in asked.model.parameters()):
             raise ValueError(
-                f"the forward step of {self._where} calls its model without gradients in a training step; run it with "
-                "forward_only=True, or call the model outside of torch.no_grad"
+                f"the forward step of {self._where} calls another model than the schedule was given, and with "
+                "gradients; call a reference under torch.no_grad"
             )
-        self.arguments = asked
+        self.reference = None if is_own and (has_gradients or not needs_gradients) else asked.model
+        self.arguments = asked.arguments
 
     def run_model(self, forward: Callable[..., Any], arguments: Arguments) -> Any:
         """The output of a forward, with gradients and autocast on or off as where the program called its model."""
@@ -169,12 +203,17 @@ class Calls:
         self._divides_documents = divides_documents
         self._started: list[list[Call]] = [[] for _ in step.chunks]
         self._doors = ExitStack()
+        self._takes_references = True
 
     def __enter__(self) -> "Calls":
         self._forwards = [model.forward for model in self.models]
         self._parameters = [tuple(signature(forward).parameters) for forward in self._forwards]
         door = wrapping("torch.nn.Module.forward", _at_the_door, "runs on whole sequences")
         self._doors.enter_context(patched_on(self.models, [door]))
+        # A reference is known when it is called. Of a pipeline of one stage it runs on whole sequences by itself.
+        stages = [model for model in self.models if not _is_whole(model)]
+        door = wrapping("torch.nn.Module.forward", _at_the_door_of_a_class, "runs on whole sequences")
+        self._doors.enter_context(patched_in({type(model) for model in stages}, door))
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -204,11 +243,28 @@ class Calls:
         for chunk in range(len(self.models)):
             self.at(chunk, self._step.num_microbatches - 1)
 
+    @property
+    def wait_for_references(self) -> bool:
+        """Whether the calls that are started wait for references."""
+        return any(call.reference is not None for calls in self._started for call in calls)
+
+    def end_references(self) -> None:
+        """From now on a call that waits for a reference is an error."""
+        self._takes_references = False
+
+    def go_on(self, chunk: int, microbatch: int, output: Any) -> None:
+        """Let the call of a reference return `output`; the program goes on to its next call."""
+        call = self._started[chunk][microbatch]
+        with self._around(chunk, microbatch):
+            call.go_on(output, needs_gradients=not self._step.forward_only)
+        self._make_whole(call)
+
     def run(self, chunk: int, call: Call, arguments: Arguments, forward: Callable[..., Any] | None = None) -> Any:
         """The output of the model of a chunk, by its own `forward` unless another is given, for a part of the call's
         arguments."""
         self._running = call
-        return call.run_model(forward or self._forwards[chunk], arguments)
+        own = self._forwards[chunk] if call.reference in (None, call.model) else call.reference
+        return call.run_model(forward or own, arguments)
 
     def finish(self, chunk: int, microbatch: int, output: Any) -> Any:
         """What the forward step of a micro-batch returns if its model returns `output`."""
@@ -232,6 +288,16 @@ class Calls:
         self._started[chunk].append(call)  # to be closed, also if it fails
         with self._around(chunk, microbatch):
             call.start(needs_gradients=not step.forward_only)
+        if call.reference is not None and not self._takes_references:
+            raise ValueError(
+                f"the forward step of micro-batch {microbatch} calls a reference, and that of micro-batch 0 none, but "
+                "one pass through the pipeline serves all micro-batches; call it in each"
+            )
+        self._make_whole(call)
+
+    def _make_whole(self, call: Call) -> None:
+        """Gather what the arguments have of other ranks."""
+        step = self._step
         if step.sequence_parallel is not None:
             call.arguments = gather_embeddings(call.arguments, step.sequence_parallel)
         if step.groups.cp.size() > 1:
@@ -272,6 +338,24 @@ def _at_the_door(model: torch.nn.Module, forward: Callable, *args: Any, **kwargs
     """A call by a program waits for the interpreter; any other one runs the model."""
     call = getcurrent()
     if isinstance(call, Call) and call.model is model and call.parent is not None:  # it has one while it runs
-        names = tuple(islice(chain(call.parameters, repeat("")), len(args)))
-        return call.parent.switch(Arguments(args, kwargs, names))
+        return call.parent.switch(Asked(model, _arguments(call, args, kwargs)))
     return forward(*args, **kwargs)
+
+
+def _at_the_door_of_a_class(forward: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """The same for models that are no chunks of the step: a program may call this stage of a reference."""
+    call = getcurrent()
+    if isinstance(call, Call) and call.parent is not None and call.model is not model:
+        own: Any = call.model
+        if (own.pre_process, own.post_process) == (model.pre_process, model.post_process):
+            return call.parent.switch(Asked(model, _arguments(call, args, kwargs)))
+    return forward(model, *args, **kwargs)
+
+
+def _arguments(call: Call, args: tuple, kwargs: dict[str, Any]) -> Arguments:
+    return Arguments(args, kwargs, tuple(islice(chain(call.parameters, repeat("")), len(args))))
+
+
+def _is_whole(model: Any) -> bool:
+    """Whether a model has all layers from the tokens to the loss, as far as it says so."""
+    return getattr(model, "pre_process", True) and getattr(model, "post_process", True)

@@ -43,6 +43,7 @@ from .loss import Losses
 from .multi_token import prediction_patches
 from .partitioned_state import is_partitioned
 from .program import Program, Programs
+from .reference import run_references
 from .schedule_plans import PairInterpreter, PlannedForwards
 from .segmentation import Segmentation
 from .step import Step
@@ -151,14 +152,18 @@ class PipelineExecutor:
                 calls = around.enter_context(Calls(step, self._around_program, self._divides_documents))
             segmentation.cut_step(step, calls)
             compute_loss_in_pieces(step.chunks, most_tokens(step), self._piece)
-            program = self.programs.program(
-                step.shape,
-                longest_lengths(step),
-                rank=step.rank,
-                forward_only=step.forward_only,
-                in_turn=communicator.goes_in_turn,
-                is_partitioned=is_partitioned(step.chunks),
-            )
+            program_of = partial(self._program, in_turn=communicator.goes_in_turn)
+            if calls is not None:
+                run_references(
+                    step=step,
+                    calls=calls,
+                    program_of=program_of,
+                    communicator=communicator,
+                    context=self.context,
+                    segmentation=segmentation,
+                    kernels_of=self._kernels_of,
+                )
+            program = program_of(step)
             self.context.splits_backwards = program.splits_backwards
             reports = self._run(step, calls, program, communicator)
         self._ran_before.add(kernels)
@@ -190,6 +195,16 @@ class PipelineExecutor:
             raise told from error
         finally:
             self.context.clear()
+
+    def _program(self, step: Step, in_turn: bool) -> Program:
+        return self.programs.program(
+            step.shape,
+            longest_lengths(step),
+            rank=step.rank,
+            forward_only=step.forward_only,
+            in_turn=in_turn,
+            is_partitioned=is_partitioned(step.chunks),
+        )
 
     def _run(self, step: Step, calls: Calls | None, program: Program, communicator: Communicator) -> list[Any]:
         """Run the actions of this rank, then Megatron's end of the step."""

@@ -114,7 +114,7 @@ class SegmentForwards:
         forward_step(
             run_model,
             None,
-            step.chunks[chunk],
+            call.reference or step.chunks[chunk],
             step.num_microbatches,
             arrived,
             [],
@@ -172,7 +172,10 @@ class SegmentForwards:
         handed = output.detach()
         version = handed._version  # PyTorch counts changes in place
         returned, _ = self._calls.finish(chunk, microbatch, handed)
-        if returned is not handed or handed._version != version:
+        # With a reference a program returns both outputs in one tensor.
+        times = 1 + self._calls.at(chunk, microbatch).num_references
+        is_handed_on = returned is handed if times == 1 else returned.numel() == times * handed.numel()
+        if not is_handed_on or handed._version != version:
             raise ValueError(
                 f"the forward step of micro-batch {microbatch} changes the output of a stage before the last, which "
                 "has already gone to the next stage in segments; return it as the model gave it"

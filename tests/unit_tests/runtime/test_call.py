@@ -86,8 +86,31 @@ def test_a_training_step_without_gradients_is_refused():
             return model(1), None
 
     with pytest.raises(ValueError, match="without gradients in a training step"), started(program) as calls:
-        calls.at(0, 0)
+        assert calls.at(0, 0).reference is not None
+        calls.go_on(0, 0, torch.ones(1))
     assert torch.is_grad_enabled()
+
+
+def test_a_stage_of_another_model_is_a_reference():
+    model, reference = Stage(), Stage(seed=1)
+    for stage in (model, reference):
+        stage.pre_process, stage.post_process = False, True
+
+    def program(model, gradients=False):
+        with torch.set_grad_enabled(gradients):
+            of_reference = reference(1)
+        return of_reference, model(2)
+
+    with started(program, model) as calls:
+        call = calls.at(0, 0)
+        assert call.reference is reference and call.arguments.positional == (1,)
+        calls.go_on(0, 0, "of the reference")
+        assert call.reference is None and call.arguments.positional == (2,)
+        assert calls.finish(0, 0, "of the model") == ("of the reference", "of the model")
+    assert "forward" in vars(Stage) and Stage.forward.__name__ == "forward"
+    words = "calls another model than the schedule was given, and with gradients"
+    with pytest.raises(ValueError, match=words), started(partial(program, gradients=True), model) as calls:
+        calls.at(0, 0)
 
 
 @pytest.mark.parametrize("compiled", [lambda model: torch.compile(model, backend="eager"), lambda model: model])

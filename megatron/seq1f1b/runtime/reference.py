@@ -1,0 +1,127 @@
+"""References that a program calls before its model: a forward of theirs for all micro-batches, by segments.
+
+Preference losses (DPO) compare with a model that does not train, or with the model without its adapters. Its stages
+form a pipeline of their own, in which an evaluation runs before the step. The program's calls of the reference then
+return, in order and all at once, since a program may have switched adapters off for them.
+
+Tested in functional_tests/test_references.py by test_a_reference_runs_by_segments.
+"""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from copy import copy
+from typing import Any
+
+import torch
+
+from ..model import KernelsOf, SegmentContext, attach, refuse_attention_to_later_tokens
+from ..process.patches import patched
+from .call import Calls
+from .communication import Communicator
+from .cut import size_of
+from .forward_segments import SegmentForwards
+from .gradient_sync import gradient_syncs
+from .interpreter import Interpreter
+from .loss import Losses
+from .multi_token import prediction_patches
+from .program import Program
+from .segmentation import Segmentation
+from .step import Step
+from .tracer import Recorder
+
+
+def run_references(
+    step: Step,
+    calls: Calls,
+    program_of: Callable[[Step], Program],
+    communicator: Communicator,
+    context: SegmentContext,
+    segmentation: Segmentation,
+    kernels_of: KernelsOf,
+) -> None:
+    """Run what the programs of a step call before their model, until all wait for that. `program_of` gives the actions
+    of this rank."""
+    calls.at(0, 0)
+    while calls.wait_for_references:
+        calls.start_all()
+        references = _references(step, calls)
+        if segmentation.cuts_sequences:
+            refuse_attention_to_later_tokens(references)
+        if segmentation.follows_segments:
+            attach(references, context, kernels_of)
+        evaluation = _without_gradients(step)
+        forwards = ReferenceForwards(
+            step=evaluation,
+            context=context,
+            losses=Losses(evaluation),
+            calls=calls,
+            follows_segments=segmentation.follows_segments,
+        )
+        with ExitStack() as around:
+            syncs = gradient_syncs(step.config, step.chunks)
+            for sync in syncs:
+                around.callback(sync.close)
+            around.enter_context(torch.no_grad())
+            around.enter_context(patched(prediction_patches(evaluation, context, calls)))
+            Interpreter(
+                step=evaluation,
+                program=program_of(evaluation),
+                communicator=communicator,
+                context=context,
+                forwards=forwards,
+                syncs=syncs,
+                recorder=around.enter_context(Recorder(step.device)),
+            ).run()
+        forwards.return_all()
+    calls.end_references()
+
+
+def _references(step: Step, calls: Calls) -> list[Any]:
+    """The stages of the reference on this rank, by model chunk. Raises ValueError where micro-batches differ in whether
+    they call it."""
+    found = []
+    for chunk in range(len(step.chunks)):
+        references = [calls.at(chunk, number).reference for number in range(step.num_microbatches)]
+        if references[0] is None or any(reference is not references[0] for reference in references):
+            raise ValueError(
+                "the forward steps of a step call different references, or some of them none, but one pass through the "
+                "pipeline serves all micro-batches; call the same reference in each"
+            )
+        found.append(references[0])
+    return found
+
+
+def _without_gradients(step: Step) -> Step:
+    """The same step as an evaluation."""
+    found = copy(step)
+    found.forward_only = True
+    found.first_val_step = None
+    return found
+
+
+class ReferenceForwards(SegmentForwards):
+    """Keeps what the calls of the reference are to return until `return_all`."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._found: dict[tuple[int, int], Any] = {}  # by (model chunk, micro-batch)
+
+    def return_all(self) -> None:
+        """Let all calls of the reference return. Raises ValueError if a program then calls its model for sequences of
+        another size."""
+        for (chunk, microbatch), output in sorted(self._found.items(), key=lambda each: each[0]):
+            call = self._calls.at(chunk, microbatch)
+            size = size_of(call.arguments)
+            self._calls.go_on(chunk, microbatch, output)
+            if size_of(call.arguments) != size:
+                raise ValueError(
+                    f"the forward step of micro-batch {microbatch} calls its reference and its model for sequences of "
+                    "different sizes; call both for the same sequences"
+                )
+        self._found.clear()
+
+    def _return_to_program(self, chunk: int, stage: int, microbatch: int, output: Any) -> None:
+        if stage == self._last_stage:
+            self._found[chunk, microbatch] = self._outputs.pop(microbatch).joined()
+        else:
+            self._found[chunk, microbatch] = output.detach()

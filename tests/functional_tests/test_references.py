@@ -1,0 +1,174 @@
+"""Programs that call a reference before their model, as preference losses do, on segments: losses and gradients are
+those of one stage with whole sequences, by Megatron's own schedule.
+
+The forward step is in the manner of ms-swift's for DPO: stages hand on both outputs in one tensor.
+"""
+
+from contextlib import contextmanager
+from functools import partial
+
+import pytest
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
+
+import megatron.seq1f1b
+from functional_tests.equality.cases import Layout
+from functional_tests.equality.layout import build, groups_of, has_loss, named, use_ranks
+from functional_tests.equality.models import VOCABULARY, Model
+from functional_tests.programs.program import unwrapped
+from support.on_ranks import on_ranks
+
+LENGTHS = (24, 10, 17)  # of the sequences of each micro-batch
+LAYOUTS = (Layout(pipeline=2), Layout(pipeline=2, chunks=2))
+
+
+class Batches:
+    """Pairs of a chosen and a rejected sequence."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self._tokens = [torch.randint(VOCABULARY, (2, length), generator=generator) for length in LENGTHS]
+
+    def __iter__(self):
+        return iter(self._tokens)
+
+
+class Adapters:
+    """A change to every feed-forward layer of a model that can be switched off."""
+
+    def __init__(self, chunks: list) -> None:
+        self._are_on = True
+        for layer in (layer for chunk in chunks for layer in unwrapped(chunk).decoder.layers):
+            layer.mlp.register_forward_hook(self._change)
+
+    @contextmanager
+    def off(self):
+        self._are_on = False
+        yield
+        self._are_on = True
+
+    def _change(self, _, __, output):
+        return (output[0] * 1.5, output[1]) if self._are_on else output
+
+
+def another_model(layout: Layout, chunks: list):
+    """The reference of each chunk, and a context around its call."""
+    references = [unwrapped(chunk) for chunk in build(Model(), layout)]
+    for reference in references:
+        reference.requires_grad_(False).eval()
+        with torch.no_grad():
+            for name, parameter in reference.named_parameters():
+                parameter.mul_(1.0 if "norm" in name else 0.7)
+    return references, contextmanager(lambda: (yield))
+
+
+def without_adapters(layout: Layout, chunks: list):
+    return [unwrapped(chunk) for chunk in chunks], Adapters(chunks).off
+
+
+def forward_step(references, around_reference, batches, model):
+    tokens = next(batches)
+    stage = unwrapped(model)
+    reference = references[stage.vp_stage or 0]
+    length = tokens.shape[1]
+    positions = torch.arange(length).expand(2, -1)
+    mask = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
+    call = {"labels": tokens.roll(-1, dims=1)}
+    arrived = stage.decoder.input_tensor
+    with torch.no_grad(), around_reference():
+        if arrived is not None:
+            reference.set_input_tensor(arrived[: len(arrived) // 2].detach())
+        of_reference = reference(tokens, positions, mask, **call)
+    if arrived is not None:
+        stage.set_input_tensor(arrived[len(arrived) // 2 :])
+    output = model(tokens, positions, mask, **call)
+    return torch.cat([of_reference, output]), preference_loss
+
+
+def preference_loss(losses):
+    chosen, rejected = (losses[:2] - losses[2:]).sum(dim=1)
+    loss = -torch.nn.functional.logsigmoid(0.1 * (chosen - rejected))
+    return loss, {"loss": loss.detach().clone(), "reward": (chosen - rejected).detach()}
+
+
+def steps(make_reference, layout: Layout, schedule=None):
+    """The reports of an evaluation and of a step, and the gradients, by name."""
+    use_ranks(layout)
+    chunks = build(Model(), layout)
+    chunks[0].config.variable_seq_lengths = True
+    step = partial(
+        schedule or get_forward_backward_func(),
+        forward_step_func=partial(forward_step, *make_reference(layout, chunks)),
+        model=chunks,
+        num_microbatches=len(LENGTHS),
+        seq_length=1,
+        micro_batch_size=2,
+        pg_collection=groups_of(layout),
+    )
+    reports = []
+    if make_reference is another_model:
+        with torch.no_grad():
+            reports += step(data_iterator=[iter(Batches()) for _ in chunks], forward_only=True)
+    reports += step(data_iterator=[iter(Batches()) for _ in chunks])
+    return reports, {name: parameter.main_grad for name, parameter in named(chunks)}
+
+
+@on_ranks(2)
+def test_a_reference_runs_by_segments():
+    for make_reference in (another_model, without_adapters):
+        reports, gradients = steps(make_reference, Layout(), forward_backward_no_pipelining)
+        assert all(report["reward"].abs() > 1e-3 for report in reports)
+        for layout in LAYOUTS:
+            megatron.seq1f1b.install(segment_tokens=8)
+            try:
+                found, mine = steps(make_reference, layout)
+            finally:
+                megatron.seq1f1b.uninstall()
+            assert len(found) == (len(reports) if has_loss(layout) else 0)
+            for report, expected in zip(found, reports, strict=False):
+                torch.testing.assert_close(report, expected, rtol=1e-10, atol=1e-12)
+            for name, gradient in mine.items():
+                torch.testing.assert_close(gradient, gradients[name], rtol=1e-9, atol=1e-12)
+            assert any(gradient.abs().max() > 1e-3 for gradient in mine.values())
+
+
+def in_every_second_batch(references, around_reference, batches, model):
+    tokens = next(batches)
+    if tokens.shape[1] != LENGTHS[1]:
+        with torch.no_grad():
+            references[0](tokens, None, None)
+    return model(tokens, None, None), None
+
+
+def of_other_sequences(references, around_reference, batches, model):
+    tokens = next(batches)
+    with torch.no_grad():
+        references[0](tokens[:, 1:], None, None)
+    return model(tokens, None, None), None
+
+
+@on_ranks(2)
+def test_what_one_pass_cannot_serve_is_refused():
+    cases = {
+        in_every_second_batch: "call different references, or some of them none, .* call the same reference in each",
+        of_other_sequences: "calls its reference and its model for sequences of different sizes; call both for",
+    }
+    for program, words in cases.items():
+        use_ranks(LAYOUTS[0])
+        chunks = build(Model(), LAYOUTS[0])
+        chunks[0].config.variable_seq_lengths = True
+        megatron.seq1f1b.install(segment_tokens=8)
+        try:
+            with pytest.raises(ValueError, match=words):
+                get_forward_backward_func()(
+                    forward_step_func=partial(program, *another_model(LAYOUTS[0], chunks)),
+                    data_iterator=[iter(Batches())],
+                    model=chunks,
+                    num_microbatches=len(LENGTHS),
+                    seq_length=1,
+                    micro_batch_size=2,
+                    pg_collection=groups_of(LAYOUTS[0]),
+                )
+        finally:
+            megatron.seq1f1b.uninstall()
