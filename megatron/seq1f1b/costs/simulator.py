@@ -36,7 +36,7 @@ from .layer_bytes import moved_bytes
 from .machine import Machine
 from .pair_times import PairTimes, pair_times
 from .stage_times import StepEnd, replica_times, step_costs, step_end
-from .step_memory import Memory, host_bytes, rank_memory
+from .step_memory import Memory, RankOrder, host_bytes, memory_of_order
 from .training_setup import TrainingSetup
 
 _MOST_ACTIONS = 60_000  # longer steps are predicted from short ones
@@ -115,7 +115,7 @@ def predict(setup: TrainingSetup, machine: Machine, schedule: Schedule | None = 
             pipeline,
             busy=tuple(timeline.busy(rank) for rank in range(short.pipeline_parallel)),
             host_bytes=tuple(host_bytes(short, order) for order in actions.ranks),
-            memory=tuple(rank_memory(short, order, rank) for rank, order in enumerate(actions.ranks)),
+            memory=tuple(memory_of_order(short, order) for order in _orders(actions)),
         )
 
     if schedule:
@@ -146,7 +146,7 @@ def check_size(shape: Shape, most_actions: int) -> None:
 @singledispatch
 def timeline_of(setup: TrainingSetup, machine: Machine, schedule: Schedule, costs: Costs) -> Timeline:
     """The actions of a schedule in time, with messages as the interpreter sends them."""
-    lowered = lower(schedule)
+    lowered = _lowered(schedule)
     if setup.partitions_state:
         lowered = replace(lowered, ranks=tuple(tuple(partition_state(actions)) for actions in lowered.ranks))
     aside: dict[Kind, Table] = {}
@@ -162,10 +162,20 @@ def timeline_of(setup: TrainingSetup, machine: Machine, schedule: Schedule, cost
     return execute_lowered(lowered, costs, aside, pair_times(setup, machine) if setup.hides_experts else None)
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=64)
 def _built(family: str, shape: Shape, offloads: float = 0.0, pairs: bool = False) -> Schedule:
     """Many set-ups differ in other things than their schedule."""
     return moved(build(family, shape, pairs=pairs), offloads)
+
+
+@lru_cache(maxsize=64)
+def _lowered(schedule: Schedule) -> Schedule:
+    return lower(schedule)
+
+
+@lru_cache(maxsize=64)
+def _orders(schedule: Schedule) -> tuple[RankOrder, ...]:
+    return tuple(RankOrder(schedule.shape.placement, rank, order) for rank, order in enumerate(schedule.ranks))
 
 
 def _has_pairs(setup: TrainingSetup) -> bool:

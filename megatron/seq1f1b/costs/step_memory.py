@@ -4,10 +4,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import accumulate, pairwise
 from math import log2
+from typing import NamedTuple
 
 import numpy as np
 
-from ..schedule import COMPUTE_KINDS, Action, Kind, Unit, channels_of, partition_state
+from ..schedule import COMPUTE_KINDS, Action, Kind, Placement, Unit, channels_of, partition_state
 from .blocks import BYTES
 from .layer_bytes import Phase, Sizes, Use, changes_of, layer_state, loss_bytes, moved_bytes
 from .training_setup import TrainingSetup
@@ -103,35 +104,55 @@ def _whole_chunks(setup: TrainingSetup, actions: Sequence[Action]) -> Sizes:
     return np.array(numbers) * (BYTES, setup.gradient_bytes)
 
 
-def rank_memory(setup: TrainingSetup, actions: Sequence[Action], rank: int) -> Memory:
+class RankOrder:
+    """The actions of a rank, each OFFLOAD where it has freed its memory, and where in this order what changes: all that
+    set-ups with the same order share. `changes` are pairs of a kind and a stage."""
+
+    def __init__(self, placement: Placement, rank: int, actions: Iterable[Action]) -> None:
+        """`actions` are compute actions and moves to the host, in order."""
+        self.rank = rank
+        self.actions = list(_when_freed(actions))
+        changes = [(action.kind, action.stage) for action in self.actions]
+        self.changes = list(dict.fromkeys(changes))
+        numbers = {change: number for number, change in enumerate(self.changes)}
+        self.change_of_action = np.array([numbers[change] for change in changes])
+        self.segment_of_action = np.array([action.segment for action in self.actions])
+        self.computing = np.array([n for n, action in enumerate(self.actions) if action.kind in COMPUTE_KINDS])
+        # Where each waiting message starts to wait, where it ends, and its segment. [messages, 3]
+        self.messages = np.array(_messages_waiting(placement, self.actions, rank), dtype=int).reshape(-1, 3)
+
+
+def rank_memory(setup: TrainingSetup, actions: Iterable[Action], rank: int) -> Memory:
     """The memory of a rank at its peak; `actions` are its compute actions and moves to the host, in order."""
+    return memory_of_order(setup, RankOrder(setup.placement, rank, actions))
+
+
+def memory_of_order(setup: TrainingSetup, order: RankOrder) -> Memory:
+    """As `rank_memory`."""
+    rank = order.rank
     stages = [setup.stages[stage] for stage in setup.placement.stages_of(rank)]
-    order = list(_when_freed(actions))
-    kinds_and_stages = {(action.kind, action.stage) for action in order}
-    changes = {(kind, stage): changes_of(setup, setup.stages[stage], kind) for kind, stage in kinds_and_stages}
-    of_actions = np.array([changes[kind, stage][segment] for kind, stage, _, segment in order])
+    changes = np.stack([changes_of(setup, setup.stages[stage], kind) for kind, stage in order.changes])
+    of_actions = changes[order.change_of_action, order.segment_of_action]
 
     # Held while action i runs: what actions up to i added at their start, those before i at their end, and its own.
     added = of_actions[:, Phase.STARTS].copy()
     added[1:] += of_actions[:-1, Phase.ENDS]
     of_units = added.cumsum(axis=0) + of_actions[:, Phase.RUNS]
-    whole_weights, whole_gradients = _whole_chunks(setup, order).T
-    held = np.zeros((len(order), len(_COLUMN)))
+    whole_weights, whole_gradients = _whole_chunks(setup, order.actions).T
+    held = np.zeros((len(order.actions), len(_COLUMN)))
     held[:, _COLUMN["weights"]] = whole_weights
     held[:, _COLUMN["gradients"]] = whole_gradients
-    held[:, _COLUMN["messages"]] = _messages_waiting(setup, order, rank)
+    held[:, _COLUMN["messages"]] = _bytes_waiting(setup, order)
     for use in Use:
         held[:, _COLUMN[use.name.lower()]] = of_units[:, use]
 
-    totals = held.sum(axis=1)
-    computing = (number for number, action in enumerate(order) if action.kind in COMPUTE_KINDS)
-    peak = max(computing, key=totals.__getitem__)
+    peak = int(order.computing[held.sum(axis=1)[order.computing].argmax()])
     memory = dict(zip(_COLUMN, held[peak].tolist(), strict=True))
     weights, gradients, optimizer = static_memory(setup, rank)
     memory["weights"] += weights
     memory["gradients"] += gradients
     memory["optimizer"] += optimizer
-    segments = _segments_held(order, peak)
+    segments = _segments_held(order.actions, peak)
     if not setup.model.learned_positions:  # rotary angles in 32 bit, which all layers and micro-batches share
         size = setup.model.latent.rotary_head_dim if setup.model.latent else setup.model.head_dim
         tokens = sum(setup.segments[segment] for segment in segments)
@@ -157,22 +178,28 @@ def _segments_held(order: Sequence[Action], peak: int) -> set[int]:
     return {action.segment for action in forwards if action.unit not in ended}
 
 
-def _messages_waiting(setup: TrainingSetup, actions: Sequence[Action], rank: int) -> Sizes:
-    """The bytes of messages that wait at each action: received for the next one, since receives are posted one action
-    ahead, and not yet taken by the other end. The last rank keeps outputs, and the first one gradients, until all units
-    of a group have passed a chunk and the next chunk is at work there, one hop after another."""
-    hops = setup.placement.num_ranks
-    chunk_of = setup.placement.chunk_of
-    sizes = [setup.residual(length) for length in setup.segments]
-    messages = channels_of(setup.placement, rank)
-    changes = np.zeros(len(actions) + 1)
+class Waiting(NamedTuple):
+    """A message of a segment waits from one action of a rank up to another."""
+
+    start: int
+    end: int
+    segment: int
+
+
+def _messages_waiting(placement: Placement, actions: Sequence[Action], rank: int) -> list[Waiting]:
+    """Messages received for the next action, since receives are posted one action ahead, and messages that the other
+    end has not yet taken. The last rank keeps outputs, and the first one gradients, until all units of a group have
+    passed a chunk and the next chunk is at work there, one hop after another."""
+    hops = placement.num_ranks
+    chunk_of = placement.chunk_of
+    messages = channels_of(placement, rank)
+    waiting = []
     numbers = [number for number, action in enumerate(actions) if action.kind in COMPUTE_KINDS]
     for number, following in pairwise(numbers):
         kind, stage, _, segment = actions[following]
         receives = kind.facts.receives
         if receives is not None and (receives, stage) in messages:
-            changes[number] += sizes[segment]
-            changes[number + 1] -= sizes[segment]
+            waiting.append(Waiting(number, number + 1, segment))
     for send in (kind for kind in Kind if kind.facts.is_send):
         hop = send.facts.hop
         leaving = {stage for kind, stage in messages if kind is send and chunk_of(stage) != chunk_of(stage + hop)}
@@ -185,8 +212,16 @@ def _messages_waiting(setup: TrainingSetup, actions: Sequence[Action], rank: int
         for (stage, microbatch, segment), place in places.items():
             taken = places.get((stage + hop * hops, microbatch, segment), len(numbers)) - hops
             if stage in leaving and taken > place:
-                changes[numbers[place] + 1] += sizes[segment]
-                changes[numbers[taken] + 1] -= sizes[segment]
+                waiting.append(Waiting(numbers[place] + 1, numbers[taken] + 1, segment))
+    return waiting
+
+
+def _bytes_waiting(setup: TrainingSetup, order: RankOrder) -> Sizes:
+    """The bytes of the messages that wait at each action."""
+    sizes = np.array([setup.residual(length) for length in setup.segments])
+    changes = np.zeros(len(order.actions) + 1)
+    np.add.at(changes, order.messages[:, 0], sizes[order.messages[:, 2]])
+    np.subtract.at(changes, order.messages[:, 1], sizes[order.messages[:, 2]])
     return changes[:-1].cumsum()
 
 

@@ -3,17 +3,18 @@
 Tested in planner/test_search.py.
 """
 
+from collections import Counter
 from dataclasses import replace
 from functools import lru_cache
 from math import ceil, inf
 
-from ..costs.layer_bytes import unit_bytes
+from ..costs.layer_bytes import moved_bytes, unit_bytes
 from ..costs.machine import Machine, without_tiles
 from ..costs.pair_times import pair_row, pair_times
 from ..costs.stage_times import stage_rows, step_end
 from ..costs.step_memory import static_memory
 from ..costs.training_setup import TrainingSetup
-from ..schedule import Placement
+from ..schedule import FAMILIES, Placement, Shape, units_to_move
 from .space import MemoryBudget, Question, lengths_of
 
 
@@ -31,14 +32,16 @@ def least_seconds(setup: TrainingSetup, machine: Machine) -> float:
         chunks = setup.placement.num_chunks
         units = setup.num_microbatches * len(setup.segments) * chunks
         hidden = _most_paired(setup, len(setup.segments), chunks) * units * pair_times(setup, machine).most_saved
+    # The end of the step looks alike on all ranks between the first and the last.
+    ends = {rank: step_end(setup, machine, rank) for rank in {0, min(1, ranks - 1), ranks - 1}}
     for rank in range(ranks):
         total = setup.num_microbatches * sum(work[stage] for stage in setup.placement.stages_of(rank)) - hidden
-        # The end of the step looks alike on all ranks between the first and the last.
-        reduce = step_end(setup, machine, rank).reduce if rank in (0, 1, ranks - 1) else 0.0
+        reduce = ends[rank].reduce if rank in ends else 0.0
         longest = max(longest, before + total + reduce)
         before += around[rank]
-    ends = [step_end(setup, machine, rank) for rank in {0, ranks - 1}]
-    return longest + max(end.update for end in ends) + max(end.gather for end in ends) + machine.host.step
+    update = max(ends[0].update, ends[ranks - 1].update)
+    gather = max(ends[0].gather, ends[ranks - 1].gather)
+    return longest + update + gather + machine.host.step
 
 
 def least_seconds_of(sizes: TrainingSetup, machine: Machine, segments: int) -> float:
@@ -137,12 +140,16 @@ def least_bytes(setup: TrainingSetup, segments: float = inf) -> float:
 @lru_cache(maxsize=1 << 16)
 def _least_parts(setup: TrainingSetup) -> tuple[float, float, float]:
     """The state of the first rank, that of the fullest, and the activations of a micro-batch on the first."""
-    static = [sum(static_memory(setup, rank)) for rank in range(setup.pipeline_parallel)]
+    of_ranks = [
+        tuple(setup.stages[stage] for stage in setup.placement.stages_of(rank))
+        for rank in range(setup.pipeline_parallel)
+    ]
+    alike = {stages: rank for rank, stages in enumerate(of_ranks)}  # ranks with the same stages have the same state
+    states = {stages: sum(static_memory(setup, rank)) for stages, rank in alike.items()}
     whole = replace(setup, segments=(setup.sequence_length,), offloads=0.0)
-    held = sum(
-        float(unit_bytes(whole, stage).sum()) for stage in (whole.stages[n] for n in setup.placement.stages_of(0))
-    )
-    return static[0], max(static), held
+    of_first = Counter(of_ranks[0])
+    held = sum(count * float(unit_bytes(whole, stage).sum()) for stage, count in of_first.items())
+    return states[of_ranks[0]], max(states.values()), held
 
 
 def _at_once(setup: TrainingSetup, segments: float) -> float:
@@ -160,3 +167,22 @@ def least_seconds_away(setup: TrainingSetup, budget: MemoryBudget, segments: int
     if _least_parts(setup)[1] > budget.device or over > budget.host:
         return inf
     return max(2, setup.num_microbatches / ceil(_at_once(setup, segments))) * over / budget.bandwidth
+
+
+def least_seconds_copying(setup: TrainingSetup, machine: Machine) -> float:
+    """A lower bound from the units that a rank moves to its host, whose copies follow one another. The time of parts
+    that Megatron moves is that of its actions."""
+    if setup.moves_parts or not setup.offloads:
+        return 0.0
+    sizes = moved_bytes(setup)
+    ranks = {0, setup.pipeline_parallel - 1}
+    of_ranks = (_copies(setup.family, setup.shape, rank, setup.offloads) for rank in ranks)
+    moved = (sum(count * sizes[stage][segment] for (stage, segment), count in copies) for copies in of_ranks)
+    return max(moved) / machine.device.host_bandwidth
+
+
+@lru_cache(maxsize=1 << 14)
+def _copies(family: str, shape: Shape, rank: int, share: float) -> tuple[tuple[tuple[int, int], int], ...]:
+    """How many units of each stage and segment a rank moves in a step."""
+    units = units_to_move(FAMILIES[family](shape).order(rank), share)
+    return tuple(Counter((stage, segment) for stage, _, segment in units).items())

@@ -9,9 +9,9 @@ from dataclasses import replace
 from functools import lru_cache
 from math import ceil
 
-from ..costs.step_memory import Memory, host_bytes, rank_memory
+from ..costs.step_memory import Memory, RankOrder, host_bytes, memory_of_order
 from ..costs.training_setup import Moves, TrainingSetup
-from ..schedule import FAMILIES, Action, Shape, units_to_move, with_moves
+from ..schedule import FAMILIES, Shape, units_to_move, with_moves
 from .space import MemoryBudget
 
 
@@ -28,15 +28,16 @@ def memory_in_flight(setup: TrainingSetup) -> Iterator[Memory]:
     share = 0.0 if setup.moves_parts else setup.offloads
     sizes = replace(setup, offloads=0.0) if share else setup  # sizes of units do not depend on the share
     for rank in fullest_ranks(setup):
-        yield rank_memory(sizes, _in_flight(setup, rank, share), rank)
+        yield memory_of_order(sizes, _in_flight(setup, rank, share))
 
 
 def host_in_flight(setup: TrainingSetup) -> float:
     """The most that one of `fullest_ranks` has in the memory of its host, where whole units move."""
-    return max(host_bytes(setup, _in_flight(setup, rank, setup.offloads)) for rank in fullest_ranks(setup))
+    orders = (_in_flight(setup, rank, setup.offloads) for rank in fullest_ranks(setup))
+    return max(host_bytes(setup, order.actions) for order in orders)
 
 
-def _in_flight(setup: TrainingSetup, rank: int, share: float) -> list[Action]:
+def _in_flight(setup: TrainingSetup, rank: int, share: float) -> RankOrder:
     """The actions of a rank until memory is fullest: a full pipeline holds few micro-batches, `breadth-first` all."""
     few = 2 * ceil(setup.pipeline_parallel / len(setup.segments)) + 2
     count = setup.num_microbatches if setup.family == "breadth-first" else min(setup.num_microbatches, few)
@@ -69,7 +70,9 @@ def fitted(setup: TrainingSetup, budget: MemoryBudget, moves: Moves) -> Training
     return moving(bisect_left(range(most), True, 1, key=lambda number: fits(moving(number), budget.device)))
 
 
-@lru_cache(maxsize=2048)
-def _order(family: str, shape: Shape, rank: int, offloads: float) -> list[Action]:
+@lru_cache(maxsize=1024)
+def _order(family: str, shape: Shape, rank: int, offloads: float) -> RankOrder:
     order = FAMILIES[family](shape).order(rank)
-    return with_moves(order, units_to_move(order, offloads)) if offloads else order
+    if offloads:
+        order = with_moves(order, units_to_move(order, offloads))
+    return RankOrder(shape.placement, rank, order)

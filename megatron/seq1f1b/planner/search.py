@@ -15,6 +15,7 @@ from ..schedule import build
 from .bounds import (
     least_seconds,
     least_seconds_away,
+    least_seconds_copying,
     least_seconds_cut,
     least_seconds_of,
     least_seconds_of_any,
@@ -156,15 +157,16 @@ class Search:
                 for moves in ways_to_move(question, item[0].setup):
                     for each in item:
                         if (moved := fitted(each.setup, budget, moves)) is not None:
-                            yield least_seconds(moved, machine), replace(each, setup=moved)
+                            copying = least_seconds_copying(moved, machine)
+                            yield max(least_seconds(moved, machine), copying), replace(each, setup=moved)
                             break
             case Candidate() if question.accepts(item) and (found := self._plan(item)).fits(budget):
                 yield found.prediction.seconds, found
 
     def _seconds_away(self, setup: TrainingSetup, family: str, segments: int) -> float:
         """`least_seconds_away`, with a partitioned state where the search may choose that."""
-        smallest = partitioned(self.question, replace(setup, family=family))
         # Whole states need the same for all families, so caches serve.
+        smallest = partitioned(self.question, replace(setup, family=family)) if family == "breadth-first" else setup
         return least_seconds_away(smallest if smallest.partitions_state else setup, self.question.budget, segments)
 
     def _fitting(self, by_cut: Iterator[Candidate], is_tight: bool) -> Iterator[tuple[float, Any]]:

@@ -59,6 +59,7 @@ def test_what_does_not_fit_moves_to_the_host_if_that_is_fastest():
     for each in moving:
         setup, seconds = each.candidate.setup, each.prediction.seconds * (1 + 1e-9)
         assert bounds.least_seconds_away(setup, question.budget, len(setup.segments)) <= seconds
+        assert 0 < bounds.least_seconds_copying(setup, question.machine) <= seconds
     # A full host, a slow link or enough memory: nothing moves.
     assert Search(small(host_gib=100)).best() == Search(small()).best()
     for other in (replace(question, host_gib=0.01), linked(1e6, memory_gib=1.45, host_gib=2, recomputes=("none",))):
@@ -114,6 +115,7 @@ def test_what_the_bounds_leave_out_is_no_answer(monkeypatch, by_megatron, limit)
     for name in (
         "least_seconds",
         "least_seconds_away",
+        "least_seconds_copying",
         "least_seconds_cut",
         "least_seconds_of",
         "least_seconds_of_any",
