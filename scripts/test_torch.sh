@@ -1,8 +1,6 @@
 #!/usr/bin/env bash
 # Does the package work with another PyTorch than the pinned one? Makes .venv-torch-VERSION with it, which takes some GB
-# the first time, and runs there what depends on PyTorch: the unit tests of what trains, a step of every third suite that
-# has to equal Megatron's, two trainings on two ranks. Ten minutes on two cores at most; each part runs even if an earlier
-# one has failed. The last line is a row for the table of versions in docs/install.md.
+# the first time, and runs there what scripts/other_versions.sh names. Ten minutes on two cores at most. The last line is a row for the table of versions in docs/install.md.
 #
 #   bash scripts/test_torch.sh 2.11.0
 set -euo pipefail
@@ -13,53 +11,13 @@ source scripts/checks.sh
 [ $# -eq 1 ] || die "name one version of PyTorch: bash scripts/test_torch.sh 2.11.0"
 version=$1
 python=.venv-torch-$version/bin/python
-equality=tests/functional_tests/test_equality.py::test_a_step
-training=tests/functional_tests/test_seq1f1b_training.py::test_losses_are_those_of_megatrons_own_1f1b
-steps=(
-    "pp2/0/1f1b-k3-m5-uneven-segment"
-    "pp2/6-fp32/1f1b-k3-m3-uneven-random"
-    "pp2-split/0/zb-h1-k3-m5-uneven-random"
-    "pp2-chunks3/0-c3/breadth-first-k3-m3-uneven-random"
-    "pp2-v/0-c2-v/auto-k3-m3-uneven-random"
-    "pp2-documents/0/1f1b-k3-m2-documents-random-tokens"
-    "pp2-windows/0/1f1b-k3-m3-uneven-random"
-    "pp2-mtp/0/zb-h1-k3-m3-uneven-random"
-    "pp2-moe/0/1f1b-k3-m3-uneven-random"
-    "pp2-latents/0-latents/1f1b-k3-m3-uneven-random-mask"
-    "pp2-delta-net/0-GFAG/zb-h1-k3-m3-uneven-random"
-    "pp2-mamba/0-MFAM/1f1b-k3-m3-uneven-random"
-    "offload/0-offloads-1/zb-h1-k4-m3-uneven-random"
-    "kept-attention/0-kv2-full-but-attention/1f1b-k3-m3-uneven-random"
-    "recompute-modules/0-selective/zb-h1-k3-m3-uneven-random"
-    "units/0-per-token/1f1b-k3-m2-even-random-units"
-    "dp2/0/1f1b-k3-m3-uneven-random"
-    "cp2/0/1f1b-k3-m5-uneven-random"
-    "tp2-moe/0-sp/zb-h1-k3-m3-uneven-random"
-    "pp2-dp2-overlap/0-learned_absolute-tied-overlap/1f1b-k3-m1-even-random"
-    "transformer-engine/0-unfused/zb-h1-k3-m2-uneven-random"
-)
-
-of_steps=()
-for step in "${steps[@]}"; do
-    of_steps+=("${equality}[$step]")
-done
-
-bash scripts/setup.sh "$version"
-unset PYTHONDONTWRITEBYTECODE # else each of many processes would compile torch and Megatron anew
-export OMP_NUM_THREADS=1
-status=0
-log=$(mktemp)
-trap 'rm -f "$log"' EXIT
 row="| $version |"
-
-# part TEST...: run tests, and add to the row what pytest counts. Libraries may print after it.
-part() {
-    "$python" -m pytest -q "$@" 2>&1 | tee "$log" || status=1
-    row+=" $(sed -nE 's/^([0-9]+ (passed|failed|skipped|error).*) in [0-9.]+s.*/\1/p' "$log" | tail -n 1) |"
-}
-part -m unit tests/unit_tests/{platform,launch,model,runtime,schedule}
+bash scripts/setup.sh "$version"
+# shellcheck source=scripts/other_versions.sh
+source scripts/other_versions.sh
+part "${units[@]}"
 part "${of_steps[@]}"
-part "${training}[layout]" "${training}[bf16]"
+part "${trainings[@]}"
 
 echo "$row $(date +%F) |"
 exit "$status"

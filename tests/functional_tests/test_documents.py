@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from support.files import write_corpus
+from support.files import write_conversations, write_corpus
 from support.launch import TINY_GPT, Job
 
 END_OF_DOCUMENT = 126  # of a NullTokenizer with --vocab-size 127
@@ -90,25 +90,7 @@ def train_on_conversations(flags: list[str]) -> None:
 
 def test_conversations(launch, tmp_path):
     """--sft packs several into a sequence; segments that follow them give the losses of whole sequences."""
-    transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
-    words = ["<unk>", "<eos>", *map(str, range(100))]
-    model = tokenizers.models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>")
-    splitting = tokenizers.Tokenizer(model)
-    splitting.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=splitting, unk_token="<unk>", eos_token="<eos>")
-    tokenizer.save_pretrained(tmp_path / "tokenizer")
-    generator = np.random.default_rng(1)
-    with open(tmp_path / "chats.jsonl", "w") as file:
-        for num_turns in generator.integers(3, 15, size=100):
-            said = [" ".join(map(str, generator.integers(0, 100, size=size))) for size in range(2, 2 + num_turns)]
-            roles = ("system", "user", "assistant") * 5
-            chat = [{"role": role, "content": words} for role, words in zip(roles, said, strict=False)]
-            file.write(json.dumps({"messages": chat}) + "\n")
-
-    flags = [*TINY_GPT, *PIPELINE, *EVALUATE, "--split", "80,20,0"]
-    flags[flags.index("NullTokenizer")] = "SFTTokenizer"
-    flags += ["--sft", "--sft-tokenizer-prompt-format", "identity", "--tokenizer-model", tmp_path / "tokenizer"]
-    flags += ["--data-path", tmp_path / "chats.jsonl"]
+    flags = [*TINY_GPT, *PIPELINE, *EVALUATE, "--split", "80,20,0", *write_conversations(tmp_path)]
 
     def trained(*more: str) -> Job:
         launch.call(2, train_on_conversations, flags=[*map(str, flags), *more])

@@ -70,7 +70,12 @@ class Unsupported(NamedTuple):
 def setting_of(flag: str) -> str:
     """The name of a Megatron flag among the settings of a run."""
     name = flag.removeprefix("--").replace("-", "_")
-    return {"fp8_format": "fp8", "fp4_format": "fp4", "use_nccl_ub": "nccl_ub"}.get(name, name)
+    return {
+        "output_logit_dtype": "logit_dtype",
+        "fp8_format": "fp8",
+        "fp4_format": "fp4",
+        "use_nccl_ub": "nccl_ub",
+    }.get(name, name)
 
 
 # The number of tokens that share a scale, for each --fp8-recipe that scales in blocks.
@@ -207,6 +212,18 @@ UNSUPPORTED: Mapping[OurFeature, tuple[Unsupported, ...]] = {
             because="is not tested with our schedules",
             way_out="drop --pipeline-schedule and --sequence-splits to run Megatron's own",
         ),
+        # Of Megatron-LM's main, for GPUs and Transformer Engine only, or beside tensors that our messages do not have.
+        *_rows(
+            {
+                "--enable-mhc-connections": on("enable_mhc_connections"),
+                "--moe-use-grouped-tensor": on("moe_use_grouped_tensor"),
+                "--moe-dispatch-fwd-dtype mxfp8": is_any("moe_dispatch_fwd_dtype", "mxfp8"),
+                "--moe-combine-bwd-dtype mxfp8": is_any("moe_combine_bwd_dtype", "mxfp8"),
+                "--output-logit-dtype": on("logit_dtype"),
+            },
+            because="is not tested with our schedules",
+            way_out="drop --pipeline-schedule and --sequence-splits to run Megatron's own",
+        ),
         *_rows(
             {
                 "--pipeline-schedule-file with --pipeline-schedule": all_of(
@@ -280,6 +297,11 @@ UNSUPPORTED: Mapping[OurFeature, tuple[Unsupported, ...]] = {
             {"--mtp-use-repeated-layer": on("mtp_use_repeated_layer")},
             because="runs one layer several times on the same segment, so that its keys would overwrite one another",
             way_out="drop it",
+        ),
+        *_rows(
+            {"--mtp-hsm": on("mtp_hsm")},
+            because="shifts hidden states by a token, of which a segment has only its own",
+            way_out="drop --sequence-splits to keep sequences whole",
         ),
         *_rows(
             {
@@ -517,6 +539,11 @@ UNSUPPORTED: Mapping[OurFeature, tuple[Unsupported, ...]] = {
     ),
     OurFeature.PARTITIONED_STATE: (
         *_rows(
+            {"--optimizer other than adam, sgd": other_than("optimizer", "adam", "sgd")},
+            because="keeps parameters in an order of its own",
+            way_out="use --optimizer adam",
+        ),
+        *_rows(
             {"a run without --use-distributed-optimizer": without(on("use_distributed_optimizer"))},
             because="keeps the state of the optimizer whole",
             way_out="add --use-distributed-optimizer",
@@ -525,11 +552,6 @@ UNSUPPORTED: Mapping[OurFeature, tuple[Unsupported, ...]] = {
             {"--num-distributed-optimizer-instances above 1": above("num_distributed_optimizer_instances", 1)},
             because="reduces gradients once more among the instances",
             way_out="drop it",
-        ),
-        *_rows(
-            {"--optimizer other than adam, sgd": other_than("optimizer", "adam", "sgd")},
-            because="keeps parameters in an order of its own",
-            way_out="use --optimizer adam",
         ),
         *_rows(
             {

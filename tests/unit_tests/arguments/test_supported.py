@@ -122,10 +122,22 @@ def test_an_unsupported_feature_is_one_sentence(monkeypatch, tmp_path, use, row)
         validate(parsed(**settings))  # with Megatron's own schedule
 
 
+# Of Megatron-LM's main of 22 August 2026; earlier ones do not have them.
+LATER = {
+    "--enable-mhc-connections",
+    "--moe-combine-bwd-dtype",
+    "--moe-dispatch-fwd-dtype",
+    "--moe-use-grouped-tensor",
+    "--mtp-hsm",
+    "--output-logit-dtype",
+}
+
+
 def test_the_flags_of_the_table_are_megatrons_and_off():
     parser = add_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
     known = parser._option_string_actions
     flags = {word for _, row in ROWS for word in row.feature.split() if word.startswith("--")}
+    flags -= LATER - known.keys()
     assert len(flags) > 60 and {flag: known[flag].dest for flag in flags} == {flag: setting_of(flag) for flag in flags}
     on = [row.feature for _, row in ROWS if row.holds(vars(parser.parse_args([])))]
     assert len(on) == 5 and all(feature.startswith("a run without") for feature in on)

@@ -1,0 +1,17 @@
+"""No flag of Megatron goes unnoticed: each that our schedules do not support has a row in the table."""
+
+import upstream_flags
+
+
+def test_every_flag_of_the_installed_megatron_was_considered():
+    assert upstream_flags.unknown() == []
+
+
+def test_a_new_flag_is_named(monkeypatch, tmp_path, capsys):
+    known = tmp_path / "known.txt"
+    known.write_text("\n".join(upstream_flags.flags() - {"--num-layers"}))
+    monkeypatch.setattr(upstream_flags, "CONSIDERED", known)
+    monkeypatch.setattr("sys.argv", ["upstream_flags.py"])
+    assert upstream_flags.main() == 1 and capsys.readouterr().out == "--num-layers\n"
+    monkeypatch.setattr("sys.argv", ["upstream_flags.py", "--write"])
+    assert upstream_flags.main() == 0 and upstream_flags.unknown() == []
