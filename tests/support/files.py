@@ -31,7 +31,8 @@ def write_corpus(prefix: Path, documents: Iterable[Sequence[int]]) -> Path:
 def write_conversations(folder: Path) -> list[str]:
     """Conversations of 3 to 14 turns and a tokenizer of numbers in the folder, and the flags with which Megatron trains
     on them; skips the test where the packages of tokenizers are missing."""
-    transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
+    transformers = pytest.importorskip("transformers")
+    tokenizers = pytest.importorskip("tokenizers")
     words = ["<unk>", "<eos>", *map(str, range(100))]
     model = tokenizers.models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>")
     splitting = tokenizers.Tokenizer(model)
