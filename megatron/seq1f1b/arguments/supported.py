@@ -170,8 +170,12 @@ UNSUPPORTED: Mapping[OurFeature, tuple[Unsupported, ...]] = {
             way_out="use --cuda-graph-impl none",
         ),
         *_rows(
+            {"--delay-wgrad-compute": on("delay_wgrad_compute")},
+            because="follows the order of Megatron's own schedules, where it postpones weight gradients within a layer",
+            way_out="use --pipeline-schedule zb-h1, which postpones them behind later actions, beside pairs, too",
+        ),
+        *_rows(
             {
-                "--delay-wgrad-compute": on("delay_wgrad_compute"),
                 "--moe-paged-stash": on("moe_paged_stash"),
                 "--hybrid-context-parallel": on("hybrid_context_parallel"),
             },

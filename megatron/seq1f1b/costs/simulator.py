@@ -17,7 +17,6 @@ from typing import Self
 
 from ..schedule import (
     COMPUTE_KINDS,
-    PAIRED,
     Action,
     Kind,
     Lane,
@@ -103,7 +102,7 @@ def predict(setup: TrainingSetup, machine: Machine, schedule: Schedule | None = 
         short = replace(setup, num_microbatches=num_microbatches)
         costs = step_costs(short, machine)
         share = 0.0 if short.moves_parts else short.offloads
-        actions = moved(schedule, share) if schedule else _built(short.family, short.shape, share, _has_pairs(short))
+        actions = moved(schedule, share) if schedule else _built(short.family, short.shape, share, short.has_pairs)
         timeline = timeline_of(short, machine, actions, costs)
         computing = [span for spans in timeline.ranks for span in spans if span.action.kind in COMPUTE_KINDS]
         pipeline = max(span.end for span in computing) - min(span.start for span in computing)
@@ -176,12 +175,6 @@ def _lowered(schedule: Schedule) -> Schedule:
 @lru_cache(maxsize=64)
 def _orders(schedule: Schedule) -> tuple[RankOrder, ...]:
     return tuple(RankOrder(schedule.shape.placement, rank, order) for rank, order in enumerate(schedule.ranks))
-
-
-def _has_pairs(setup: TrainingSetup) -> bool:
-    """Whether the order has pairs. That of whole sequences has none, since it may be Megatron's, which is credited with
-    the time of pairs and without their memory."""
-    return setup.hides_experts and len(setup.segments) > 1 and setup.family in PAIRED
 
 
 def extended(shape: Shape, measured: Callable[[int], Sequence[float]]) -> Sequence[float]:

@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 from typing import Any, ClassVar, NamedTuple
 
 from ..partition import even
-from ..schedule import Placement, ScheduleChoice, Shape
+from ..schedule import PAIRED, Placement, ScheduleChoice, Shape
 from .blocks import BYTES, Block, blocks_of, layer_kinds, layer_parameters
 from .machine import Group
 from .model_shape import ModelShape, hash_once
@@ -111,7 +111,7 @@ class TrainingSetup:
     keeps_logits: bool = False  # the loss is never taken in pieces
     cp_comm_type: str | None = None  # how context-parallel ranks exchange whole sequences; None: the fastest way
     dispatches_on_device: bool = False  # --moe-token-dispatcher-type flex
-    hides_experts: bool = False  # --overlap-moe-expert-parallel-comm, in Megatron's own schedules
+    hides_experts: bool = False  # --overlap-moe-expert-parallel-comm
     hides_tensor_exchange: bool = False  # --tp-comm-overlap, for segments of one length; needs `sequence_parallel`
     recomputed_share: float = 1.0  # the part of the layers of a stage, with FULL (--recompute-method block)
     offloads: float = 0.0  # the share of what `moves` to the host
@@ -168,6 +168,12 @@ class TrainingSetup:
     def splits_backward(self) -> bool:
         """Whether its schedule computes weight gradients apart."""
         return _splits_backward(self.family)
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether its order has pairs. That of whole sequences has none, since it may be Megatron's, which is credited
+        with the time of pairs and without their memory."""
+        return self.hides_experts and len(self.segments) > 1 and self.family in PAIRED
 
     @property
     def moves_parts(self) -> bool:

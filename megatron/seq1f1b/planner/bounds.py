@@ -14,8 +14,8 @@ from ..costs.pair_times import pair_row, pair_times
 from ..costs.stage_times import stage_rows, step_end
 from ..costs.step_memory import static_memory
 from ..costs.training_setup import TrainingSetup
-from ..schedule import FAMILIES, Placement, Shape, units_to_move
-from .space import MemoryBudget, Question, lengths_of
+from ..schedule import Placement, Shape, clock_of, units_to_move
+from .space import MemoryBudget, Question, lengths_of, may_hide
 
 
 def least_seconds(setup: TrainingSetup, machine: Machine) -> float:
@@ -49,15 +49,15 @@ def least_seconds_of(sizes: TrainingSetup, machine: Machine, segments: int) -> f
     idle; inf where there is no such cut."""
     work = _least_work(sizes.alone, machine, segments)
     if sizes.hides_experts:
-        # Of several chunks two have most pairs.
-        paired = _most_paired(sizes, segments, min(2, sizes.pipeline_parallel))
+        # Of several chunks of whole sequences two have most pairs; with enough segments all units are in pairs.
+        paired = 1.0 if segments > 1 else _most_paired(sizes, segments, min(2, sizes.pipeline_parallel))
         work -= paired * _most_hidden(sizes.alone, machine, segments)
     return sizes.num_microbatches * work / sizes.pipeline_parallel + machine.host.step
 
 
 def least_seconds_of_any(sizes: TrainingSetup, question: Question, segments: int) -> float:
     """The same for all recomputations: none of them takes less than no recomputation."""
-    hides = question.by_megatron and sizes.expert_parallel > 1
+    hides = may_hide(question, sizes, segments, "none")
     return least_seconds_of(
         replace(sizes, recompute="none", recomputed_share=1.0, hides_experts=hides), question.machine, segments
     )
@@ -85,7 +85,7 @@ def _most_hidden(alone: TrainingSetup, machine: Machine, segments: int) -> float
 def _most_paired(setup: TrainingSetup, segments: int, chunks: int) -> float:
     """The most of the units of a rank that run their forward beside a backward, as a share: those of the last rank, on
     which the fewest forwards are alone."""
-    alone = (chunks - 1) * setup.pipeline_parallel + 1
+    alone = (chunks - 1) * setup.pipeline_parallel + segments
     return max(0.0, 1 - alone / (setup.num_microbatches * segments * chunks))
 
 
@@ -176,13 +176,17 @@ def least_seconds_copying(setup: TrainingSetup, machine: Machine) -> float:
         return 0.0
     sizes = moved_bytes(setup)
     ranks = {0, setup.pipeline_parallel - 1}
-    of_ranks = (_copies(setup.family, setup.shape, rank, setup.offloads) for rank in ranks)
+    of_ranks = (_copies(setup.family, setup.shape, rank, setup.offloads, setup.has_pairs) for rank in ranks)
     moved = (sum(count * sizes[stage][segment] for (stage, segment), count in copies) for copies in of_ranks)
     return max(moved) / machine.device.host_bandwidth
 
 
 @lru_cache(maxsize=1 << 14)
-def _copies(family: str, shape: Shape, rank: int, share: float) -> tuple[tuple[tuple[int, int], int], ...]:
+def _copies(
+    family: str, shape: Shape, rank: int, share: float, has_pairs: bool
+) -> tuple[tuple[tuple[int, int], int], ...]:
     """How many units of each stage and segment a rank moves in a step."""
-    units = units_to_move(FAMILIES[family](shape).order(rank), share)
+    clock = clock_of(family, shape, has_pairs)
+    order = clock.order(rank)
+    units = units_to_move(order, share, clock.pairs_in(order))
     return tuple(Counter((stage, segment) for stage, _, segment in units).items())

@@ -11,7 +11,7 @@ from math import ceil
 
 from ..costs.step_memory import Memory, RankOrder, host_bytes, memory_of_order
 from ..costs.training_setup import Moves, TrainingSetup
-from ..schedule import FAMILIES, Shape, units_to_move, with_moves
+from ..schedule import Shape, clock_of, units_to_move, with_moves
 from .space import MemoryBudget
 
 
@@ -41,7 +41,7 @@ def _in_flight(setup: TrainingSetup, rank: int, share: float) -> RankOrder:
     """The actions of a rank until memory is fullest: a full pipeline holds few micro-batches, `breadth-first` all."""
     few = 2 * ceil(setup.pipeline_parallel / len(setup.segments)) + 2
     count = setup.num_microbatches if setup.family == "breadth-first" else min(setup.num_microbatches, few)
-    return _order(setup.family, Shape(setup.placement, count, len(setup.segments)), rank, share)
+    return _order(setup.family, Shape(setup.placement, count, len(setup.segments)), rank, share, setup.has_pairs)
 
 
 @lru_cache(maxsize=1 << 16)
@@ -71,8 +71,10 @@ def fitted(setup: TrainingSetup, budget: MemoryBudget, moves: Moves) -> Training
 
 
 @lru_cache(maxsize=1024)
-def _order(family: str, shape: Shape, rank: int, offloads: float) -> RankOrder:
-    order = FAMILIES[family](shape).order(rank)
+def _order(family: str, shape: Shape, rank: int, offloads: float, has_pairs: bool) -> RankOrder:
+    clock = clock_of(family, shape, has_pairs)
+    order = clock.order(rank)
     if offloads:
-        order = with_moves(order, units_to_move(order, offloads))
+        paired = clock.pairs_in(order)
+        order = with_moves(order, units_to_move(order, offloads, paired), paired)
     return RankOrder(shape.placement, rank, order)

@@ -137,7 +137,7 @@ class Search:
             case _Sizes(sizes, (segments, *more)):
                 if more:
                     yield least_seconds_of_any(sizes, question, more[0]), _Sizes(sizes, tuple(more))
-                for each in recomputed(question, sizes):
+                for each in recomputed(question, sizes, segments):
                     if state_fits(each, question):
                         yield least_seconds_of(each, machine, segments), _Open(each, segments)
             case _Open(sizes, segments, None):
@@ -191,8 +191,8 @@ class Search:
 
     def _automatic(self, winner: Candidate) -> Plan | None:
         """The plan of a winner with `auto`; None if it does not fit, or takes too long to make."""
-        # Its weight gradients run later, so collectives cannot hide behind them.
-        setup = replace(winner.setup, family="auto", hides_tensor_exchange=False)
+        # Its weight gradients run later, so collectives cannot hide behind them; it has no pairs.
+        setup = replace(winner.setup, family="auto", hides_tensor_exchange=False, hides_experts=False)
         candidate = replace(winner, setup=setup)
         if setup.pipeline_parallel == 1 or setup.recompute != "none" or not self.question.accepts(candidate):
             return None

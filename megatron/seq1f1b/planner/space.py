@@ -18,7 +18,7 @@ from ..costs.stage_costs import A100, bottleneck_time, setup_costs
 from ..costs.stage_times import balanced_layers
 from ..costs.training_setup import ALL_BUT_ATTENTION, FULL, Moves, TrainingSetup
 from ..partition import SegmentTime, Task, cut_sequence, segment_multiple
-from ..schedule import FAMILY_NAMES, Placement
+from ..schedule import FAMILY_NAMES, PAIRED, Placement
 
 # GPipe takes as long as 1F1B, in more memory.
 _FAMILIES = tuple(name for name in FAMILY_NAMES if name != "gpipe")
@@ -143,16 +143,16 @@ def parallel_sizes(question: Question) -> Iterator[TrainingSetup]:
                 yield replace(setup, expert_parallel=expert)
 
 
-def recomputed(question: Question, sizes: TrainingSetup) -> Iterator[TrainingSetup]:
-    """The sizes with each recomputation; of Megatron alone, also with parts of it, and with sharded parameters."""
-    # Megatron hides the exchange of experts in no hybrid model, beside one prediction head at most.
-    may_hide = question.by_megatron and question.model.pattern is None and question.model.prediction_depth <= 1
+def recomputed(question: Question, sizes: TrainingSetup, segments: int = 1) -> Iterator[TrainingSetup]:
+    """The sizes with each recomputation, and with the exchange of experts hidden; of Megatron alone, also with parts of
+    it, and with sharded parameters."""
     shards = (False, True) if question.by_megatron and sizes.data_group.size > 1 else (False,)
     for recompute in recomputes(question):
-        # It refuses to hide that of experts that are computed again.
-        hides = may_hide and sizes.expert_parallel > 1 and recompute != FULL and "moe" not in recompute.split()
+        hiding = [may_hide(question, sizes, segments, recompute)]
+        if hiding[0] and not question.by_megatron:
+            hiding.append(False)  # pairs hold more units
         shares = _SHARES if question.by_megatron and recompute == FULL else (1.0,)
-        for share, is_sharded in product(shares, shards):
+        for hides, share, is_sharded in product(hiding, shares, shards):
             yield replace(
                 sizes,
                 recompute=recompute,
@@ -160,6 +160,18 @@ def recomputed(question: Question, sizes: TrainingSetup) -> Iterator[TrainingSet
                 recomputed_share=share,
                 shards_parameters=is_sharded,
             )
+
+
+def may_hide(question: Question, sizes: TrainingSetup, segments: int, recompute: str) -> bool:
+    """Whether the exchange of experts may be hidden: by schedule plans, in no hybrid model, beside one prediction head
+    at most. Megatron does in whole sequences, and refuses to with experts that are computed again."""
+    model = question.model
+    if sizes.expert_parallel == 1 or model.pattern is not None or model.prediction_depth > 1:
+        return False
+    if question.by_megatron:
+        return recompute != FULL and "moe" not in recompute.split()
+    # Whole sequences of ours hold a micro-batch more than the order that is predicted for them.
+    return segments > 1 and recompute not in (FULL, ALL_BUT_ATTENTION)
 
 
 def recomputes(question: Question) -> list[str]:
@@ -186,7 +198,7 @@ def spread(question: Question, sizes: TrainingSetup) -> Iterator[TrainingSetup]:
                 sizes,
                 placement=placement,
                 layers_per_stage=layers,
-                hides_experts=sizes.hides_experts and min(ranks, 2) <= chunks,
+                hides_experts=sizes.hides_experts and (min(ranks, 2) <= chunks or not question.by_megatron),
                 recomputed_share=ceil(sizes.recomputed_share * max(layers)) / max(layers),
             )
 
@@ -225,6 +237,8 @@ def families(question: Question, setup: TrainingSetup) -> list[str]:
     if setup.pipeline_parallel == 1:  # without a bubble, all take the same time
         return [family for family in question.families if family == "1f1b"]
     left_out = {"auto"}
+    if setup.hides_experts and not question.by_megatron:
+        left_out |= {family for family in question.families if family not in PAIRED}
     # With one chunk a rank it is GPipe, with one micro-batch 1F1B.
     if min(setup.placement.num_chunks, setup.num_microbatches) == 1:
         left_out.add("breadth-first")

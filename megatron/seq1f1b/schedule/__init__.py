@@ -10,7 +10,7 @@ from .clock import Clock
 from .cost_tables import Costs, peak_memory, sequences_held
 from .csv_file import read_csv, write_csv
 from .dependencies import dependencies
-from .families import FAMILIES, PAIRED
+from .families import FAMILIES, PAIRED, clock_of
 from .files import named, read_bytes, read_text, reason, written_together, written_whole
 from .kinds import CHUNK_KINDS, COMPUTE_KINDS, FACTS, MOVE_KINDS, PAYLOADS, Holds, Kind, Lane
 from .lowering import Channel, channels_of, lower, lower_rank, partition_state

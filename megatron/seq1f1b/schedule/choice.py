@@ -12,7 +12,7 @@ from typing import Self
 from .automatic import auto
 from .clock import Clock
 from .cost_tables import Costs
-from .families import FAMILIES, PAIRED
+from .families import FAMILIES, PAIRED, clock_of
 from .kinds import Kind
 from .schedule import Placement, Schedule, Shape
 
@@ -93,7 +93,7 @@ class ScheduleChoice:
             return self.given
         if self.is_auto:
             return auto(shape, None if costs is None else costs(lengths), split=self.split)
-        return (PAIRED if self.pairs else FAMILIES)[self.name](shape)
+        return clock_of(self.name, shape, self.pairs)
 
 
 def splitting_families() -> list[str]:

@@ -89,3 +89,8 @@ PAIRED: Mapping[str, Callable[[Shape], Clock]] = MappingProxyType(
     }
 )
 """The same with pairs, for schedules in which forwards and backwards alternate."""
+
+
+def clock_of(family: str, shape: Shape, has_pairs: bool) -> Clock:
+    """The clock of a named schedule, with pairs or without."""
+    return (PAIRED if has_pairs else FAMILIES)[family](shape)

@@ -1,17 +1,18 @@
 """The planner finds what trying everything would find, and keeps the memory of a device."""
 
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import chain, pairwise, product
 
 import pytest
 
 from megatron.seq1f1b.costs.model_shape import DeltaNet, Experts, Mamba
-from megatron.seq1f1b.costs.training_setup import Moves
+from megatron.seq1f1b.costs.training_setup import ALL_BUT_ATTENTION, FULL, Moves
 from megatron.seq1f1b.planner import bounds, search
 from megatron.seq1f1b.planner.breakdown import breakdown
 from megatron.seq1f1b.planner.fitting import fits, fitted
 from megatron.seq1f1b.planner.search import Search, predict_candidate
 from megatron.seq1f1b.planner.space import (
+    Candidate,
     cuts,
     families,
     numbers_of_segments,
@@ -22,6 +23,7 @@ from megatron.seq1f1b.planner.space import (
 )
 from megatron.seq1f1b.planner.way_out import way_out
 from megatron.seq1f1b.report.plan_figures import Point, frontier
+from megatron.seq1f1b.schedule import PAIRED
 from unit_tests.planner.question import MODEL, candidates, linked, small
 
 
@@ -103,6 +105,25 @@ def test_more_segments_have_no_lower_bound(changes):
             several = [each for each in numbers_of_segments(question, sizes) if each > 1]
             least = [bounds.least_seconds_of_any(sizes, question, each) for each in several]
             assert least == sorted(least)
+
+
+def test_segments_hide_the_exchange_of_experts_or_show_it():
+    """With experts recomputed, too, and under families with pairs; whole sequences do so in Megatron's order alone."""
+    question = mixture(recomputes=("none", "layernorm moe", FULL, ALL_BUT_ATTENTION))
+    shared = [each for each in parallel_sizes(question) if each.expert_parallel > 1]
+    assert shared
+    for sizes in shared:
+        found = [*recomputed(question, sizes, segments=2)]
+        hiding = [each for each in found if each.hides_experts]
+        assert {each.recompute for each in hiding} == {"none", "layernorm moe"}
+        assert {each.recompute for each in found if not each.hides_experts} == {*question.recomputes}
+        assert {*chain.from_iterable(families(question, each) for each in hiding)} <= {*PAIRED}
+        assert not any(each.hides_experts for each in recomputed(question, sizes))
+    least = min(shared, key=lambda each: each.pipeline_parallel)
+    setup = replace(least, segments=(4608, 4608), num_microbatches=4, family="1f1b", hides_experts=True)
+    predicted = predict_candidate(Candidate(setup), question).prediction
+    assert bounds.least_seconds(setup, question.machine) <= predicted.seconds
+    assert predicted.seconds < predict_candidate(Candidate(replace(setup, hides_experts=False)), question).seconds
 
 
 @pytest.mark.parametrize("by_megatron, limit", [(False, 1.9), (True, 3)], ids=["ours", "megatron"])
