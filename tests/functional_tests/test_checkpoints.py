@@ -7,6 +7,7 @@ from functools import cache
 import pytest
 
 from support.launch import ROOT, TINY_GPT, python_path, torchrun
+from support.on_ranks import few_of
 
 MODEL = (*TINY_GPT, "--mock-data", "--train-iters", "4", "--untie-embeddings-and-output-weights")
 EVALUATE = ("--eval-interval", "4", "--eval-iters", "2")
@@ -98,15 +99,29 @@ def test_a_partitioned_state_is_saved_in_the_background(launch, saved, tmp_path)
     assert job.losses() == pytest.approx(expected, abs=1e-5)
 
 
-@pytest.mark.parametrize("segments", ["1", pytest.param("4", marks=pytest.mark.exhaustive)])
-def test_a_gpt_goes_on_as_a_hybrid_model(launch, saved, segments):
-    """Each layer of a GPT is an attention and an MLP there."""
-    folder, expected, _ = saved("Seq1F1B")
+# The layers of the hybrid model by stages, and flags of both runs.
+AS_HYBRID = {
+    "whole": ("*-*-|*-*-", pipeline(2, "--pipeline-schedule", "1f1b")),
+    "segments": ("*-*-|*-*-", pipeline(2, "--sequence-splits", "4")),
+    "zero bubble": ("*-*-|*-*-", pipeline(2, "--pipeline-schedule", "zb-h1", *TWO_EVEN)),
+    "chunks": ("*-|*-|*-|*-", pipeline(2, "--sequence-splits", "3")),
+    "V": ("*-|*-|*-|*-", pipeline(2, *IN_A_V, "--sequence-splits", "2")),
+}
+
+
+@pytest.mark.parametrize("name", few_of(AS_HYBRID, ["segments", "V"]))
+def test_a_gpt_goes_on_as_a_hybrid_model(launch, saved, name):
+    """Each layer of a GPT is an attention and an MLP there; its losses are the GPT's to the last digit."""
+    folder, _, _ = saved("Seq1F1B")
+    pattern, layout = AS_HYBRID[name]
+    loaded = (*SAVES, *layout, "--load", folder, "--ckpt-step", "2")
     layers = TINY_GPT.index("--num-layers")
-    flags = [*MODEL[:layers], *MODEL[layers + 2 :], "--hybrid-layer-pattern", "*-*-|*-*-"]
-    flags += [*SAVES, *pipeline(2, "--sequence-splits", segments), "--load", folder, "--ckpt-step", "2"]
-    job = launch(2, flags, script=HYBRID).check()
-    assert job.losses() == pytest.approx(expected, abs=1e-5)
+    without_layers = [*MODEL[:layers], *MODEL[layers + 2 :]]
+    chunks = CHUNKS if pattern.count("|") > 1 else ()  # of a hybrid model, the pattern has their number
+    gpt = launch(2, [*MODEL, *loaded, *chunks]).check()
+    hybrid = launch(2, [*without_layers, "--hybrid-layer-pattern", pattern, *loaded], script=HYBRID).check()
+    assert len(gpt.losses()) == 2
+    assert hybrid.losses() == gpt.losses()
 
 
 @pytest.mark.exhaustive
