@@ -6,10 +6,8 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, ClassVar
 
-import torch
 from megatron.core.pipeline_parallel.schedules import backward_step, deallocate_output_tensor
 from torch import Tensor
-from torch.profiler import record_function
 
 from ..model import SegmentContext
 from ..schedule import Action, Kind, channels_of
@@ -19,6 +17,7 @@ from .forward_whole import WholeForwards
 from .gradient_sync import ChunkSync
 from .multi_token import rows_per_token
 from .program import Program
+from .spans import around_actions
 from .step import Step
 from .tracer import StepRecorder
 
@@ -59,13 +58,12 @@ class Interpreter:
     def run(self) -> None:
         """Run the actions in order; an error names the action and those around it."""
         actions = self.program.actions
-        # Each action is a range in the PyTorch profiler, and in Nsight with Megatron's --profile.
-        is_profiled = torch.autograd._profiler_enabled()
+        around = around_actions()
         handlers = self.HANDLERS
         for position, action in enumerate(actions):
             try:
-                if is_profiled:
-                    with record_function(str(action)):
+                if around is not None:
+                    with around(str(action)):
                         handlers[action.kind](self, action)
                 else:
                     handlers[action.kind](self, action)
