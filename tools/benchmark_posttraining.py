@@ -93,7 +93,8 @@ def variants(args: argparse.Namespace, folder: Path) -> list[Variant]:
     found = []
     for name, schedule in schedules.items():
         with redirect_stdout(None):  # verl prints its configuration
-            engine = engine_of(folder, is_critic=False, remove_padding=True)
+            sizes = {"pipeline_model_parallel_size": dist.get_world_size()}
+            engine = engine_of(folder, is_critic=False, remove_padding=True, sizes=sizes)
         found.append(Variant(name, schedule, engine))
     return found
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from frameworks import verl_engine
-from frameworks.equal_steps import require_equal_steps
+from frameworks.equal_steps import require_equal_steps, with_losses
 from support.launch import ROOT
 
 pytestmark = [
@@ -34,7 +34,7 @@ def test_steps_are_those_of_whole_sequences(trainings, case):
 
 @pytest.mark.parametrize("case", verl_engine.CASES)
 def test_log_probabilities_are_those_of_whole_sequences(trainings, case):
-    ours, own = trainings[1][case]
+    ours, own = with_losses(trainings, case)
     names = {"values"} if "critic" in case else {"log_probs", "entropy"}
     for mine, others in ((ours.before, own.before), (ours.after, own.after)):
         assert mine.keys() == others.keys() == names

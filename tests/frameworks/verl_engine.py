@@ -14,14 +14,15 @@ optimizer, its micro-batches, forwards, and losses. What the program around it d
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import partial, wraps
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.enums import ModelType
 from torch.nn.functional import scaled_dot_product_attention
@@ -36,23 +37,47 @@ VOCABULARY, STEPS = 64, 5
 LENGTHS = ((5, 90), (9, 20), (3, 7), (12, 60), (6, 33), (10, 5), (4, 71), (8, 16))
 
 
-# Name of a case -> verl's loss, whether padding is removed, whether micro-batches are filled up to so many tokens.
+@dataclass(frozen=True)
+class Case:
+    """verl's loss, whether padding is removed, whether micro-batches are filled up to so many tokens; parallel sizes of
+    McoreEngineConfig, and those of the same without segments if they differ."""
+
+    loss: str
+    remove_padding: bool = True
+    dynamic: bool = True
+    sizes: tuple[tuple[str, int], ...] = (("pipeline_model_parallel_size", 2),)
+    own_sizes: tuple[tuple[str, int], ...] | None = None
+
+
+def sizes(**given: int) -> tuple[tuple[str, int], ...]:
+    return tuple(given.items())
+
+
 CASES = {
-    "sft": ("sft", True, True),
-    "sft-padded": ("sft", False, False),
-    "token-mean": ("token-mean", True, True),
-    "token-mean-fixed-batches": ("token-mean", True, False),
-    "token-mean-padded": ("token-mean", False, False),
-    "sequence-mean": ("seq-mean-token-mean", True, True),
-    "sequence-mean-padded": ("seq-mean-token-mean", False, True),
-    "critic": ("value", True, True),
-    "critic-padded": ("value", False, False),
+    "sft": Case("sft"),
+    "sft-padded": Case("sft", remove_padding=False, dynamic=False),
+    "token-mean": Case("token-mean"),
+    "token-mean-fixed-batches": Case("token-mean", dynamic=False),
+    "token-mean-padded": Case("token-mean", remove_padding=False, dynamic=False),
+    "sequence-mean": Case("seq-mean-token-mean"),
+    "sequence-mean-padded": Case("seq-mean-token-mean", remove_padding=False),
+    "critic": Case("value"),
+    "critic-padded": Case("value", remove_padding=False, dynamic=False),
+    "token-mean-chunks": Case(
+        "token-mean", sizes=sizes(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
+    ),
+    "token-mean-tp": Case("token-mean", sizes=sizes(tensor_model_parallel_size=2)),
+    # Megatron's local attention knows no context parallelism.
+    "token-mean-cp": Case(
+        "token-mean", sizes=sizes(context_parallel_size=2), own_sizes=sizes(tensor_model_parallel_size=2)
+    ),
 }
 
 
 @dataclass(frozen=True)
 class Training:
-    """Of one rank; only the last stage has losses, gradient norms, and what it infers before and after the steps."""
+    """Of one rank; only one rank of the last stage has losses, gradient norms, and what it infers before and after the
+    steps."""
 
     losses: list[float]
     norms: list[float]
@@ -67,12 +92,11 @@ def with_segments_and_without(folder: Path) -> dict[str, tuple[Training, Trainin
         save_qwen(folder, VOCABULARY)
     dist.barrier()
     results = {}
-    for name, (loss, remove_padding, dynamic) in CASES.items():
-        options = {"loss": loss, "remove_padding": remove_padding, "dynamic": dynamic}
+    for name, case in CASES.items():
         with installed(segment_tokens=16):
-            ours = train(folder, **options)
+            ours = train(folder, case)
         with patched([OWN_ATTENTION]):
-            own = train(folder, **options)
+            own = train(folder, case if case.own_sizes is None else replace(case, sizes=case.own_sizes))
         results[name] = ours, own
         print(name, ours.losses, own.losses, ours.norms, own.norms, ours.peak_bytes, own.peak_bytes, flush=True)
     return results
@@ -111,8 +135,10 @@ OWN_ATTENTION = wrapping(
 )
 
 
-def train(folder: Path, loss: str, remove_padding: bool, dynamic: bool) -> Training:
-    engine = engine_of(folder, is_critic=loss == "value", remove_padding=remove_padding)
+def train(folder: Path, case: Case) -> Training:
+    loss = case.loss
+    dynamic = case.dynamic
+    engine = engine_of(folder, loss == "value", case.remove_padding, dict(case.sizes))
     loss_function = loss_of(loss)
     before = inferred(engine, loss, dynamic)
     losses = []
@@ -123,19 +149,20 @@ def train(folder: Path, loss: str, remove_padding: bool, dynamic: bool) -> Train
         with engine.train_mode(), memory if step == STEPS - 1 else nullcontext():
             result = engine.train_batch(data, loss_function)
         engine.lr_scheduler_step()
-        if result:
+        if "grad_norm" in result.get("metrics", {}):
             losses.append(sum(result["loss"]))
             norms.append(float(result["metrics"]["grad_norm"]))
     return Training(losses, norms, before, inferred(engine, loss, dynamic), memory.peak)
 
 
-def engine_of(folder: Path, is_critic: bool, remove_padding: bool) -> Any:
-    """verl's engine with the weights in `folder`, on two pipeline stages."""
+def engine_of(folder: Path, is_critic: bool, remove_padding: bool, sizes: dict[str, int]) -> Any:
+    """verl's engine with the weights in `folder`, of parallel `sizes` by their names in McoreEngineConfig."""
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizerConfig
     from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead, MegatronEngineWithValueHead
 
     build_local_layers()
+    use_ranks(sizes)
     torch.cuda.mem_get_info = lambda device=None: (0, 0)
     model_config = HFModelConfig(
         path=str(folder),
@@ -143,11 +170,15 @@ def engine_of(folder: Path, is_critic: bool, remove_padding: bool) -> Any:
         override_config={"attn_implementation": "eager"},
     )
     engine_config = McoreEngineConfig(
-        pipeline_model_parallel_size=2,
         vanilla_mbridge=True,
         use_remove_padding=remove_padding,
         use_distributed_optimizer=False,
-        override_transformer_config={"masked_softmax_fusion": False, "gradient_accumulation_fusion": False},
+        override_transformer_config={
+            "masked_softmax_fusion": False,
+            "gradient_accumulation_fusion": False,
+            "cp_comm_type": "a2a",  # which segments ask for
+        },
+        **sizes,
     )
     object.__setattr__(engine_config, "dtype", "float32")
     # Not Adam, whose step for a gradient of rounding errors alone is as long as for any other.
@@ -160,11 +191,23 @@ def engine_of(folder: Path, is_critic: bool, remove_padding: bool) -> Any:
     return engine
 
 
+def use_ranks(sizes: dict[str, int]) -> None:
+    """Let verl assign ranks anew if there are groups of other sizes: it keeps those that it finds."""
+    if sizes != _SIZES:
+        parallel_state.destroy_model_parallel()
+        _SIZES.clear()
+        _SIZES.update(sizes)
+
+
+_SIZES: dict[str, int] = {}  # of the groups that there are
+
+
 def build_local_layers() -> None:
     """Have mbridge build Megatron's own layers, and load their weights."""
     from mbridge.core import llm_bridge
     from mbridge.models.qwen3 import Qwen3Bridge
 
+    @wraps(get_gpt_decoder_block_spec)  # mbridge reads its parameters
     def local_layers(config: Any, use_transformer_engine: bool, **options: Any) -> Any:
         return get_gpt_decoder_block_spec(config, use_transformer_engine=False, **options)
 
@@ -254,4 +297,6 @@ def inferred(engine: Any, loss: str, dynamic: bool) -> dict[str, torch.Tensor]:
         tu.assign_non_tensor(data, calculate_entropy=True)
     with engine.eval_mode():
         result = engine.infer_batch(data)
-    return {name: value.values() for name, value in result["model_output"].items()} if result else {}
+    found = result.get("model_output", {})
+    # What follows the last token of a sequence depends on how packs are aligned; no loss reads it.
+    return {name: torch.cat([each[:-1] for each in value.unbind()]) for name, value in found.items()}
