@@ -109,14 +109,15 @@ def layer_keys_values_gradients(setup: TrainingSetup, layer: int) -> float:
 def layer_moved(setup: TrainingSetup, layer: int, start: int, end: int) -> tuple[float, float]:
     """Activations, and keys and values, of which Megatron moves a share to the host. As one layer of many it is that
     share of each."""
+    if not setup.moves_parts:
+        return 0.0, 0.0
     keys_values = layer_keys_values(setup, layer, start, end)
-    match setup.moves:
-        case Moves.UNITS:
-            return 0.0, 0.0
-        case Moves.MODULES:
-            return setup.offloads * _moved_by_modules(setup, layer, end - start), setup.offloads * keys_values
-        case Moves.LAYERS:
-            return setup.offloads * layer_activation(setup, layer, start, end), setup.offloads * keys_values
+    activations = (
+        _moved_by_modules(setup, layer, end - start)
+        if setup.moves is Moves.MODULES
+        else layer_activation(setup, layer, start, end)
+    )
+    return setup.offloads * activations, setup.offloads * keys_values
 
 
 def _moved_by_modules(setup: TrainingSetup, layer: int, length: int) -> float:

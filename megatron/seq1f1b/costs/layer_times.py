@@ -164,12 +164,15 @@ def _routed_time(setup: TrainingSetup, machine: Machine, blocks: Sequence[Block]
     return LayerTime(forward, forward._replace(other=2 * other), max(weight, adding) + router)
 
 
-def repeated_time(setup: TrainingSetup, machine: Machine, start: int, end: int, layer: int) -> float:
-    """Seconds of what the backward of a layer computes again."""
+def repeated_time(
+    setup: TrainingSetup, machine: Machine, start: int, end: int, layer: int, forward: Parts | None = None
+) -> float:
+    """Seconds of what the backward of a layer computes again. `forward` is that of `layer_time`, if it is known."""
     device = machine.device
     length = end - start
     modules = setup.recompute.split()
-    forward = layer_time(setup, machine, start, end, layer).forward
+    if forward is None:
+        forward = layer_time(setup, machine, start, end, layer).forward
     if setup.recomputes_layers:
         repeated = forward.total - (forward.attention if setup.recompute == ALL_BUT_ATTENTION else 0.0)
         return setup.recomputed_share * repeated

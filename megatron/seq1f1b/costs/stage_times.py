@@ -3,7 +3,7 @@
 Tested in planner/test_search.py by test_bounds_are_bounds.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache, singledispatch
 from itertools import chain, pairwise
 from operator import add
@@ -22,12 +22,22 @@ Row = tuple[float, ...]
 @lru_cache(maxsize=8192)
 def _layer_times(setup: TrainingSetup, machine: Machine, layer: int) -> tuple[LayerTime, ...]:
     """The times of a layer by segment; what is computed again counts as products of the input gradients."""
-    times = [layer_time(setup, machine, *span, layer) for span in setup.spans]
-    repeated = [repeated_time(setup, machine, *span, layer) for span in setup.spans]
+    times = _times_without_recomputation(replace(setup, recompute="none", recomputed_share=1.0), machine, layer)
+    if setup.recompute == "none":
+        return times
+    repeated = (
+        repeated_time(setup, machine, *span, layer, time.forward) for span, time in zip(setup.spans, times, strict=True)
+    )
     return tuple(
         time._replace(input=time.input._replace(matmul=time.input.matmul + again))
         for time, again in zip(times, repeated, strict=True)
     )
+
+
+@lru_cache(maxsize=8192)
+def _times_without_recomputation(setup: TrainingSetup, machine: Machine, layer: int) -> tuple[LayerTime, ...]:
+    """All recomputations share these."""
+    return tuple(layer_time(setup, machine, *span, layer) for span in setup.spans)
 
 
 @lru_cache(maxsize=8192)
