@@ -96,7 +96,7 @@ def column(name: str, log: TrainingLog, timeline: Timeline, trace: Trace, first:
         "seconds per iteration": f"{log.seconds_per_iteration:.2f}",
         "  of the first run": f"{log.seconds_per_iteration / first.seconds_per_iteration:.2f}",
         "tokens per second": f"{log.tokens_per_second:.0f}",
-        "idle share of a traced step": f"{timeline.bubble_ratio:.2f}",
+        "bubble ratio of a traced step": f"{timeline.bubble_ratio:.2f}",
         **{f"peak activation memory, rank {rank}": f"{peak / 2**20:.0f} MiB" for rank, peak in peaks},
         "loss of the first iteration": f"{log.losses[0]:.4f}",
         "loss of the last iteration": f"{log.losses[-1]:.4f}",
