@@ -1,15 +1,18 @@
 """What tells versions of megatron-core apart: those that were tried, and all that has another name or signature in some
 of them. They are told apart by what they have: on a branch a number stays the same for months."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .patches import owner_of
 from .ranks import warn_on_rank_0
+
+if TYPE_CHECKING:
+    from torch import Tensor  # takes seconds to import, and commands that plot or plan do without it
 
 # Releases that were seen to train.
 TESTED = ("0.19.0", "0.19.1", "0.19.2")
