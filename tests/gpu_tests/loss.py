@@ -27,7 +27,7 @@ def last_stage(hidden: int, vocabulary: int, length: int, device: str) -> GPTMod
     config = Model(dtype, layers=1, heads=2, kv_heads=2).but(**widths).transformer_config()
     model = GPTModel(config, get_gpt_layer_local_spec(), vocabulary, length, pre_process=False)
     model.decoder = torch.nn.Identity()
-    return model.to(device)
+    return model.to(device, dtype)
 
 
 def step(model: GPTModel, hidden: Sequence[torch.Tensor], labels: Sequence[torch.Tensor]) -> float:

@@ -108,7 +108,8 @@ def build(args: argparse.Namespace, length: int, dtype: torch.dtype, variant: Va
             noise = torch.randn(parameter.shape, generator=generator)
             # The scores of attention have a spread of 1, whatever the hidden size is.
             parameter.copy_(noise / args.hidden**0.5 if parameter.dim() > 1 else 1 + 0.1 * noise)
-    return [model_chunk.to(args.device) for model_chunk in found]
+    # Norms are made in 32 bit, and no kernel of a GPU mixes types; Megatron casts whole models, too.
+    return [model_chunk.to(args.device, dtype) for model_chunk in found]
 
 
 def executor_of(args: argparse.Namespace, length: int, variant: Variant) -> PipelineExecutor:

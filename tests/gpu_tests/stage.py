@@ -69,7 +69,7 @@ class Stage:
             longest,
             post_process=False,
             position_embedding_type="rope",
-        ).to(self.device)
+        ).to(self.device, self.dtype)  # norms, too, which are made in 32 bit
         # What training keeps besides weights and their gradients: fp32 weights and Adam's two moments.
         self.optimizer = [torch.empty(3, *x.shape, device=self.device) for x in self.model.parameters()]
         self.context = SegmentContext()
