@@ -2,13 +2,14 @@
 """What bash scripts/gpu_test.sh has measured on a GPU, as docs/measured.md.
 
     python tools/measured.py gpu_test.json
+    python tools/measured.py first.json second.json   # with sections that were run again (--only), or in another call
 
-keeps the file as docs/measured.json, and draws docs/images/measured.svg (which needs matplotlib). Without a file it
+keeps what it read as docs/measured.json, and draws docs/images/measured.svg (which needs matplotlib). Without a file it
 writes the page anew from docs/measured.json; where there is none, the page says that nothing has been measured.
 """
 
 import argparse
-import shutil
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -45,8 +46,9 @@ class Check(Struct):
 
 
 class Section(Struct):
+    title: str
     checks: list[Check]
-    figures: list[dict[str, int | float | bool | str | None]]
+    figures: list[dict[str, int | float | bool | str | list[float] | None]]
 
 
 class Result(Struct):
@@ -132,7 +134,9 @@ TABLES = (
         "Beside the prediction",
         "prediction",
         "The same steps by the costs of `seq1f1b plan`: seconds in compute, and what the planner counts beside "
-        "weights, gradients, the state of the optimizer and what the allocator holds back.",
+        "weights, gradients, the state of the optimizer and what the allocator holds back. Its constants are those of "
+        "Transformer Engine's layers and attention; the stage here has Megatron's local layers, and the attention that "
+        "the table of versions names.",
         (
             TOKENS,
             SEGMENTS,
@@ -356,27 +360,46 @@ def plot(figures: Sequence[Figure], path: Path) -> None:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "json", type=Path, nargs="?", help="written by scripts/gpu_test.sh; default: docs/measured.json"
+        "json", type=Path, nargs="*", help="written by scripts/gpu_test.sh; default: docs/measured.json"
     )
     args = parser.parse_args(argv)
-    source = args.json or KEPT
+    sources = args.json
+    if not sources and KEPT.exists():
+        sources = [KEPT]
     result = None
-    if args.json or KEPT.exists():
+    if sources:
         try:
-            read = read_json(source, Result)
+            result = to_builtins(joined([read_result(source) for source in sources]))
         except ValueError as error:
-            raise SystemExit(f"error: {error}; give a file that scripts/gpu_test.sh has written.") from error
-        if read.device == "CPU" or read.tiny:
-            raise SystemExit(f"error: {source} has sizes that measure nothing: run scripts/gpu_test.sh on a GPU.")
-        result = to_builtins(read)
+            raise SystemExit(f"error: {error}.") from error
     page = page_of(result)
     if result is not None:
         PICTURE.unlink(missing_ok=True)
         if figures := drawn(result):
             plot(figures, PICTURE)
-        if source != KEPT:
-            shutil.copyfile(source, KEPT)
+        KEPT.write_text(f"{json.dumps(result, indent=1)}\n", encoding="utf-8")
     PAGE.write_text(page, encoding="utf-8")
+
+
+def read_result(source: Path) -> Result:
+    """What scripts/gpu_test.sh has written on a GPU. Raises ValueError for another file."""
+    try:
+        result = read_json(source, Result)
+    except ValueError as error:
+        raise ValueError(f"{error}; give a file that scripts/gpu_test.sh has written") from error
+    if result.device == "CPU" or result.tiny:
+        raise ValueError(f"{source} has sizes that measure nothing: run scripts/gpu_test.sh on a GPU")
+    return result
+
+
+def joined(results: Sequence[Result]) -> Result:
+    """One result of several calls on devices of one kind: of a section that ran in several of them, the last. Raises
+    ValueError for devices of several kinds."""
+    devices = sorted({result.device for result in results})
+    if len(devices) > 1:
+        raise ValueError(f"the files are of {' and of '.join(devices)}; give those of one")
+    sections = {section.title: section for result in results for section in result.sections}
+    return Result(results[-1].date, devices[0], results[-1].tiny, list(sections.values()))
 
 
 if __name__ == "__main__":

@@ -39,9 +39,12 @@ def result(**more) -> dict:
         {"name": "second", "passed": False, "found": "1.7 times"},
         {"name": "third", "passed": None, "found": "not run: time"},
     ]
+    training = {"table": "training", "on": "one GPU", "run": "4 segments", "tokens": 8192, "losses": [5.5, 2.25]}
+    training |= {"norms": [4.0], "tokens_per_second": 70000.0}
     versions = {"table": "versions", "PyTorch": "2.11.0"}
     ceilings = {"table": "ceilings", "product_tflops": 650.4, "copy_gb_per_s": 2600.0, "link_gb_per_s": 48.2}
-    section = {"checks": checks, "figures": [versions, ceilings, *stage, prediction]}
+    figures = [versions, ceilings, *stage, prediction, training]
+    section = {"title": "all of it", "checks": checks, "figures": figures}
     return {"date": "2027-01-31", "device": "1 x NVIDIA H100", "tiny": False, "sections": [section]} | more
 
 
@@ -52,6 +55,7 @@ def test_figures_become_tables():
     assert "| 16,384 | 1 | out of memory |  |  |  |" in page
     assert "| 16,384 | 4 | 0.500 | 32,768 | 3.00 | 14.0 |" in page
     assert "| 16,384 | 2 | 0.250 | 0.200 | -20 % | 6.00 | 6.60 | +10 % | h100-80gb |" in page
+    assert "| one GPU | 4 segments | 8,192 | 5.5000 | 2.2500 | 4.0000 | 70,000 |" in page
     assert "Checks: 1 ok, 1 FAILED, 1 not run." in page
     # Failures first; a bar would end a cell.
     assert page.index("| FAILED | second |") < page.index("| ok | first | a / b |") < page.index("| not run | third |")
@@ -89,7 +93,7 @@ def test_a_file_becomes_the_page_and_its_picture(docs):
 def test_a_page_without_a_stage_has_no_picture(docs, figures):
     given = docs / "gpu_test.json"
     checks = [{"name": "first", "passed": True, "found": "0"}]
-    given.write_text(json.dumps(result(sections=[{"checks": checks, "figures": figures}])))
+    given.write_text(json.dumps(result(sections=[{"title": "a", "checks": checks, "figures": figures}])))
     measured.PICTURE.touch()  # of an earlier visit
     measured.main([str(given)])
     assert "measured.svg" not in measured.PAGE.read_text() and not measured.PICTURE.exists()
@@ -102,10 +106,13 @@ def test_a_page_without_a_stage_has_no_picture(docs, figures):
         (json.dumps(result(tiny=True)), "sizes that measure nothing"),
         ("{}", "gpu_test.json: 'date' is missing; give a file that scripts/gpu_test.sh has written"),
         (
-            json.dumps(result(sections=[{"checks": [{"name": "a"}], "figures": []}])),
+            json.dumps(result(sections=[{"title": "a", "checks": [{"name": "a"}], "figures": []}])),
             r"sections\[0\].checks\[0\]: 'pass",
         ),
-        (json.dumps(result(sections=[{"checks": [], "figures": [{"table": [1]}]}])), r"sections\[0\].figures\[0\]"),
+        (
+            json.dumps(result(sections=[{"title": "a", "checks": [], "figures": [{"table": [{}]}]}])),
+            r"sections\[0\].figures\[0\]",
+        ),
         ("[", "gpu_test.json: line 1: it is not JSON"),
         (None, "gpu_test.json: No such file or directory; give"),
     ],
@@ -118,3 +125,17 @@ def test_a_file_that_measures_nothing_is_refused(docs, content, words):
     with pytest.raises(SystemExit, match=words):
         measured.main([str(given)])
     assert not measured.PAGE.exists() and not measured.KEPT.exists()
+
+
+def test_of_a_section_that_ran_twice_the_last_counts(docs):
+    first = docs / "first.json"
+    first.write_text(json.dumps(result(date="2027-01-30")))
+    again = docs / "again.json"
+    checks = [{"name": "second", "passed": True, "found": "1.1 times"}]
+    other = {"title": "another", "checks": [], "figures": []}
+    again.write_text(json.dumps(result(sections=[{"title": "all of it", "checks": checks, "figures": []}, other])))
+    measured.main([str(first), str(again)])
+    assert "Measured on 2027-01-31" in measured.PAGE.read_text() and "Checks: 1 ok." in measured.PAGE.read_text()
+    first.write_text(json.dumps(result(device="1 x NVIDIA A100")))
+    with pytest.raises(SystemExit, match="the files are of 1 x NVIDIA A100 and of 1 x NVIDIA H100; give those of one"):
+        measured.main([str(first), str(again)])
