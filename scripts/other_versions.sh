@@ -1,4 +1,5 @@
 # shellcheck shell=bash
+# shellcheck disable=SC2034,SC2154  # names that it shares with the scripts that source it
 # What is tested with another version of PyTorch or of Megatron than the pinned one. Sourced at the root of the
 # repository by a script that has set `python`, the interpreter, and `row`, the beginning of a row of a table.
 

@@ -1,4 +1,5 @@
-"""Muon, of the package emerging-optimizers: its runs go on with segments, in any order and place of chunks."""
+"""Muon, of the package emerging-optimizers (pip install .[muon]): its runs go on with segments, in any order and place
+of chunks."""
 
 from importlib.util import find_spec
 

@@ -67,7 +67,7 @@ class SegmentForwards:
             kept = self._outputs_of(call, segment).add(output, segment)
         if segment.is_last:
             del self._arguments[chunk, microbatch]
-            self._return_to_program(chunk, stage, microbatch, output)
+            self._return_to_program(call, chunk, stage, microbatch, output)
         return kept
 
     def loss_gradient(self, output: Tensor, segment: Segment) -> Tensor:
@@ -161,7 +161,7 @@ class SegmentForwards:
             self._outputs[microbatch] = Outputs(segment.sequence_length, self._step.groups.cp.size(), rearranged)
         return self._outputs[microbatch]
 
-    def _return_to_program(self, chunk: int, stage: int, microbatch: int, output: Any) -> None:
+    def _return_to_program(self, call: Call, chunk: int, stage: int, microbatch: int, output: Any) -> None:
         """Let the program go on behind its call of the model: on the last stage, to its loss."""
         if stage == self._last_stage:
             joined = self._outputs[microbatch].joined()
@@ -173,7 +173,7 @@ class SegmentForwards:
         version = handed._version  # PyTorch counts changes in place
         returned, _ = self._calls.finish(chunk, microbatch, handed)
         # With a reference a program returns both outputs in one tensor.
-        times = 1 + self._calls.at(chunk, microbatch).num_references
+        times = 1 + call.num_references
         is_handed_on = returned is handed if times == 1 else returned.numel() == times * handed.numel()
         if not is_handed_on or handed._version != version:
             raise ValueError(

@@ -16,7 +16,7 @@ import torch
 
 from ..model import KernelsOf, SegmentContext, attach, refuse_attention_to_later_tokens
 from ..process.patches import patched
-from .call import Calls
+from .call import Call, Calls
 from .communication import Communicator
 from .cut import size_of
 from .forward_segments import SegmentForwards
@@ -120,7 +120,7 @@ class ReferenceForwards(SegmentForwards):
                 )
         self._found.clear()
 
-    def _return_to_program(self, chunk: int, stage: int, microbatch: int, output: Any) -> None:
+    def _return_to_program(self, call: Call, chunk: int, stage: int, microbatch: int, output: Any) -> None:
         if stage == self._last_stage:
             self._found[chunk, microbatch] = self._outputs.pop(microbatch).joined()
         else:
