@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Does the package work with another PyTorch than the pinned one? Makes .venv-torch-VERSION with it, which takes some GB
-# the first time, and runs there what scripts/other_versions.sh names. Ten minutes on two cores at most. The last line is a row for the table of versions in docs/install.md.
+# the first time, and runs there what scripts/other_versions.sh names. Ten minutes on two cores at most. The last line is
+# a row for the table of versions in docs/install.md.
 #
 #   bash scripts/test_torch.sh 2.11.0
 set -euo pipefail

@@ -18,18 +18,14 @@ from statistics import fmean
 from textwrap import wrap
 
 from megatron.seq1f1b.commands.gain_map import Cell, gain_of, plot_gains, read_cells
+from megatron.seq1f1b.costs.machine import read_machine
 from paper import headlines, layered
 from paper.training_time import plot_training_time
 
 # The columns by which gains are sorted, and in whose order they are shown.
 _BY = ("seq_length", "gpus", "batch", "bandwidth")
-# GB/s each way between a device and its host: of the machine file, of a link that no other device slows down; none.
-_LINKS = {
-    "h100-80gb": (30.0, 50.0, 0.0),
-    "h20-96gb": (30.0, 50.0, 0.0),
-    "l40s-48gb": (20.0, 30.0, 0.0),
-    "a100-80gb": (12.0, 25.0, 0.0),
-}
+# GB/s each way between a device and its host if no other device slows the link down.
+_FASTER_HOST = {"h100-80gb": 50.0, "h20-96gb": 50.0, "l40s-48gb": 30.0, "a100-80gb": 25.0}
 # Model, machine and length of the cells of the picture.
 _PICTURED = ("llama3-70b", "h100-80gb", 131072)
 GAINS = Path(__file__).parents[1] / "docs" / "gains.csv"
@@ -184,7 +180,8 @@ def gain_rows(cells: Sequence[Cell]) -> Iterator[list[str]]:
         place = (cell.model, cell.machine, *(getattr(cell, name) for name in _BY))
         by_link[place][cell.host_bandwidth] = cell
     for found in by_link.values():
-        links = _LINKS[next(iter(found.values())).machine]
+        machine = next(iter(found.values())).machine
+        links = read_machine(machine).device.host_bandwidth / 1e9, _FASTER_HOST[machine], 0.0
         shown = next(found[link] for link in links if link in found)
         words = shown.named_words()
         gains = [str(gain_of(found[link])) if link in found else "" for link in links]
