@@ -20,6 +20,7 @@ SHAPE = ["--pipeline-model-parallel-size", "2", "--num-microbatches", "2", "--se
 COMMANDS = [
     ["--version"],
     ["--help"],
+    ["--print-completion", "bash"],
     *(
         ["plot", "--pipeline-schedule", "zb-h1", *SHAPE, "--output", f"step.{ending}"]
         for ending in ("csv", "json", "png")

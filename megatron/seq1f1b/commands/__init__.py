@@ -1,6 +1,7 @@
 """The subcommands of `seq1f1b`, for work beside training.
 
-A command is a module here with `main(argv) -> int | None`, and a line in COMMANDS. It is imported when it runs.
+A command is a module here with `make_parser()` and `main(argv) -> int | None`, and a line in COMMANDS. It is imported
+when it runs, or when completion asks for its flags.
 """
 
 import gc
@@ -40,13 +41,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help"):
         lines = (f"  {name:{max(map(len, COMMANDS))}}  {what}" for name, (_, what) in COMMANDS.items())
-        last = "seq1f1b COMMAND --help explains its options, seq1f1b --version names the version."
+        last = "seq1f1b COMMAND --help explains its options, seq1f1b --version names the version.\n"
+        last += "seq1f1b --print-completion bash makes the shell complete them; docs/install.md has the line for yours."
         print("usage: seq1f1b COMMAND ...", "", *lines, "", last, sep="\n", file=sys.stdout if words else sys.stderr)
         return 0 if words else 2
     name = words.pop(0)
     if name == "--version":
         print(f"seq1f1b {version('megatron-seq1f1b')}")
         return 0
+    if name == "--print-completion":
+        return _run("completion", words)
     if name not in COMMANDS:
         near = get_close_matches(name, COMMANDS, n=1)
         way_out = f"did you mean {near[0]}?" if near else f"it has {', '.join(COMMANDS)}"
@@ -58,10 +62,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(name: str, argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. A mistake of the user becomes one sentence and the code 2."""
+    return _run(COMMANDS[name][0], argv)
+
+
+def _run(module: str, argv: Sequence[str] | None) -> int:
     # A plan makes millions of actions, none of them in a cycle: to look for those would take half of its time.
     gc.set_threshold(_COLLECTED_AFTER)
     try:
-        code = import_module(f".{COMMANDS[name][0]}", __name__).main(argv) or 0
+        code = import_module(f".{module}", __name__).main(argv) or 0
         sys.stdout.flush()
         return code
     except BrokenPipeError:  # the reader of the pipe has closed it, as in `seq1f1b plan-split | head`

@@ -13,10 +13,14 @@ from ..schedule import read_csv, sequences_held, simulate
 from .parsing import Parser
 
 
-def main(argv: list[str] | None = None) -> None:
+def make_parser() -> Parser:
     parser = Parser(__doc__)
-    parser.add_argument("schedule", type=Path, metavar="CSV", help="one row for each rank, cells such as 2F3.1")
-    path = parser.parse_args(argv).schedule
+    parser.add_argument("schedule", type=Path, metavar="FILE.csv", help="one row for each rank, cells such as 2F3.1")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> None:
+    path = make_parser().parse_args(argv).schedule
     schedule = read_csv(path)
     shape = schedule.shape
     style = schedule.shape.placement.style

@@ -45,11 +45,16 @@ class TrainingLog(NamedTuple):
     tokens_per_second: float
 
 
-def main(argv: list[str] | None = None) -> None:
+def make_parser() -> Parser:
     parser = Parser(__doc__)
-    parser.add_argument("runs", nargs="+", type=Path, help="folders of runs")
-    parser.add_argument("--output", type=output_path(*PICTURES), required=True, help="the picture of the timelines")
-    args = parser.parse_args(argv)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="DIR", help="folders of runs")
+    output = output_path(*PICTURES)
+    parser.add_argument("--output", type=output, required=True, metavar="FILE", help="the picture of the timelines")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = make_parser().parse_args(argv)
     logs = [read_training_log(run / "log.txt") for run in args.runs]
     traces = [latest_trace(run / "trace") for run in args.runs]
     timelines = [timeline for timeline, _ in traces]

@@ -21,7 +21,7 @@ import os; os.environ.get("SEQ1F1B") and __import__("megatron.seq1f1b.launch.env
 """.lstrip()
 
 
-def main(argv: list[str] | None = None) -> None:
+def make_parser() -> Parser:
     parser = Parser(__doc__)
     parser.add_argument("--remove", action="store_true", help="remove the file again")
     parser.add_argument(
@@ -31,7 +31,11 @@ def main(argv: list[str] | None = None) -> None:
         default=sysconfig.get_path("purelib"),
         help="another folder whose .pth files Python reads (default: site-packages of this Python)",
     )
-    args = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = make_parser().parse_args(argv)
     file = Path(args.folder, "seq1f1b.pth")
     if args.remove:
         file.unlink(missing_ok=True)

@@ -79,7 +79,7 @@ def _word(value: Any) -> str:
 _NAMES = [field.name for field in structs.fields(Cell)]
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def make_parser() -> Parser:
     parser = Parser(__doc__)
     add = parser.add_argument
     add("--model", choices=PRESETS, required=True, metavar="NAME", help=", ".join(PRESETS))
@@ -91,9 +91,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--bandwidths", type=amount, nargs="+", metavar="GB/S", help=what)
     what = "GB/s each way between a GPU and its host while all copy, 0: nothing moves there; default: the machine's"
     add("--host-bandwidths", type=amount_or_0, nargs="+", metavar="GB/S", help=what)
-    add("--output", type=output_path(".csv"), required=True, help="cells as .csv; those there are kept; required")
+    cells = "cells as .csv; those there are kept; required"
+    add("--output", type=output_path(".csv"), required=True, metavar="FILE.csv", help=cells)
     add("--picture", action="store_true", help="a picture beside --output, as .png (needs matplotlib)")
-    args = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = make_parser().parse_args(argv)
     machine = read_machine(args.machine)
     cells = []
     batches = sorted({max(1, round(tokens / args.seq_length)) for tokens in args.tokens})

@@ -47,8 +47,7 @@ _ROUND = 256  # tokens: parallel sizes have to divide --seq-length
 _TRAINING = "--mock-data --tokenizer-type NullTokenizer --train-iters 20 --lr 6e-5 --eval-iters 0"
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Our own flags, with those of the launch as `launch`."""
+def make_parser() -> Parser:
     parser = Parser(__doc__, allow_abbrev=False, usage="%(prog)s --gpus N [--model NAME] [flags of a launch ...]")
     add = parser.add_argument
     add("--model", choices=PRESETS, metavar="NAME", help=f"{', '.join(PRESETS)}; instead of --num-layers and its kin")
@@ -66,9 +65,15 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--explain", action="store_true", help="where the time goes, and what the second best lacks")
     picture = "throughput against memory: .png, .svg or .pdf (needs matplotlib)"
     add("--output", type=output_path(*PICTURES), metavar="FILE", help=picture)
-    add("--json", type=output_path(".json"), metavar="FILE", help="the same answer for programs")
+    add("--json", type=output_path(".json"), metavar="FILE.json", help="the same answer for programs")
     what = "rehearse what is advised on this machine (--dry-run) with your training script; default: pretrain_gpt.py"
-    add("--rehearse", type=Path, nargs="?", const=Path("pretrain_gpt.py"), metavar="SCRIPT", help=what)
+    add("--rehearse", type=Path, nargs="?", const=Path("pretrain_gpt.py"), metavar="FILE.py", help=what)
+    return parser
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Our own flags, with those of the launch as `launch`."""
+    parser = make_parser()
     args, words = parser.parse_known_args(argv)
     for name in (word.partition("=")[0] for word in words if word.startswith("--")):
         # Flags of Megatron are no misspelt ones of ours: --eval-global-batch-size is longer.

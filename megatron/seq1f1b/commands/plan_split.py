@@ -33,7 +33,7 @@ from .parsing import PICTURES, Parser, count, output_path
 MOST_ACTIONS = 1_000_000
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
+def make_parser() -> Parser:
     parser = Parser(__doc__)
     add = parser.add_argument
     add_model_flags(parser, num_layers=32, hidden_size=4096, num_attention_heads=32, vocab_size=32768)
@@ -48,12 +48,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--pipeline-schedule", choices=sorted(FAMILIES), default="1f1b", help="default: 1f1b")
     add("--recompute", action="store_true", help="full recomputation of the activations of layers")
     add("--device", choices=("a100", "cpu"), default="a100", help="whose throughput; default: a100")
-    add("--sequence-split-profile", type=Path, metavar="JSON", help="measured costs")
+    add("--sequence-split-profile", type=Path, metavar="FILE.json", help="measured costs")
     add("--sequence-split-file", type=Path, metavar="FILE", help="lengths of your own, to be compared")
-    add("--output", type=output_path(*PICTURES), help="a picture: .png, .svg or .pdf (needs matplotlib)")
+    picture = "a picture: .png, .svg or .pdf (needs matplotlib)"
+    add("--output", type=output_path(*PICTURES), metavar="FILE", help=picture)
     # Flags of training that costs depend on.
     parser.set_defaults(recompute_keeps_attention=False, keep_logits=False, offload_activations=0.0)
-    return parser.parse_args(argv)
+    return parser
 
 
 def run_costs(args: argparse.Namespace, shape: Shape) -> RunCosts:
@@ -108,7 +109,7 @@ def table(cuts: list[CutRow]) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = parse(argv)
+    args = make_parser().parse_args(argv)
     ranks = args.pipeline_model_parallel_size
     microbatches = args.num_microbatches
     shape = Shape(Placement(ranks, args.num_virtual_stages_per_pipeline_rank), microbatches, args.sequence_splits)

@@ -44,13 +44,13 @@ MOST_DRAWN = 30_000
 EQUAL_COSTS = "f=1,i=1,w=1"
 
 
-def parse_args(argv: list[str] | None) -> argparse.Namespace:
+def make_parser() -> Parser:
     parser = Parser(__doc__)
     add = parser.add_argument
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--pipeline-schedule", choices=FAMILY_NAMES, help="a named schedule; default: 1f1b")
-    source.add_argument("--pipeline-schedule-file", type=Path, metavar="CSV", help="a schedule of your own")
-    source.add_argument("--timeline", type=Path, nargs="+", metavar="JSON", help="one panel for each timeline")
+    source.add_argument("--pipeline-schedule-file", type=Path, metavar="FILE.csv", help="a schedule of your own")
+    source.add_argument("--timeline", type=Path, nargs="+", metavar="FILE.json", help="one panel for each timeline")
     add("--pipeline-model-parallel-size", type=count, metavar="P", help="ranks; default: 4")
     add("--num-microbatches", type=count, metavar="M", help="default: 8")
     add("--sequence-splits", type=count, metavar="K", help="segments of each sequence; default: 1")
@@ -72,8 +72,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--no-labels", action="store_true", help="draw boxes without the numbers of micro-batches")
     path = output_path(*PICTURES, ".trace.json", ".json", ".csv")
     written = "the file to write, in the form of its ending; default: %(default)s"
-    add("--output", type=path, default="schedule.png", help=written)
-    return parser.parse_args(argv)
+    add("--output", type=path, default="schedule.png", metavar="FILE", help=written)
+    return parser
 
 
 # The sizes of a schedule that is built, where they are not given.
@@ -139,7 +139,7 @@ def _simulated(args: argparse.Namespace, schedule: Schedule, costs: Costs, copy_
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = parse_args(argv)
+    args = make_parser().parse_args(argv)
     _refuse_without_effect(args)
     if args.memory_limit is not None and args.pipeline_schedule != "auto":
         raise ValueError("--memory-limit is for --pipeline-schedule auto")

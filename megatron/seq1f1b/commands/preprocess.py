@@ -53,7 +53,7 @@ class Document(NamedTuple):
     is_json: bool
 
 
-def parse_args(argv: list[str] | None) -> argparse.Namespace:
+def make_parser() -> Parser:
     parser = Parser(__doc__, epilog="All other flags go to Megatron's tokenizers: --tokenizer-type, --vocab-file, ...")
     add = parser.add_argument
     lines = f"{' '.join(JSON_SUFFIXES)} (also .jsonl.txt)"
@@ -73,7 +73,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     problem = f"not from 258, which bytes make, to {MOST_WORDS:,}"
     size = number_type(int, lambda size: 256 + 2 <= size <= MOST_WORDS, problem)
     add("--train-tokenizer", type=size, metavar="VOCAB_SIZE", help=train)
-    args, of_tokenizer = parser.parse_known_args(argv)
+    return parser
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    """Our own flags, with those of Megatron's tokenizers."""
+    args, of_tokenizer = make_parser().parse_known_args(argv)
     # Megatron's imports warn of optional packages and of a missing GPU; neither is used here.
     warnings.simplefilter("ignore")
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)

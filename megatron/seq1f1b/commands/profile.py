@@ -39,14 +39,18 @@ _LARGE = 2**27  # bytes
 _SMALL = 8
 
 
-def main(argv: list[str] | None = None) -> None:
+def make_parser() -> Parser:
     parser = Parser(__doc__)
     names = ", ".join(machine_names())
     parser.add_argument("--machine", metavar="NAME", help=f"{names}, or a file; default: the nearest to this device")
-    parser.add_argument(
-        "--output", type=output_path(".toml"), default="machine.toml", help="a .toml; default: machine.toml"
-    )
-    args = parser.parse_args(argv)
+    written = "default: %(default)s"
+    output = output_path(".toml")
+    parser.add_argument("--output", type=output, default="machine.toml", metavar="FILE.toml", help=written)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = make_parser().parse_args(argv)
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     with warnings.catch_warnings(action="ignore"):  # of the packages that Megatron does without
         from .device_timer import DeviceTimer  # imports torch, which takes seconds

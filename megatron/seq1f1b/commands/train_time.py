@@ -76,7 +76,7 @@ def soonest(
     return best
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def make_parser() -> Parser:
     parser = Parser(__doc__)
     add = parser.add_argument
     add("--model", choices=PRESETS, required=True, metavar="NAME", help=", ".join(PRESETS))
@@ -86,7 +86,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--seq-length", type=count, default=4096, metavar="TOKENS", help="default: 4096")
     laws = f"{', '.join(LAWS)}; docs/planning.md has the formulas; default: tokens"
     add("--critical-batch-law", choices=LAWS, default="tokens", metavar="LAW", help=laws)
-    args = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = make_parser().parse_args(argv)
     model = preset(args.model)
     machine = read_machine(args.machine)
     law = LAWS[args.critical_batch_law]

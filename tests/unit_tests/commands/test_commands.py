@@ -3,10 +3,13 @@
 import subprocess
 import sys
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
+import shtab
 
 from megatron.seq1f1b import commands
+from megatron.seq1f1b.commands.completion import parser_of_all
 from support.patience import patient
 
 
@@ -30,6 +33,60 @@ def test_help_and_the_version(capsys, monkeypatch):
     assert "usage: seq1f1b check" in capsys.readouterr().out
     assert commands.main(["--version"]) == 0
     assert capsys.readouterr().out == f"seq1f1b {version('megatron-seq1f1b')}\n"
+
+
+# Words that are typed so far, the last perhaps in part -> what bash offers.
+COMPLETED = {
+    "pl": "plot plan plan-split",
+    "plan --mod": "--model",
+    "plan --model llama3-": "llama3-8b llama3-70b llama3-405b",
+    "gain-map --machine h1": "h100-80gb",
+    "train-time --critical-batch-law o": "olmo",
+    "plot --pipeline-schedule zb": "zb-h1",
+    "plot --timeline step": "step.json",
+    "check sc": "schedule.csv",
+    "compare ru": "runs",
+    "preprocess --on-error s": "stop skip",
+}
+
+
+def test_the_shell_completes_commands_flags_and_values(capsys, tmp_path):
+    assert commands.main(["--print-completion", "bash"]) == 0
+    lines = [capsys.readouterr().out]
+    for words in COMPLETED:
+        words = ["seq1f1b", *words.split()]
+        lines += [f"COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}; COMPREPLY=()"]
+        lines += ["_shtab_seq1f1b; echo ${COMPREPLY[*]}"]
+    for name in ("step.json", "schedule.csv"):
+        (tmp_path / name).touch()
+    (tmp_path / "runs").mkdir()
+    done = subprocess.run(["bash"], input="\n".join(lines), cwd=tmp_path, capture_output=True, text=True)
+    assert done.stderr == ""
+    assert dict(zip(COMPLETED, done.stdout.splitlines(), strict=True)) == COMPLETED
+
+
+@pytest.mark.parametrize(
+    "words, sentence",
+    [
+        (["ksh"], "error: argument bash|zsh|tcsh|fish|powershell: invalid choice: 'ksh' (choose from "),
+        ([], "error: the following arguments are required: bash|zsh|tcsh|fish|powershell.\n"),
+    ],
+)
+def test_a_shell_that_is_unknown_or_missing_is_a_sentence(words, sentence, capsys):
+    assert commands.main(["--print-completion", *words]) == 2
+    assert capsys.readouterr().err.startswith(sentence)
+
+
+def test_every_path_is_completed_and_every_shell_has_its_text():
+    parser = parser_of_all()
+    of_commands = next(action.choices for action in parser._actions if action.dest == shtab.SUPPRESS)
+    assert {*of_commands} == {*commands.COMMANDS}
+    for name, command in of_commands.items():
+        for action in command._actions:
+            is_path = action.type is Path or getattr(action.type, "__name__", "") == "path_of"
+            assert not is_path or hasattr(action, "complete"), (name, action.dest)
+    for shell in ("bash", "zsh", "fish"):
+        assert all(name in shtab.complete(parser, shell) for name in of_commands)
 
 
 @pytest.mark.parametrize(
