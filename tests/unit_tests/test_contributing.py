@@ -58,7 +58,7 @@ TRIMMED = """
 from megatron.seq1f1b.platform import cpu
 
 cpu.activate()
-from megatron.seq1f1b.costs.simulator import execute_lowered
+from megatron.seq1f1b.costs.execution import execute_lowered
 from megatron.seq1f1b.report import to_trace
 from megatron.seq1f1b.runtime.interpreter import Interpreter
 from megatron.seq1f1b.runtime.program import Program

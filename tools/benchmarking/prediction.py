@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 from statistics import median
 
-from megatron.seq1f1b.costs.simulator import execute_lowered
+from megatron.seq1f1b.costs.execution import execute_lowered
 from megatron.seq1f1b.costs.stage_costs import TimedSegment
 from megatron.seq1f1b.partition import segment_times
 from megatron.seq1f1b.schedule import Costs, Kind, lower

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from ..arguments.flags import number_type
-from ..costs.simulator import check_size, execute_lowered
+from ..costs.execution import execute_lowered
+from ..costs.simulator import check_size
 from ..files import read_costs, read_timeline
 from ..report import plot_timelines, write_trace
 from ..schedule import (

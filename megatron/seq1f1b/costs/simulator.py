@@ -1,39 +1,21 @@
-"""A training step predicted: the lowered schedule in simulated time, in the order of the interpreter, then gradients,
-optimizer and parameters. Start with `predict`.
-
-A message starts when it has been sent, its receive has been posted and the message before it on the channel has
-arrived. Sends and receives do not hold up a rank; a compute action waits for its message. Beside compute, and one after
-the other, a rank gathers and reduces chunks, and copies units to the host and back. Actions wait for the parameters of
-their chunk, the end of the step for all gradients, a backward for its unit, and an OFFLOAD for the one before it.
+"""A training step predicted: the lowered schedule in simulated time (`execution`), then gradients, optimizer and
+parameters. Start with `predict`.
 """
 
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, field, fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass, fields, replace
 from functools import lru_cache, singledispatch
 from itertools import batched, chain, islice
 from math import ceil, isclose
 from typing import Self
 
-from ..schedule import (
-    COMPUTE_KINDS,
-    Action,
-    Kind,
-    Lane,
-    Schedule,
-    Shape,
-    Unit,
-    build,
-    channels_of,
-    lower,
-    moved,
-    partition_state,
-)
+from ..schedule import COMPUTE_KINDS, Kind, Schedule, Shape, build, lower, moved, partition_state
 from ..schedule.cost_tables import Costs, Table
-from ..schedule.timeline import Span, Timeline
+from ..schedule.timeline import Timeline
+from .execution import execute_lowered
 from .layer_bytes import moved_bytes
 from .machine import Machine
-from .pair_times import PairTimes, pair_times
+from .pair_times import pair_times
 from .stage_times import StepEnd, replica_times, step_costs, step_end
 from .step_memory import Memory, RankOrder, host_bytes, memory_of_order
 from .training_setup import TrainingSetup
@@ -193,119 +175,3 @@ def extended(shape: Shape, measured: Callable[[int], Sequence[float]]) -> Sequen
             return [value + (groups - 2 * short) * each for value, each in zip(third, growth, strict=True)]
         short *= 2
     return measured(shape.num_microbatches)
-
-
-@dataclass
-class _Messages:
-    """The messages of one channel that have not been received, in the order of its sends."""
-
-    sent: deque[tuple[float, float]] = field(default_factory=deque)  # start, seconds
-    posted: deque[float] = field(default_factory=deque)
-    arrived: float = 0.0  # the time of the last one that was received
-    waiting: int | None = None  # the rank that needs the next message
-
-    def receive(self) -> float:
-        """The time at which the next message arrives."""
-        start, seconds = self.sent.popleft()
-        self.arrived = max(start, self.posted.popleft(), self.arrived) + seconds
-        return self.arrived
-
-
-def _saved(pairs: PairTimes, together: Sequence[Action], before: Action | None) -> float:
-    """What a pair saves, or a forward of Megatron's, whose orders have no pairs, beside the backward `before` it."""
-    *forward, action = together
-    if forward:
-        return pairs.saved(forward[0], action)
-    if action.kind is Kind.F and before is not None and before.kind is Kind.B:
-        return pairs.saved(action, before)
-    return 0.0
-
-
-def execute_lowered(
-    lowered: Schedule, costs: Costs, aside: Mapping[Kind, Table] | None = None, pairs: PairTimes | None = None
-) -> Timeline:
-    """The timeline of the compute actions, and of GATHER, REDUCE, OFFLOAD and RELOAD if `aside` has the seconds of the
-    kind, by stage and segment. With `pairs` the two of a pair save time; in an order without pairs, which is Megatron's
-    then, a backward and the forward right after it, which is of another unit. Raises ValueError if the costs do not
-    fit, or if the schedule cannot run to its end."""
-    costs.check(lowered.shape)
-    aside, placement = aside or {}, lowered.shape.placement
-    tables = {kind: costs.tables(kind) for kind in Kind}
-    queues = defaultdict[object, _Messages](_Messages)  # by channel
-    channels = {  # by kind of message and stage
-        key: queues[channel]
-        for rank in range(placement.num_ranks)
-        for key, channel in channels_of(placement, rank).items()
-    }
-    runnable = list(range(len(lowered.ranks)))
-
-    def run(rank: int, spans: list[Span]) -> Iterator[_Messages]:
-        """Runs a rank; yields the queue of each message that has not been sent."""
-        now = 0.0
-        lanes = dict.fromkeys(Lane, 0.0)  # the end of each
-        parameters: dict[int, float] = {}  # the times at which those of a stage are complete
-        there: dict[Unit, float] = {}  # the ends of the last copies of units
-        before: Action | None = None  # the last compute action
-        together: list[Action] = []  # the forward of a pair that has not begun
-        for action in lowered.ranks[rank]:
-            kind, stage, _, segment = action
-            facts = kind.facts
-            if facts.lane is Lane.COMPUTE:
-                if facts.receives is not None and (facts.receives, stage) in channels:
-                    queue = channels[facts.receives, stage]
-                    while not (queue.sent and queue.posted):
-                        yield queue
-                    now = max(now, queue.receive())
-                if facts.needs_parameters:
-                    now = max(now, parameters.get(stage, 0.0))
-                if facts.gives_input_gradient:
-                    now = max(now, there.pop(action.unit, 0.0))
-                if action in lowered.paired:
-                    together = [action]
-                    continue
-                together.append(action)
-                end = now + sum(table[each.stage][each.segment] for each in together for table in tables[each.kind])
-                if pairs is not None:
-                    end = max(now, end - _saved(pairs, together, before))
-                spans += [Span(each, now, end) for each in together]
-                together = []
-                before = None if lowered.paired else action
-                now = end
-            elif kind in aside:
-                start = max(now, lanes[facts.lane], there.get(action.unit, 0.0))
-                end = start + aside[kind][stage][segment]
-                lanes[facts.lane] = end
-                spans.append(Span(action, start, end))
-                if kind is Kind.GATHER:
-                    parameters[stage] = end
-                elif not facts.is_of_chunk:
-                    there[action.unit] = end
-                if kind is Kind.OFFLOAD:  # waits for the one before it
-                    now = start
-            elif (kind, stage) not in channels:
-                continue
-            elif facts.is_send:
-                queue = channels[kind, stage]
-                (table,) = tables[kind]
-                queue.sent.append((now, table[stage][segment]))
-                if queue.waiting is not None:
-                    runnable.append(queue.waiting)
-                    queue.waiting = None
-            else:
-                channels[kind, stage].posted.append(now)
-
-    spans: list[list[Span]] = [[] for _ in lowered.ranks]
-    ranks = [run(rank, spans[rank]) for rank in runnable]
-    left = set(runnable)
-    while runnable:
-        rank = runnable.pop()
-        queue = next(ranks[rank], None)
-        if queue is None:
-            left.remove(rank)
-        else:
-            queue.waiting = rank
-    if left:
-        raise ValueError("the schedule cannot run to its end; validate it to see why")
-    # GATHER and REDUCE may start after compute that they were put before.
-    in_order = (tuple(sorted(each, key=lambda span: span.start)) for each in spans)
-    return Timeline(lowered.shape, tuple(in_order), "s")

@@ -8,9 +8,10 @@ from itertools import pairwise
 import pytest
 
 from megatron.seq1f1b.costs import simulator
+from megatron.seq1f1b.costs.execution import execute_lowered
 from megatron.seq1f1b.costs.machine import read_machine
 from megatron.seq1f1b.costs.model_shape import ModelShape
-from megatron.seq1f1b.costs.simulator import execute_lowered, extended, predict
+from megatron.seq1f1b.costs.simulator import extended, predict
 from megatron.seq1f1b.costs.training_setup import TrainingSetup
 from megatron.seq1f1b.schedule import FAMILIES, MOVE_KINDS, Kind, Placement, Schedule, Shape, build, lower, moved
 from megatron.seq1f1b.schedule.cost_tables import Costs, peak_memory

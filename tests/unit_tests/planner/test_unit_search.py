@@ -6,7 +6,8 @@ from itertools import chain
 import pytest
 
 from megatron.seq1f1b.costs.blocks import pairs
-from megatron.seq1f1b.costs.simulator import execute_lowered, predict
+from megatron.seq1f1b.costs.execution import execute_lowered
+from megatron.seq1f1b.costs.simulator import predict
 from megatron.seq1f1b.costs.stage_times import stage_rows
 from megatron.seq1f1b.partition import Pack
 from megatron.seq1f1b.planner.space import Candidate

@@ -1,0 +1,153 @@
+"""A lowered schedule in simulated time, in the order of the interpreter.
+
+Sends and receives do not hold up a rank; a compute action waits for its message (`links`). Beside compute, and one
+after the other, a rank gathers and reduces chunks, and copies units to the host and back. Actions wait for the
+parameters of their chunk, a backward for its unit, and an OFFLOAD for the one before it.
+
+Tested in costs/test_simulator.py.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from heapq import heappop, heappush
+
+from ..schedule import Action, Kind, Lane, Placement, Schedule, Unit, channels_of
+from ..schedule.cost_tables import Costs, Table
+from ..schedule.timeline import Span, Timeline
+from .links import Channel, Event, Link
+from .pair_times import PairTimes
+
+
+class _Aside:
+    """What runs beside the compute of a rank: collectives and copies, one after the other in each lane. `seconds` are
+    by kind, stage and segment; kinds that are not in it take no time."""
+
+    def __init__(self, seconds: Mapping[Kind, Table]) -> None:
+        self.seconds = seconds
+        self.lanes = dict.fromkeys(Lane, 0.0)  # the end of each
+        self.parameters: dict[int, float] = {}  # the times at which those of a stage are complete
+        self.copied: dict[Unit, float] = {}  # the ends of the last copies of units
+
+    def run(self, action: Action, now: float) -> Span:
+        """The span of an action that is issued now."""
+        kind, stage, _, segment = action
+        lane = kind.facts.lane
+        start = max(now, self.lanes[lane], self.copied.get(action.unit, 0.0))
+        end = start + self.seconds[kind][stage][segment]
+        self.lanes[lane] = end
+        if kind is Kind.GATHER:
+            self.parameters[stage] = end
+        elif not kind.facts.is_of_chunk:
+            self.copied[action.unit] = end
+        return Span(action, start, end)
+
+    def ready(self, action: Action) -> float:
+        """When a compute action has its parameters and its unit."""
+        facts = action.kind.facts
+        parameters = self.parameters.get(action.stage, 0.0) if facts.needs_parameters else 0.0
+        copied = self.copied.pop(action.unit, 0.0) if facts.gives_input_gradient else 0.0
+        return max(parameters, copied)
+
+
+def execute_lowered(
+    lowered: Schedule, costs: Costs, aside: Mapping[Kind, Table] | None = None, pairs: PairTimes | None = None
+) -> Timeline:
+    """The timeline of the compute actions, and of GATHER, REDUCE, OFFLOAD and RELOAD if `aside` has the seconds of the
+    kind, by stage and segment. With `pairs` the two of a pair save time; in an order without pairs, which is Megatron's
+    then, a backward and the forward right after it, which is of another unit. Raises ValueError if the costs do not
+    fit, or if the schedule cannot run to its end."""
+    costs.check(lowered.shape)
+    aside = aside or {}
+    tables = {kind: costs.tables(kind) for kind in Kind}
+    numbers = range(len(lowered.ranks))
+    events: list[Event] = [(0.0, rank, 0) for rank in numbers]  # a heap
+    links = [Link(rank, events) for rank in numbers]
+    channels = _channels(lowered.shape.placement, links)
+
+    def run(rank: int, spans: list[Span]) -> Iterator[None]:
+        """Runs a rank. It stops where it waits for a message, and before a send or a receive if another rank has an
+        event that comes first, since messages share links in the order of time."""
+        now = 0.0
+        beside = _Aside(aside)
+        before: Action | None = None  # the last compute action
+        together: list[Action] = []  # the forward of a pair that has not begun
+        for action in lowered.ranks[rank]:
+            kind, stage, _, segment = action
+            facts = kind.facts
+            if facts.lane is Lane.COMPUTE:
+                if facts.receives is not None and (facts.receives, stage) in channels:
+                    channel = channels[facts.receives, stage]
+                    if not channel.arrived:
+                        channel.waiting = rank
+                        yield
+                    now = max(now, channel.arrived.popleft())
+                if aside:
+                    now = max(now, beside.ready(action))
+                if action in lowered.paired:
+                    together = [action]
+                    continue
+                together.append(action)
+                end = now + sum(table[each.stage][each.segment] for each in together for table in tables[each.kind])
+                if pairs is not None:
+                    end = max(now, end - _saved(pairs, together, before))
+                spans += [Span(each, now, end) for each in together]
+                together = []
+                before = None if lowered.paired else action
+                now = end
+            elif kind in aside:
+                span = beside.run(action, now)
+                spans.append(span)
+                if kind is Kind.OFFLOAD:  # waits for the one before it
+                    now = span.start
+            elif (kind, stage) in channels:
+                if events and events[0][0] < now:
+                    heappush(events, (now, rank, 0))
+                    yield
+                channel = channels[kind, stage]
+                if facts.is_send:
+                    (table,) = tables[kind]
+                    channel.send(now, table[stage][segment])
+                else:
+                    channel.post(now)
+
+    spans: list[list[Span]] = [[] for _ in numbers]
+    ranks = [run(rank, spans[rank]) for rank in numbers]
+    left = set(numbers)
+    while events:
+        time, rank, arrival = heappop(events)
+        if arrival:
+            if arrival < links[rank].last_event:
+                continue
+            channel = links[rank].leave(time)
+            channel.arrive(time)
+            if channel.waiting is None:
+                continue
+            rank, channel.waiting = channel.waiting, None
+        try:
+            next(ranks[rank])
+        except StopIteration:
+            left.remove(rank)
+    if left:
+        raise ValueError("the schedule cannot run to its end; validate it to see why")
+    # GATHER and REDUCE may start after compute that they were put before.
+    in_order = (tuple(sorted(each, key=lambda span: span.start)) for each in spans)
+    return Timeline(lowered.shape, tuple(in_order), "s")
+
+
+def _channels(placement: Placement, links: Sequence[Link]) -> dict[tuple[Kind, int], Channel]:
+    """The channels between all ranks, by kind of message and stage."""
+    found: dict[object, Channel] = {}
+    by_message = {}
+    for rank in range(placement.num_ranks):
+        for key, ends in channels_of(placement, rank).items():
+            by_message[key] = found.setdefault(ends, Channel(links[ends.source]))
+    return by_message
+
+
+def _saved(pairs: PairTimes, together: Sequence[Action], before: Action | None) -> float:
+    """What a pair saves, or a forward of Megatron's, whose orders have no pairs, beside the backward `before` it."""
+    *forward, action = together
+    if forward:
+        return pairs.saved(forward[0], action)
+    if action.kind is Kind.F and before is not None and before.kind is Kind.B:
+        return pairs.saved(action, before)
+    return 0.0

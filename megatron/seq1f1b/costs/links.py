@@ -1,0 +1,87 @@
+"""What ranks send to each other, in simulated time.
+
+A channel carries one payload from one rank to another, one message after the other: a message starts when it has been
+sent, its receive has been posted and the one before it has arrived. All that a rank sends leaves by one link, and the
+messages on their way share it evenly.
+
+Tested in costs/test_links.py.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+from heapq import heappush
+
+# Time, rank, and the number of an arrival: at this time a message that the rank sent arrives, or, if the number is 0,
+# the rank goes on. A plain tuple, since a simulated step makes some hundred thousand.
+type Event = tuple[float, int, int]
+
+
+@dataclass(eq=False)
+class Link:
+    """By which a rank sends. Calls come in the order of their times. The message that is the next to arrive, if no
+    other starts before, is an event; the last of these counts."""
+
+    rank: int
+    events: list[Event]  # a heap
+    left: "dict[Channel, float]" = field(default_factory=dict)  # of messages on their way, the seconds if alone
+    since: float = 0.0  # when `left` held
+    last_event: int = 0  # its number
+
+    def join(self, now: float, channel: "Channel", seconds: float) -> None:
+        """A message of the channel, which takes so many seconds if it is alone, starts."""
+        self._pass(now)
+        self.left[channel] = seconds
+        self._expect()
+
+    def leave(self, now: float) -> "Channel":
+        """The message that arrives now is there."""
+        if len(self.left) == 1:
+            return self.left.popitem()[0]
+        self._pass(now)
+        channel = min(self.left, key=self.left.__getitem__)
+        del self.left[channel]
+        self._expect()
+        return channel
+
+    def _pass(self, now: float) -> None:
+        """Each message has had an even share of the link until now."""
+        if self.left:
+            share = (now - self.since) / len(self.left)
+            self.left = {channel: max(0.0, seconds - share) for channel, seconds in self.left.items()}
+        self.since = now
+
+    def _expect(self) -> None:
+        time = self.since + len(self.left) * min(self.left.values())
+        self.last_event += 1
+        heappush(self.events, (time, self.rank, self.last_event))
+
+
+@dataclass(eq=False)
+class Channel:
+    """The messages of one channel that have not been received, in the order of its sends."""
+
+    link: Link
+    sent: deque[float] = field(default_factory=deque)  # seconds of those that have not started
+    posted: int = 0  # receives that wait for a message to start
+    arrived: deque[float] = field(default_factory=deque)  # times
+    waiting: int | None = None  # the rank that needs the next message
+
+    def send(self, now: float, seconds: float) -> None:
+        """The next message may leave, and takes so many seconds if it has the link alone."""
+        self.sent.append(seconds)
+        self._start(now)
+
+    def post(self, now: float) -> None:
+        """One more message may arrive."""
+        self.posted += 1
+        self._start(now)
+
+    def arrive(self, now: float) -> None:
+        """The message on its way is there."""
+        self.arrived.append(now)
+        self._start(now)
+
+    def _start(self, now: float) -> None:
+        if self.sent and self.posted and self not in self.link.left:
+            self.posted -= 1
+            self.link.join(now, self, self.sent.popleft())
