@@ -3,10 +3,10 @@
 
     sudo python tools/benchmark_network.py --seq-length 4096 --hidden-size 256 --repeats 7
 
-1F1B, its interleaved form, Seq1F1B and Seq1F1B-I run at rates of the link at which the output of a stage takes a tenth,
-a half and all of the time of its forward. Times of actions come from runs of zb-h1 in one to eight segments, latency
-and bandwidth of the limited link from messages of two sizes; steps are simulated by these, and timed in turn with those
-runs. Needs root, and `ip` and `tc` of iproute2. The namespaces are gone at the end.
+1F1B, its interleaved form, Seq1F1B and Seq1F1B-I run at rates of the link at which the output of a stage takes a
+tenth, a half and all of the time of its forward. Times of actions come from runs of two micro-batches in one to eight
+segments, latency and bandwidth of the limited link from messages of two sizes; steps are simulated by these, and
+timed in turn with those runs. Needs root, and `ip`, `tc` and `sysctl`. The namespaces are gone at the end.
 """
 
 from benchmarking.device import parser_of, start  # before Megatron
@@ -47,9 +47,15 @@ METHODS = {
     2: (("interleaved 1F1B, C = 2", 1), ("Seq1F1B-I, k = 4, C = 2", 4)),
 }
 _PROFILED = (1, 2, 4, 8)  # segments of the runs that are the profile
+# With one, both ranks would seldom compute at once, and each would have the memory's bandwidth for itself.
+_PROFILED_MICROBATCHES = 2
 # A message in flight may wait in the queue of the interface.
 _QUEUE_BYTES = 256 * 2**20
-_BURST_BYTES = 16 * 2**10  # which a link that was idle takes at once
+# The processor handles each packet, and has none to spare for many small ones.
+_PACKET_BYTES = 16 * 2**10
+_BURST_BYTES = 32 * 2**10  # which a link that was idle takes at once
+# A receive is announced to the sender; behind megabytes that wait in a socket, the announcement would come late.
+_SOCKET_BYTES = 64 * 2**10
 _FIXED = {
     "schedule": ["1f1b"],
     "placement": "looped",
@@ -141,11 +147,11 @@ def compare(args: argparse.Namespace, num_chunks: int, interface: str, rates: di
     model = build_model(args, num_chunks)
     batch = Batch(args)
 
-    def variant(schedule: str, segments: int, microbatches: int) -> Variant:
-        return ours(args, schedule, "even", even(args.seq_length, segments), model, batch, microbatches)
+    def variant(segments: int, microbatches: int) -> Variant:
+        return ours(args, "1f1b", "even", even(args.seq_length, segments), model, batch, microbatches)
 
-    profiled = [variant("zb-h1", segments, 1) for segments in _PROFILED]
-    variants = [variant("1f1b", segments, _MICROBATCHES) for _, segments in METHODS[num_chunks]]
+    profiled = [variant(segments, _PROFILED_MICROBATCHES) for segments in _PROFILED]
+    variants = [variant(segments, _MICROBATCHES) for _, segments in METHODS[num_chunks]]
     bytes_of_token = 4 * args.hidden_size
     if not rates:
         timed(profiled, args.repeats)
@@ -212,12 +218,15 @@ def linked_namespaces() -> Iterator[None]:
     for space, interface, address in zip(_SPACES, _INTERFACES, _ADDRESSES, strict=True):
         commands += [
             f"ip -n {space} address add {address}/24 dev {interface}",
-            f"ip -n {space} link set {interface} up",
+            f"ip -n {space} link set {interface} mtu {_PACKET_BYTES} up",
             f"ip -n {space} link set lo up",
         ]
     try:
         for command in commands:
             subprocess.run(command.split(), check=True)
+        for space in _SPACES:
+            buffers = f"net.ipv4.tcp_wmem={_SOCKET_BYTES} {_SOCKET_BYTES} {_SOCKET_BYTES}"  # least, default, most
+            subprocess.run(["ip", "netns", "exec", space, "sysctl", "-qw", buffers], check=True)
         yield
     finally:
         for space in _SPACES:
@@ -226,8 +235,11 @@ def linked_namespaces() -> Iterator[None]:
 
 def launch() -> int:
     """Run a rank in each namespace; returns an exit code."""
-    if os.geteuid() != 0 or not all(map(shutil.which, ("ip", "tc"))):
-        print("error: network namespaces and limits of links need root, and ip and tc of iproute2", file=sys.stderr)
+    if os.geteuid() != 0 or not all(map(shutil.which, ("ip", "tc", "sysctl"))):
+        print(
+            "error: network namespaces and limits of links need root, ip and tc of iproute2, and sysctl of procps",
+            file=sys.stderr,
+        )
         return 1
     with linked_namespaces():
         ranks = []
