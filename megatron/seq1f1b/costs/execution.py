@@ -1,6 +1,6 @@
 """A lowered schedule in simulated time, in the order of the interpreter.
 
-Sends and receives do not hold up a rank; a compute action waits for its message (`links`). Beside compute, and one
+Sends and receives do not hold up a rank; a compute action waits for its message (`ports`). Beside compute, and one
 after the other, a rank gathers and reduces chunks, and copies units to the host and back. Actions wait for the
 parameters of their chunk, a backward for its unit, and an OFFLOAD for the one before it.
 
@@ -10,11 +10,11 @@ Tested in costs/test_simulator.py.
 from collections.abc import Iterator, Mapping, Sequence
 from heapq import heappop, heappush
 
-from ..schedule import Action, Kind, Lane, Placement, Schedule, Unit, channels_of
+from ..schedule import Action, Channel, Kind, Lane, Placement, Schedule, Unit, channels_of
 from ..schedule.cost_tables import Costs, Table
 from ..schedule.timeline import Span, Timeline
-from .links import Channel, Event, Link
 from .pair_times import PairTimes
+from .ports import Event, MessageQueue, Port
 
 
 class _Aside:
@@ -60,12 +60,12 @@ def execute_lowered(
     tables = {kind: costs.tables(kind) for kind in Kind}
     numbers = range(len(lowered.ranks))
     events: list[Event] = [(0.0, rank, 0) for rank in numbers]  # a heap
-    links = [Link(rank, events) for rank in numbers]
-    channels = _channels(lowered.shape.placement, links)
+    ports = [Port(rank, events) for rank in numbers]
+    queues = _queues(lowered.shape.placement, ports)
 
     def run(rank: int, spans: list[Span]) -> Iterator[None]:
         """Runs a rank. It stops where it waits for a message, and before a send or a receive if another rank has an
-        event that comes first, since messages share links in the order of time."""
+        event that comes first, since messages share ports in the order of their times."""
         now = 0.0
         beside = _Aside(aside)
         before: Action | None = None  # the last compute action
@@ -74,12 +74,12 @@ def execute_lowered(
             kind, stage, _, segment = action
             facts = kind.facts
             if facts.lane is Lane.COMPUTE:
-                if facts.receives is not None and (facts.receives, stage) in channels:
-                    channel = channels[facts.receives, stage]
-                    if not channel.arrived:
-                        channel.waiting = rank
+                if facts.receives is not None and (facts.receives, stage) in queues:
+                    queue = queues[facts.receives, stage]
+                    if not queue.arrived:
+                        queue.waiting = rank
                         yield
-                    now = max(now, channel.arrived.popleft())
+                    now = max(now, queue.arrived.popleft())
                 if aside:
                     now = max(now, beside.ready(action))
                 if action in lowered.paired:
@@ -98,16 +98,16 @@ def execute_lowered(
                 spans.append(span)
                 if kind is Kind.OFFLOAD:  # waits for the one before it
                     now = span.start
-            elif (kind, stage) in channels:
+            elif (kind, stage) in queues:
                 if events and events[0][0] < now:
                     heappush(events, (now, rank, 0))
                     yield
-                channel = channels[kind, stage]
+                queue = queues[kind, stage]
                 if facts.is_send:
                     (table,) = tables[kind]
-                    channel.send(now, table[stage][segment])
+                    queue.send(now, table[stage][segment])
                 else:
-                    channel.post(now)
+                    queue.post(now)
 
     spans: list[list[Span]] = [[] for _ in numbers]
     ranks = [run(rank, spans[rank]) for rank in numbers]
@@ -115,13 +115,13 @@ def execute_lowered(
     while events:
         time, rank, arrival = heappop(events)
         if arrival:
-            if arrival < links[rank].last_event:
+            if arrival < ports[rank].last_event:
                 continue
-            channel = links[rank].leave(time)
-            channel.arrive(time)
-            if channel.waiting is None:
+            queue = ports[rank].leave(time)
+            queue.arrive(time)
+            if queue.waiting is None:
                 continue
-            rank, channel.waiting = channel.waiting, None
+            rank, queue.waiting = queue.waiting, None
         try:
             next(ranks[rank])
         except StopIteration:
@@ -133,13 +133,13 @@ def execute_lowered(
     return Timeline(lowered.shape, tuple(in_order), "s")
 
 
-def _channels(placement: Placement, links: Sequence[Link]) -> dict[tuple[Kind, int], Channel]:
-    """The channels between all ranks, by kind of message and stage."""
-    found: dict[object, Channel] = {}
+def _queues(placement: Placement, ports: Sequence[Port]) -> dict[tuple[Kind, int], MessageQueue]:
+    """The channels between all ranks, each by the kinds of its messages and their stages at both ends."""
+    by_channel: dict[Channel, MessageQueue] = {}
     by_message = {}
     for rank in range(placement.num_ranks):
-        for key, ends in channels_of(placement, rank).items():
-            by_message[key] = found.setdefault(ends, Channel(links[ends.source]))
+        for key, channel in channels_of(placement, rank).items():
+            by_message[key] = by_channel.setdefault(channel, MessageQueue(ports[channel.source]))
     return by_message
 
 

@@ -1,10 +1,8 @@
 """What ranks send to each other, in simulated time.
 
 A channel carries one payload from one rank to another, one message after the other: a message starts when it has been
-sent, its receive has been posted and the one before it has arrived. All that a rank sends leaves by one link, and the
-messages on their way share it evenly.
-
-Tested in costs/test_links.py.
+sent, its receive has been posted and the one before it has arrived. All that a rank sends leaves by one port, and the
+messages on their way share its bandwidth evenly.
 """
 
 from collections import deque
@@ -17,23 +15,23 @@ type Event = tuple[float, int, int]
 
 
 @dataclass(eq=False)
-class Link:
-    """By which a rank sends. Calls come in the order of their times. The message that is the next to arrive, if no
-    other starts before, is an event; the last of these counts."""
+class Port:
+    """By which a rank sends. Calls come in the order of their times. The message that arrives next, if no other starts
+    before, is an event, and the last of these events counts."""
 
     rank: int
     events: list[Event]  # a heap
-    left: "dict[Channel, float]" = field(default_factory=dict)  # of messages on their way, the seconds if alone
+    left: "dict[MessageQueue, float]" = field(default_factory=dict)  # of messages on their way, the seconds if alone
     since: float = 0.0  # when `left` held
     last_event: int = 0  # its number
 
-    def join(self, now: float, channel: "Channel", seconds: float) -> None:
+    def join(self, now: float, channel: "MessageQueue", seconds: float) -> None:
         """A message of the channel, which takes so many seconds if it is alone, starts."""
         self._pass(now)
         self.left[channel] = seconds
         self._expect()
 
-    def leave(self, now: float) -> "Channel":
+    def leave(self, now: float) -> "MessageQueue":
         """The message that arrives now is there."""
         if len(self.left) == 1:
             return self.left.popitem()[0]
@@ -44,7 +42,7 @@ class Link:
         return channel
 
     def _pass(self, now: float) -> None:
-        """Each message has had an even share of the link until now."""
+        """Each message has had an even share of the bandwidth until now."""
         if self.left:
             share = (now - self.since) / len(self.left)
             self.left = {channel: max(0.0, seconds - share) for channel, seconds in self.left.items()}
@@ -57,17 +55,17 @@ class Link:
 
 
 @dataclass(eq=False)
-class Channel:
+class MessageQueue:
     """The messages of one channel that have not been received, in the order of its sends."""
 
-    link: Link
+    port: Port
     sent: deque[float] = field(default_factory=deque)  # seconds of those that have not started
     posted: int = 0  # receives that wait for a message to start
     arrived: deque[float] = field(default_factory=deque)  # times
     waiting: int | None = None  # the rank that needs the next message
 
     def send(self, now: float, seconds: float) -> None:
-        """The next message may leave, and takes so many seconds if it has the link alone."""
+        """The next message may leave, and takes so many seconds if it is alone."""
         self.sent.append(seconds)
         self._start(now)
 
@@ -82,6 +80,6 @@ class Channel:
         self._start(now)
 
     def _start(self, now: float) -> None:
-        if self.sent and self.posted and self not in self.link.left:
+        if self.sent and self.posted and self not in self.port.left:
             self.posted -= 1
-            self.link.join(now, self, self.sent.popleft())
+            self.port.join(now, self, self.sent.popleft())

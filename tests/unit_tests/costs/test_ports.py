@@ -1,11 +1,11 @@
-"""Messages that share a link arrive as a fluid would; a simulated step keeps to what its links can carry."""
+"""Messages that share a port arrive as a fluid would; a simulated step keeps to what its ports can carry."""
 
 from heapq import heappop
 
 import pytest
 
 from megatron.seq1f1b.costs.execution import execute_lowered
-from megatron.seq1f1b.costs.links import Channel, Event, Link
+from megatron.seq1f1b.costs.ports import Event, MessageQueue, Port
 from megatron.seq1f1b.schedule import Placement, Shape, build, lower
 from megatron.seq1f1b.schedule.cost_tables import Costs
 
@@ -22,11 +22,11 @@ from megatron.seq1f1b.schedule.cost_tables import Costs
     ],
     ids=["alone", "at once", "the second joins", "one channel", "two channels", "three channels"],
 )
-def test_messages_on_their_way_share_the_link(sends, arrivals):
+def test_messages_on_their_way_share_the_port(sends, arrivals):
     """By channel, messages by time and seconds if alone, and when they arrive."""
     events: list[Event] = []
-    link = Link(0, events)
-    channels = {name: Channel(link) for name in sends}
+    port = Port(0, events)
+    channels = {name: MessageQueue(port) for name in sends}
     to_send = sorted((time, name, seconds) for name, messages in sends.items() for time, seconds in messages)
     while to_send or events:
         if to_send and (not events or to_send[0][0] <= events[0][0]):
@@ -35,15 +35,15 @@ def test_messages_on_their_way_share_the_link(sends, arrivals):
             channels[name].send(time, seconds)
             continue
         time, _, number = heappop(events)
-        if number == link.last_event:
-            link.leave(time).arrive(time)
+        if number == port.last_event:
+            port.leave(time).arrive(time)
     assert {name: pytest.approx(list(channel.arrived)) for name, channel in channels.items()} == arrivals
 
 
 @pytest.mark.parametrize("placement", [Placement(2), Placement(2, 2), Placement(3, 2, "v"), Placement(3, 2)], ids=str)
 @pytest.mark.parametrize("family", ["1f1b", "zb-h1"])
-def test_a_step_takes_as_long_as_its_links_need(family, placement):
-    """Messages take so long that the busiest link decides, give or take the first and the last message's compute."""
+def test_a_step_takes_as_long_as_its_ports_need(family, placement):
+    """Messages take so long that the busiest port decides."""
     shape = Shape(placement, 8, 2)
     message = 20.0
     timeline = execute_lowered(lower(build(family, shape)), Costs.uniform(shape, message=message))
@@ -58,7 +58,7 @@ def test_a_step_takes_as_long_as_its_links_need(family, placement):
 
 def test_without_a_receive_a_message_does_not_start():
     events: list[Event] = []
-    channel = Channel(Link(0, events))
+    channel = MessageQueue(Port(0, events))
     channel.send(0.0, 1.0)
     assert not events
     channel.post(5.0)
