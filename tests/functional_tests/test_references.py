@@ -44,9 +44,10 @@ class Adapters:
 
     @contextmanager
     def off(self):
+        were_on = self._are_on
         self._are_on = False
         yield
-        self._are_on = True
+        self._are_on = were_on
 
     def _change(self, _, __, output):
         return (output[0] * 1.5, output[1]) if self._are_on else output
@@ -106,10 +107,8 @@ def steps(make_reference, layout: Layout, schedule=None):
         micro_batch_size=2,
         pg_collection=groups_of(layout),
     )
-    reports = []
-    if make_reference is another_model:
-        with torch.no_grad():
-            reports += step(data_iterator=[iter(Batches()) for _ in chunks], forward_only=True)
+    with torch.no_grad():
+        reports = step(data_iterator=[iter(Batches()) for _ in chunks], forward_only=True)
     reports += step(data_iterator=[iter(Batches()) for _ in chunks])
     return reports, {name: parameter.main_grad for name, parameter in named(chunks)}
 
@@ -133,6 +132,50 @@ def test_a_reference_runs_by_segments():
             assert any(gradient.abs().max() > 1e-3 for gradient in mine.values())
 
 
+def without_wrappers(batches, model):
+    tokens = next(batches)
+    return unwrapped(model)(tokens, torch.arange(tokens.shape[1]).expand(2, -1), None), log_probs
+
+
+def with_wrappers(batches, model):
+    tokens = next(batches)
+    return model(tokens, torch.arange(tokens.shape[1]).expand(2, -1), None), log_probs
+
+
+def log_probs(logits):
+    return logits.sum(), {"probability": logits.log_softmax(-1)[..., 0]}
+
+
+def evaluation(program, layout):
+    """The reports of an evaluation by segments."""
+    use_ranks(layout)
+    chunks = build(Model(), layout)
+    chunks[0].config.variable_seq_lengths = True
+    megatron.seq1f1b.install(segment_tokens=8)
+    try:
+        with torch.no_grad():
+            return get_forward_backward_func()(
+                forward_step_func=program,
+                data_iterator=[iter(Batches()) for _ in chunks],
+                model=chunks,
+                num_microbatches=len(LENGTHS),
+                seq_length=1,
+                micro_batch_size=2,
+                pg_collection=groups_of(layout),
+                forward_only=True,
+            )
+    finally:
+        megatron.seq1f1b.uninstall()
+
+
+@on_ranks(2)
+def test_evaluations_may_call_the_model_without_wrappers():
+    for layout in LAYOUTS:
+        reports = evaluation(without_wrappers, layout)
+        assert [report["probability"].shape[1] for report in reports] == (list(LENGTHS) if has_loss(layout) else [])
+        torch.testing.assert_close(reports, evaluation(with_wrappers, layout), rtol=0, atol=0)
+
+
 def in_every_second_batch(references, around_reference, batches, model):
     tokens = next(batches)
     if tokens.shape[1] != LENGTHS[1]:
@@ -146,6 +189,20 @@ def of_other_sequences(references, around_reference, batches, model):
     with torch.no_grad():
         references[0](tokens[:, 1:], None, None)
     return model(tokens, None, None), None
+
+
+def twice_in_every_second_evaluation(batches, model):
+    tokens = next(batches)
+    output = unwrapped(model)(tokens, None, None)
+    if tokens.shape[1] != LENGTHS[1]:
+        model(tokens, None, None)
+    return output, None
+
+
+@on_ranks(2)
+def test_other_numbers_of_calls_in_an_evaluation_are_refused():
+    with pytest.raises(ValueError, match="call their model twice, and those of others once, .* equally often in each"):
+        evaluation(twice_in_every_second_evaluation, LAYOUTS[0])
 
 
 @on_ranks(2)

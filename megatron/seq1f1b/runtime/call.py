@@ -5,8 +5,8 @@ calls is a door: the call hands its arguments to the interpreter, which runs the
 when the micro-batch is through. Whatever the program does before and after, it does with whole sequences.
 
 A program may first call a reference, as preference losses do: this stage of another pipeline of the same kind, or the
-model itself without gradients in a training step. That call returns what a pass of its own gives (reference.py), and
-the program goes on to the call of its model.
+model itself, in a training step without gradients, in an evaluation without the wrappers that the schedule was given.
+That call returns what a pass of its own gives (reference.py), and the program goes on to the call of its model.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,10 +29,11 @@ _PATIENCE = 8  # times that a program may go on after it was told to end
 
 
 class Asked(NamedTuple):
-    """The model that a program calls, and the arguments."""
+    """The model that a program calls, and the arguments; whether it calls the model without its wrappers."""
 
     model: torch.nn.Module
     arguments: Arguments
+    is_direct: bool = False
 
 
 class Call(greenlet):
@@ -40,12 +41,18 @@ class Call(greenlet):
     those of the model, and `where` says which call it is."""
 
     def __init__(
-        self, forward_step: Callable[[], Any], model: torch.nn.Module, parameters: Sequence[str], where: str
+        self,
+        forward_step: Callable[[], Any],
+        model: torch.nn.Module,
+        parameters: Sequence[str],
+        where: str,
+        has_wrappers: bool = False,
     ) -> None:
         super().__init__(forward_step)
         self.gr_context = copy_context()  # a greenlet begins with an empty one
         self.model = model
         self.parameters = parameters
+        self.is_direct = has_wrappers  # whether a call of the model would now be one without its wrappers
         self.reference: torch.nn.Module | None = None  # that waits to be run, before the model
         self.num_references = 0  # that the program has called
         self.arguments = _NO_ARGUMENTS
@@ -68,18 +75,24 @@ class Call(greenlet):
             )
         self._take(asked, needs_gradients, was_inferring)
 
-    def go_on(self, output: Any, needs_gradients: bool) -> None:
-        """Let the call of the reference return `output`, and run the program until its next call. Raises ValueError if
-        there is none."""
-        self.num_references += 1
+    def go_on(self, output: Any, needs_gradients: bool) -> Any:
+        """Let the call of the reference return `output`, and run the program until its next call. In an evaluation the
+        program may end instead, since the model itself was no reference: then what its forward step returns. Raises
+        ValueError if a program ends in a training step."""
         was_inferring = torch.is_inference_mode_enabled()
-        asked = self._switch(output)
-        if self.dead:
+        given = self._switch(output)
+        if not self.dead:
+            self.num_references += 1
+            self._take(given, needs_gradients, was_inferring)
+            return None
+        if needs_gradients:
             raise ValueError(
                 f"the forward step of {self._where} calls its model without gradients in a training step; run it with "
                 "forward_only=True, or call the model outside of torch.no_grad"
             )
-        self._take(asked, needs_gradients, was_inferring)
+        self.reference = None
+        self.arguments = _NO_ARGUMENTS
+        return given
 
     def _take(self, asked: Asked, needs_gradients: bool, was_inferring: bool) -> None:
         """Take what the program waits for."""
@@ -95,7 +108,8 @@ class Call(greenlet):
                 f"the forward step of {self._where} calls another model than the schedule was given, and with "
                 "gradients; call a reference under torch.no_grad"
             )
-        self.reference = None if is_own and (has_gradients or not needs_gradients) else asked.model
+        is_as_the_model = has_gradients if needs_gradients else not asked.is_direct
+        self.reference = None if is_own and is_as_the_model else asked.model
         self.arguments = asked.arguments
 
     def run_model(self, forward: Callable[..., Any], arguments: Arguments) -> Any:
@@ -210,6 +224,9 @@ class Calls:
         self._parameters = [tuple(signature(forward).parameters) for forward in self._forwards]
         door = wrapping("torch.nn.Module.forward", _at_the_door, "runs on whole sequences")
         self._doors.enter_context(patched_on(self.models, [door]))
+        wrappers = [chunk for chunk, model in zip(self._step.chunks, self.models, strict=True) if chunk is not model]
+        door = wrapping("torch.nn.Module.forward", _in_the_wrappers, "calls the model as the schedule was given it")
+        self._doors.enter_context(patched_on(wrappers, [door]))
         # A reference is known when it is called. Of a pipeline of one stage it runs on whole sequences by itself.
         stages = [model for model in self.models if not _is_whole(model)]
         door = wrapping("torch.nn.Module.forward", _at_the_door_of_a_class, "runs on whole sequences")
@@ -248,16 +265,31 @@ class Calls:
         """Whether the calls that are started wait for references."""
         return any(call.reference is not None for calls in self._started for call in calls)
 
+    @property
+    def have_ended(self) -> bool:
+        """Whether programs have ended with what looked like a call of a reference. Raises ValueError if only some
+        have."""
+        ended = {call.dead for calls in self._started for call in calls}
+        if len(ended) > 1:
+            raise ValueError(
+                "the forward steps of some micro-batches call their model twice, and those of others once, but one "
+                "pass through the pipeline serves all micro-batches; call it equally often in each"
+            )
+        return ended == {True}
+
     def end_references(self) -> None:
         """From now on a call that waits for a reference is an error."""
         self._takes_references = False
 
-    def go_on(self, chunk: int, microbatch: int, output: Any) -> None:
-        """Let the call of a reference return `output`; the program goes on to its next call."""
+    def go_on(self, chunk: int, microbatch: int, output: Any) -> Any:
+        """Let the call of a reference return `output`; the program goes on to its next call, or ends, and then what its
+        forward step returns."""
         call = self._started[chunk][microbatch]
         with self._around(chunk, microbatch):
-            call.go_on(output, needs_gradients=not self._step.forward_only)
-        self._make_whole(call)
+            result = call.go_on(output, needs_gradients=not self._step.forward_only)
+        if not call.dead:
+            self._make_whole(call)
+        return result
 
     def run(self, chunk: int, call: Call, arguments: Arguments, forward: Callable[..., Any] | None = None) -> Any:
         """The output of the model of a chunk, by its own `forward` unless another is given, for a part of the call's
@@ -284,6 +316,7 @@ class Calls:
             model=model,
             parameters=self._parameters[chunk],
             where=f"micro-batch {microbatch}",
+            has_wrappers=step.chunks[chunk] is not model,
         )
         self._started[chunk].append(call)  # to be closed, also if it fails
         with self._around(chunk, microbatch):
@@ -338,8 +371,20 @@ def _at_the_door(model: torch.nn.Module, forward: Callable, *args: Any, **kwargs
     """A call by a program waits for the interpreter; any other one runs the model."""
     call = getcurrent()
     if isinstance(call, Call) and call.model is model and call.parent is not None:  # it has one while it runs
-        return call.parent.switch(Asked(model, _arguments(call, args, kwargs)))
+        return call.parent.switch(Asked(model, _arguments(call, args, kwargs), call.is_direct))
     return forward(*args, **kwargs)
+
+
+def _in_the_wrappers(wrappers: torch.nn.Module, forward: Callable, *args: Any, **kwargs: Any) -> Any:
+    """What the wrappers of the model call, a program calls by them."""
+    call = getcurrent()
+    if not isinstance(call, Call):
+        return forward(*args, **kwargs)
+    call.is_direct = False
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        call.is_direct = True
 
 
 def _at_the_door_of_a_class(forward: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:

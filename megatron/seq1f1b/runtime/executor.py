@@ -153,8 +153,9 @@ class PipelineExecutor:
             segmentation.cut_step(step, calls)
             compute_loss_in_pieces(step.chunks, most_tokens(step), self._piece)
             program_of = partial(self._program, in_turn=communicator.goes_in_turn)
+            losses = None
             if calls is not None:
-                run_references(
+                losses = run_references(
                     step=step,
                     calls=calls,
                     program_of=program_of,
@@ -163,9 +164,9 @@ class PipelineExecutor:
                     segmentation=segmentation,
                     kernels_of=self._kernels_of,
                 )
-            program = program_of(step)
-            self.context.splits_backwards = program.splits_backwards
-            reports = self._run(step, calls, program, communicator)
+            if losses is None:
+                losses = self._run(step, calls, program_of(step), communicator)
+            reports = self._reports(losses, step)
         self._ran_before.add(kernels)
         return reports
 
@@ -206,8 +207,9 @@ class PipelineExecutor:
             is_partitioned=is_partitioned(step.chunks),
         )
 
-    def _run(self, step: Step, calls: Calls | None, program: Program, communicator: Communicator) -> list[Any]:
+    def _run(self, step: Step, calls: Calls | None, program: Program, communicator: Communicator) -> Losses:
         """Run the actions of this rank, then Megatron's end of the step."""
+        self.context.splits_backwards = program.splits_backwards
         losses = Losses(step)
         syncs = gradient_syncs(step.config, step.chunks, finishes_last=len(step.chunks) == 1 and step.rank == 0)
         with ExitStack() as around:
@@ -235,6 +237,10 @@ class PipelineExecutor:
             self.context.masks.settle()
             if not step.forward_only:
                 finalize_gradients(step, losses)
+        return losses
+
+    def _reports(self, losses: Losses, step: Step) -> list[Any]:
+        """What the step returns on this rank."""
         reports = self.segmentation.reports(losses.reports(), step)
         return self._on_last_rank(reports, step) if self._reports_on_last_rank else reports
 

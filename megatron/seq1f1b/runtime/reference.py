@@ -2,7 +2,8 @@
 
 Preference losses (DPO) compare with a model that does not train, or with the model without its adapters. Its stages
 form a pipeline of their own, in which an evaluation runs before the step. The program's calls of the reference then
-return, in order and all at once, since a program may have switched adapters off for them.
+return all at once, since a program may have switched adapters off for them, and the last one first, as nested contexts
+end.
 
 Tested in functional_tests/test_references.py by test_a_reference_runs_by_segments.
 """
@@ -38,9 +39,11 @@ def run_references(
     context: SegmentContext,
     segmentation: Segmentation,
     kernels_of: KernelsOf,
-) -> None:
+) -> Losses | None:
     """Run what the programs of a step call before their model, until all wait for that. `program_of` gives the actions
-    of this rank."""
+    of this rank. Returns the losses of an evaluation whose programs then end, since they called no reference, but their
+    model without its wrappers."""
+    losses = Losses(step)
     calls.at(0, 0)
     while calls.wait_for_references:
         calls.start_all()
@@ -53,7 +56,7 @@ def run_references(
         forwards = ReferenceForwards(
             step=evaluation,
             context=context,
-            losses=Losses(evaluation),
+            losses=losses,
             calls=calls,
             follows_segments=segmentation.follows_segments,
         )
@@ -73,7 +76,11 @@ def run_references(
                 recorder=around.enter_context(Recorder(step.device)),
             ).run()
         forwards.return_all()
+        if calls.have_ended:
+            context.masks.settle()
+            return losses
     calls.end_references()
+    return None
 
 
 def _references(step: Step, calls: Calls) -> list[Any]:
@@ -107,13 +114,16 @@ class ReferenceForwards(SegmentForwards):
         self._found: dict[tuple[int, int], Any] = {}  # by (model chunk, micro-batch)
 
     def return_all(self) -> None:
-        """Let all calls of the reference return. Raises ValueError if a program then calls its model for sequences of
-        another size."""
-        for (chunk, microbatch), output in sorted(self._found.items(), key=lambda each: each[0]):
+        """Let all calls of the reference return, and take the losses of programs that end. Raises ValueError if a
+        program then calls its model for sequences of another size."""
+        for chunk, microbatch in sorted(self._found, reverse=True):
             call = self._calls.at(chunk, microbatch)
             size = size_of(call.arguments)
-            self._calls.go_on(chunk, microbatch, output)
-            if size_of(call.arguments) != size:
+            result = self._calls.go_on(chunk, microbatch, self._found[chunk, microbatch])
+            if call.dead:
+                if self._chunk_of.get(self._last_stage) == chunk:
+                    self._losses.add(chunk, microbatch, *result)
+            elif size_of(call.arguments) != size:
                 raise ValueError(
                     f"the forward step of micro-batch {microbatch} calls its reference and its model for sequences of "
                     "different sizes; call both for the same sequences"
