@@ -1,7 +1,7 @@
-"""`megatron sft` of ms-swift on two pipeline stages of a CPU.
+"""`megatron sft` and `megatron rlhf` of ms-swift on two pipeline stages of a CPU.
 
-Its entry point runs unmodified, from the words of its command line to the checkpoint: templates, packing, trainer,
-forward step, loss, LoRA, evaluation, and import of weights by mcore-bridge. What a CPU needs here:
+Its entry points run unmodified, from the words of their command line to the checkpoint and on from it: templates,
+packing, trainer, forward step, loss, LoRA, evaluation, and import of weights by mcore-bridge. What a CPU needs here:
 
 - The double of Transformer Engine's kernels (support/te_double.py), since mcore-bridge builds its layers.
 - Examples are packed in a fork, since a process started anew would find no double.
@@ -25,6 +25,7 @@ from frameworks.models import save_qwen
 from megatron.seq1f1b.process.patches import Patch, patched
 
 VOCABULARY, STEPS = 128, 5
+STOPS_AFTER = 3
 # Tokens of a pack; micro-batches of a step.
 PACK, MICROBATCHES = 96, 4
 # Tokens of an example: a few long ones among short ones.
@@ -36,8 +37,7 @@ CASES = {
     "packed": "--packing true",
     "packed-lora": f"--packing true {LORA}",
     "dpo": "--rlhf_type dpo --micro_batch_size 2",
-    # Of an evaluation nobody knows that the first call of the model is that of a reference.
-    "dpo-lora": f"--rlhf_type dpo --micro_batch_size 2 --eval_iters 0 {LORA}",
+    "dpo-lora": f"--rlhf_type dpo --micro_batch_size 2 {LORA}",
 }
 
 
@@ -53,10 +53,7 @@ class Training:
 
 def with_segments_and_without(folder: Path) -> dict[str, tuple[Training, Training]]:
     """The cases, by segments of 16 tokens, and without segments."""
-    if dist.get_rank() == 0:
-        save_qwen(folder / "qwen", VOCABULARY)
-        save_examples(folder)
-    dist.barrier()
+    _prepare(folder)
     results = {}
     for name, words in CASES.items():
         with installed(segment_tokens=16):
@@ -66,6 +63,35 @@ def with_segments_and_without(folder: Path) -> dict[str, tuple[Training, Trainin
             own = fine_tune(folder, words, folder / f"{name}-own")
         results[name] = ours, own
         print(name, ours, own, flush=True)
+    return results
+
+
+@dataclass
+class Resumed:
+    """Of one rank, by segments: a whole training, one that stops, and one that goes on from its checkpoint."""
+
+    whole: Training
+    stopped: Training
+    resumed: Training
+
+
+def stopped_and_resumed(folder: Path) -> dict[str, Resumed]:
+    """The cases by segments, as a whole, and stopped after three steps. The optimizer has state, and is Adam: Megatron
+    cannot load that of SGD in fp32."""
+    _prepare(folder)
+    results = {}
+    with installed(segment_tokens=16):
+        for name, words in CASES.items():
+            words = f"{words} --optimizer adam --lr 0.01"
+            whole = fine_tune(folder, words, folder / f"{name}-whole")
+            stops = f"--train_iters {STOPS_AFTER} --eval_steps {STOPS_AFTER} --save_steps {STOPS_AFTER}"
+            stopped = fine_tune(folder, f"{words} {stops}", folder / f"{name}-stopped")
+            checkpoint = folder / f"{name}-stopped" / f"checkpoint-{STOPS_AFTER}"
+            loads = "--mcore_adapter" if LORA in words else "--mcore_model"
+            goes_on = f"{loads} {checkpoint} --finetune false --no_load_optim false --no_load_rng false"
+            resumed = fine_tune(folder, f"{words} {goes_on}", folder / f"{name}-resumed")
+            results[name] = Resumed(whole, stopped, resumed)
+            print(name, results[name], flush=True)
     return results
 
 
@@ -85,6 +111,13 @@ def fine_tune(folder: Path, words: str, output: Path) -> Training:
         main([*_command(folder, output).split(), *words.split()])
     parallel_state.destroy_model_parallel()
     return training
+
+
+def _prepare(folder: Path) -> None:
+    if dist.get_rank() == 0:
+        save_qwen(folder / "qwen", VOCABULARY)
+        save_examples(folder)
+    dist.barrier()
 
 
 def _command(folder: Path, output: Path) -> str:

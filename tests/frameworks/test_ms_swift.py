@@ -1,4 +1,4 @@
-"""`megatron sft` of ms-swift trains by segments: its losses, norms and evaluations are those of whole packs.
+"""ms-swift trains by segments: losses, norms and evaluations are those of whole packs, also after a resumption.
 
 Run by `bash scripts/frameworks.sh ms-swift`, in an environment of its own. See swift_training.py for what is
 ms-swift's.
@@ -39,5 +39,23 @@ def test_steps_are_those_of_whole_sequences(trainings, case):
 @pytest.mark.parametrize("case", swift_training.CASES)
 def test_evaluations_are_those_of_whole_sequences(trainings, case):
     ours, own = trainings[1][case]
-    assert len(own.evaluated) == (0 if case == "dpo-lora" else 1)
+    assert len(own.evaluated) == 1
     assert ours.evaluated == pytest.approx(own.evaluated, rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def resumed(launch_with_te, tmp_path_factory):
+    """Of each case on the last rank: a whole training, and one that was stopped and resumed."""
+    folder = tmp_path_factory.mktemp("resumed")
+    return launch_with_te.call(2, swift_training.stopped_and_resumed, 1700, folder=folder)[1]
+
+
+@pytest.mark.parametrize("case", swift_training.CASES)
+def test_a_stopped_training_goes_on(resumed, case):
+    trainings = resumed[case]
+    whole = trainings.whole
+    parts = trainings.stopped, trainings.resumed
+    assert [len(part.losses) for part in parts] == [swift_training.STOPS_AFTER, 2]
+    assert [loss for part in parts for loss in part.losses] == whole.losses
+    assert [norm for part in parts for norm in part.norms] == whole.norms
+    assert trainings.resumed.evaluated == whole.evaluated
