@@ -38,9 +38,9 @@ echo "{% for message in messages %}{{ message['content'] }}{{ eos_token }}{% end
 train() {
     local log=$OUTPUT/$1.log
     shift
-    .venv/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 pretrain_gpt.py \
+    .venv/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 pretrain_hybrid.py \
         --device cpu --pipeline-model-parallel-size 2 \
-        --num-layers 4 --hidden-size 128 --num-attention-heads 2 --position-embedding-type rope \
+        --hybrid-layer-pattern "*-*-|*-*-" --hidden-size 128 --num-attention-heads 2 --position-embedding-type rope \
         --seq-length "$SEQ_LENGTH" --max-position-embeddings "$SEQ_LENGTH" \
         --attention-dropout 0 --hidden-dropout 0 --micro-batch-size 1 --global-batch-size 16 \
         --train-iters "$TRAIN_ITERS" --lr 1e-3 --eval-iters 0 --log-interval 1 \

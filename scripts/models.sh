@@ -10,8 +10,13 @@ source scripts/checks.sh
 # Shapes, TP x PP and sequence lengths of the 2.7b to 30b are those of the Seq1F1B paper
 # (arXiv 2406.03488), trained on A100s; SEQ_LENGTH starts at the shortest of its three.
 MODEL=${MODEL:-gpt} # gpt; hybrid: three gated delta nets for each attention layer (G*)
-case $MODEL in
-    gpt | hybrid) SCRIPT=pretrain_$MODEL.py ;;
+# The training script. pretrain_hybrid.py has Megatron's HybridModel, which stays: a GPT is a pattern of *- in it.
+# pretrain_gpt.py has its GPTModel, which gets critical fixes only; losses are the same.
+: "${SCRIPT:=pretrain_hybrid.py}"
+case $MODEL/$SCRIPT in
+    gpt/pretrain_hybrid.py | gpt/pretrain_gpt.py | hybrid/pretrain_hybrid.py) ;;
+    gpt/*) die "SCRIPT=$SCRIPT does not train MODEL=gpt: take pretrain_hybrid.py or pretrain_gpt.py." ;;
+    hybrid/*) die "SCRIPT=$SCRIPT does not train MODEL=hybrid: take pretrain_hybrid.py." ;;
     *) die "MODEL=$MODEL is unknown: take gpt or hybrid." ;;
 esac
 MODEL_SIZE=${MODEL_SIZE:-tiny}
@@ -39,6 +44,7 @@ case $MODEL_SIZE in
         ;;
     *) die "MODEL_SIZE=$MODEL_SIZE is unknown: take tiny, 2.7b, 7b, 13b or 30b." ;;
 esac
+: "${CHUNKS:=1}" # model chunks of a rank
 : "${MICRO_BATCH_SIZE:=1}"
 : "${VOCAB_SIZE:=32768}" # of --mock-data; real data have their tokenizer's
 
@@ -68,14 +74,30 @@ read -rd '' -a data <<<"$DATA_PATH" || true # its words, on several lines, too
 : "${WORLD_SIZE:=}" # of the rehearsed launch; empty: one model, TP x PP
 
 # --------------------------------------------------------------------------- where it is to run
-# From the arguments of the launcher: context-parallel ranks, and whether the data are conversations.
+# From the arguments of the launcher: context-parallel ranks, whether the data are conversations, and what the layers are.
 CP=1
 SFT=0
+PATTERN= # given
+ATTENTION='*'
+MLP='-'
+PREDICTIONS=0
+NOT_IN_A_PATTERN=
 previous=
 for word in "$@"; do
-    [ "$previous" != --context-parallel-size ] || CP=$word
-    [[ $word != --context-parallel-size=* ]] || CP=${word#*=}
-    [ "$word" != --sft ] || SFT=1
+    # As --flag=value, whichever way it was given.
+    case $previous in
+        --context-parallel-size | --num-layers | --mtp-num-layers | --hybrid-layer-pattern) word=$previous=$word ;;
+    esac
+    case $word in
+        --context-parallel-size=*) CP=${word#*=} ;;
+        --num-layers=*) NUM_LAYERS=${word#*=} ;;
+        --mtp-num-layers=*) PREDICTIONS=${word#*=} ;;
+        --hybrid-layer-pattern=*) PATTERN=${word#*=} ;;
+        --multi-latent-attention) ATTENTION=+ ;;
+        --num-experts | --num-experts=*) MLP=E ;;
+        --moe-layer-freq* | --pipeline-model-parallel-layout*) NOT_IN_A_PATTERN=${word%%=*} ;;
+        --sft) SFT=1 ;;
+    esac
     previous=$word
 done
 # Hardware queues of a GPU. Tensor and context parallelism overlap their messages by the order of launches, which one
@@ -117,8 +139,9 @@ check_python() {
 
 # check_world NODES: check the sizes, set GPUS_PER_NODE if need be, and check that the model can be laid out.
 check_world() {
-    check_numbers 999999 TP PP CP HIDDEN_SIZE NUM_HEADS MICRO_BATCH_SIZE NUM_MICRO_BATCHES
+    check_numbers 999999 TP PP CP CHUNKS HIDDEN_SIZE NUM_HEADS MICRO_BATCH_SIZE NUM_MICRO_BATCHES
     check_numbers 9999 NUM_LAYERS
+    [ "$PREDICTIONS" = 0 ] || check_numbers 9999 PREDICTIONS
     check_numbers 999999999 SEQ_LENGTH VOCAB_SIZE TRAIN_ITERS SAVE_INTERVAL
     [ "$SEQUENCE_SPLITS" = auto ] || check_numbers 999999999 SEQUENCE_SPLITS
     [ -z "$UNIT_TOKENS" ] || check_numbers 999999999 UNIT_TOKENS
@@ -192,11 +215,15 @@ make_flags() {
         --manual-gc
         --manual-gc-interval 100
     )
-    if [ "$MODEL" = hybrid ]; then
-        add_hybrid_flags
+    local recomputed_as_one=1 # layers, so that the input of each is kept
+    if [ "$SCRIPT" = pretrain_hybrid.py ]; then
+        add_pattern
+        recomputed_as_one=2 # attention and MLP count as layers
     else
         flags+=(--num-layers "$NUM_LAYERS")
+        [ "$CHUNKS" = 1 ] || flags+=(--num-virtual-stages-per-pipeline-rank "$CHUNKS")
     fi
+    [ "$MODEL" != hybrid ] || add_hybrid_flags
     if [ "$PIPELINE_SCHEDULE" != megatron ]; then
         flags+=(--pipeline-schedule "$PIPELINE_SCHEDULE")
         if [ -n "$UNIT_TOKENS" ]; then
@@ -214,7 +241,7 @@ make_flags() {
         flags+=(--sequence-parallel)
     fi
     if [ "$RECOMPUTE" = 1 ]; then
-        flags+=(--recompute-granularity full --recompute-method uniform --recompute-num-layers 1)
+        flags+=(--recompute-granularity full --recompute-method uniform --recompute-num-layers "$recomputed_as_one")
     fi
     if [ "$DEVICE" != cpu ]; then
         add_kernel_flags
@@ -234,17 +261,31 @@ make_flags() {
     fi
 }
 
+# The layers one by one, with a | between pipeline stages and a / before each predicted token.
+add_pattern() {
+    [ -z "$PATTERN" ] || return 0
+    [ -z "$NOT_IN_A_PATTERN" ] ||
+        die "$NOT_IN_A_PATTERN goes with SCRIPT=pretrain_gpt.py; for pretrain_hybrid.py give --hybrid-layer-pattern."
+    local stages=$((PP * CHUNKS)) pattern='' layer first
+    ((NUM_LAYERS % stages == 0)) ||
+        die "NUM_LAYERS=$NUM_LAYERS is not a multiple of PP=$PP x CHUNKS=$CHUNKS: change one, or give --hybrid-layer-pattern."
+    for ((layer = 1; layer <= NUM_LAYERS; layer++)); do
+        first=$ATTENTION
+        [ "$MODEL" = gpt ] || ((layer % 4 == 0)) || first=G
+        pattern+=$first$MLP
+        ((layer % (NUM_LAYERS / stages) != 0 || layer == NUM_LAYERS)) || pattern+='|'
+    done
+    for ((layer = 1; layer <= PREDICTIONS; layer++)); do
+        pattern+=/$ATTENTION$MLP
+    done
+    flags+=(--hybrid-layer-pattern "$pattern")
+}
+
 # Each layer is a gated delta net or, every fourth, attention, and an MLP. The sizes of heads follow Qwen3-Next: keys as
 # wide as the model, values twice.
 add_hybrid_flags() {
-    ((NUM_LAYERS % PP == 0)) || die "NUM_LAYERS=$NUM_LAYERS is not a multiple of PP=$PP."
-    local pattern='' layer head=$((HIDDEN_SIZE / NUM_HEADS))
-    for ((layer = 1; layer <= NUM_LAYERS; layer++)); do
-        if ((layer % 4 == 0)); then pattern+='*-'; else pattern+='G-'; fi
-        if ((layer % (NUM_LAYERS / PP) == 0 && layer < NUM_LAYERS)); then pattern+='|'; fi
-    done
+    local head=$((HIDDEN_SIZE / NUM_HEADS))
     flags+=(
-        --hybrid-layer-pattern "$pattern"
         --swiglu
         --disable-bias-linear
         --linear-num-key-heads "$NUM_HEADS"

@@ -22,7 +22,7 @@ ELSEWHERE = {
     r"bash scripts/(pack_)?gpu_test\.sh.*": "functional_tests/test_gpu_suite.py",
     r"bash scripts/site\.sh": "functional_tests/test_playground.py",
     r"bash scripts/test\.sh.*": "unit_tests/test_contributing.py",  # and CI, which starts with it
-    r"sbatch .* scripts/slurm/pretrain_gpt\.sbatch": "functional_tests/test_slurm.py",
+    r"sbatch .* scripts/slurm/pretrain\.sbatch": "functional_tests/test_slurm.py",
     r"salloc .* bash scripts/check_cluster\.sh .*": "functional_tests/test_check_cluster.py",
     r"torchrun .* tools/benchmark_prediction\.py.*": "functional_tests/test_benchmarks.py",
     r"sudo .*python tools/benchmark_network\.py.*": "functional_tests/test_benchmarks.py",
@@ -65,7 +65,7 @@ def commands() -> dict[str, tuple[str, dict[str, str]]]:
 
 
 COMMANDS = commands()
-LAUNCHES = {text: each for text, each in COMMANDS.items() if each[0].startswith("bash scripts/pretrain_gpt.sh")}
+LAUNCHES = {text: each for text, each in COMMANDS.items() if each[0].startswith("bash scripts/pretrain.sh")}
 BENCHMARKS = sorted(command for command, _ in COMMANDS.values() if BENCHMARK.fullmatch(command))
 
 

@@ -236,8 +236,9 @@ def test_ends_that_disagree_fail(launch):
 
 def test_both_launch_scripts_rehearse(launch, tmp_path):
     words = ["--seq-length", "128", "--num-layers", "2"]
-    scripts = ("scripts/pretrain_gpt.sh", "scripts/slurm/pretrain_gpt.sbatch")
+    scripts = ("scripts/pretrain.sh", "scripts/slurm/pretrain.sbatch")
     start, same = (started(["bash", script, *words], tmp_path, DRY_RUN="1", MODEL_SIZE="tiny") for script in scripts)
     assert start == same
     job = launch(1, start.flags, start.script, env={"WORLD_SIZE": str(start.world_size)}, timeout=400).check()
-    assert "Rehearsed: 2 layers of " in job.log and "Memory: fits." in job.log
+    # Attention and MLP count as layers of a pattern.
+    assert "Rehearsed: 4 layers of " in job.log and "Memory: fits." in job.log

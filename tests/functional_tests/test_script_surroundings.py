@@ -8,8 +8,8 @@ import pytest
 
 from support.script_place import make_place, run
 
-AT_HOME = ("setup.sh", "quickstart.sh", "finetune.sh", "pretrain_gpt.sh", "check_cluster.sh", "gpu_test.sh", "site.sh")
-LAUNCHERS = ("scripts/pretrain_gpt.sh", "scripts/slurm/pretrain_gpt.sbatch")
+AT_HOME = ("setup.sh", "quickstart.sh", "finetune.sh", "pretrain.sh", "check_cluster.sh", "gpu_test.sh", "site.sh")
+LAUNCHERS = ("scripts/pretrain.sh", "scripts/slurm/pretrain.sbatch")
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def test_a_complete_set_up_needs_neither_a_network_nor_to_write(place):
     (place.parent / "NO_NETWORK").touch()
     again = run(place, "scripts/setup.sh", within=obeying_permissions(place))
     assert again.returncode == 0 and again.stdout.startswith("Set up already: "), again.stderr
-    assert run(place, "scripts/pretrain_gpt.sh", within=obeying_permissions(place)).returncode == 0
+    assert run(place, "scripts/pretrain.sh", within=obeying_permissions(place)).returncode == 0
     output = str(place.parent / "home" / "out")
     assert run(place, "scripts/quickstart.sh", within=obeying_permissions(place), OUTPUT=output).returncode == 0
 
@@ -112,7 +112,7 @@ def test_a_set_up_that_was_cut_short_is_made_anew(place):
         ("scripts/quickstart.sh", "error: out cannot be made or written: name another folder.\n"),
         ("scripts/finetune.sh", "error: out cannot be made or written: name another folder.\n"),
         ("scripts/site.sh", "error: build/site cannot be made or written: name another folder.\n"),
-        ("scripts/slurm/pretrain_gpt.sbatch", "error: LOG_DIR=out cannot be made or written: name another folder.\n"),
+        ("scripts/slurm/pretrain.sbatch", "error: LOG_DIR=out cannot be made or written: name another folder.\n"),
         ("scripts/paper/terapipe.sh", "error: LOGS=out cannot be made or written: name another folder.\n"),
     ],
 )
@@ -138,7 +138,7 @@ def obeying_permissions(place: Path) -> list[str]:
 
 
 NUMBERS = {
-    "scripts/pretrain_gpt.sh": "TP PP NUM_LAYERS HIDDEN_SIZE NUM_HEADS SEQ_LENGTH VOCAB_SIZE MICRO_BATCH_SIZE "
+    "scripts/pretrain.sh": "TP PP CHUNKS NUM_LAYERS HIDDEN_SIZE NUM_HEADS SEQ_LENGTH VOCAB_SIZE MICRO_BATCH_SIZE "
     "NUM_MICRO_BATCHES TRAIN_ITERS SAVE_INTERVAL SEQUENCE_SPLITS UNIT_TOKENS EVAL_ITERS GPUS_PER_NODE",
     "scripts/quickstart.sh": "TRAIN_ITERS SEQ_LENGTH NUM_MICRO_BATCHES SEQUENCE_SPLITS VOCAB_SIZE",
     "scripts/finetune.sh": "TRAIN_ITERS SEQ_LENGTH UNIT_TOKENS",

@@ -9,7 +9,7 @@ import pytest
 
 from support.slurm_cluster import ROOT, Cluster, running_cluster
 
-SBATCH = "scripts/slurm/pretrain_gpt.sbatch"
+SBATCH = "scripts/slurm/pretrain.sbatch"
 STAND_IN = str(Path(__file__).parent / "scripts" / "stand_in_rank.sh")
 
 
@@ -53,7 +53,7 @@ def test_ranks_of_two_nodes_meet_resume_and_save_in_time(slurm):
         where = f"rank {rank} of 2, local 0 of 1, on node{rank + 1}, meets at node1:{port}"
         of_rank = text(Path(f"{log}.ranks/rank-{rank}.log"))
         assert where in of_rank and where in text(log)
-        assert "script pretrain_gpt.py, CUDA_DEVICE_MAX_CONNECTIONS=32" in of_rank
+        assert "script pretrain_hybrid.py, CUDA_DEVICE_MAX_CONNECTIONS=32" in of_rank
         assert f"rank {rank} saved" in of_rank and f"rank {1 - rank}" not in of_rank
 
 

@@ -13,7 +13,7 @@ from support.patience import patient
 
 SBIN_PATH = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"  # where Debian keeps daemons
 OBEYED = (
-    r"DRY_RUN|WORLD_SIZE|MODEL_SIZE|GPUS_PER_NODE|DEVICE|DATA_PATH|TP|PP|SEQUENCE_.*|TRAIN_ITERS|"
+    r"DRY_RUN|WORLD_SIZE|MODEL|MODEL_SIZE|SCRIPT|CHUNKS|GPUS_PER_NODE|DEVICE|DATA_PATH|TP|PP|SEQUENCE_.*|TRAIN_ITERS|"
     r"CUDA_.*|PYTORCH_.*|SLURM_.*|SBATCH_.*"
 )
 # Python, but for training scripts, whose command it prints.
