@@ -2,12 +2,15 @@
 """Steps of a few long sequences and many short ones, side by side: padded, packed, packed and cut, and in units.
 
     torchrun --nproc-per-node 2 tools/benchmark_units.py --sequences 96 --longest 4096 --unit-tokens 512
+    PYTHONPATH=../Megatron-LM torchrun --nproc-per-node 2 tools/benchmark_units.py --replicas 2 --leave-out-padded
 
 Lengths are log-normal around --median tokens, the longest set to --longest, as in sets for fine-tuning (99.89 % of
 those of Llama 3 have less than 1k tokens, the longest 128k; arXiv 2407.21783, table 7). `padded`: each
 sequence has --longest tokens. `packed`: as many as fit share a sequence of --longest tokens (best fit), kept apart, in
-Megatron's order. `packed, cut`: the same in segments of --unit-tokens. `units`: --unit-tokens. All run the same
-kernels. Tokens are those of the data alone; steps are medians, without optimizer, of the slowest rank.
+Megatron's order. `packed, cut`: the same in segments of --unit-tokens. `units`: --unit-tokens. `dp_balanced`, if
+Megatron has it, as its main does: packs as its scheduler of that name makes them for all replicas, each as long as its
+sequences together. All run the same kernels. Tokens are those of the data alone; steps are medians, without optimizer,
+of the slowest rank. CPU seconds are those of the busiest rank, which other programs on the machine delay less.
 """
 
 from benchmarking.device import parser_of, start  # before Megatron
@@ -25,9 +28,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.datasets import data_schedule
 
 from benchmarking.model import build_model, use_ranks
-from megatron.seq1f1b.partition import Pack, even, packs_of_step
+from megatron.seq1f1b.partition import Pack, even, packs_of_step, work_by_flops
 from megatron.seq1f1b.runtime import PipelineExecutor, Repacking, Segmentation
 from megatron.seq1f1b.schedule import Placement, ScheduleChoice, Shape, Timeline, write_timeline
 
@@ -41,6 +46,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--spread", type=float, default=1.0, help="standard deviation of the logarithm")
     parser.add_argument("--longest", type=int, nargs="+", default=[4096], metavar="TOKENS", help="a table for each")
     parser.add_argument("--unit-tokens", type=int, default=512)
+    parser.add_argument("--replicas", type=int, default=1, help="of the pipeline, that share the ranks")
+    parser.add_argument("--seed", type=int, default=1, help="of the lengths")
     parser.add_argument("--schedule", default="1f1b")
     parser.add_argument("--recompute", action="store_true", help="keep the input of each stage alone")
     parser.add_argument("--leave-out-padded", action="store_true", help="it takes longest")
@@ -49,7 +56,7 @@ def parse() -> argparse.Namespace:
 
 
 def sequences(args: argparse.Namespace, longest: int) -> list[Batch]:
-    random = Random(1)
+    random = Random(args.seed)
     lengths = [random.lognormvariate(0, args.spread) * args.median for _ in range(args.sequences - 1)]
     lengths = [longest, *(max(1, min(longest, int(length))) for length in lengths)]
     random.shuffle(lengths)
@@ -87,37 +94,56 @@ def forward_step(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[torc
     return output, loss_func
 
 
+def dp_balanced(lengths: Sequence[int], replicas: int, longest: int) -> list[list[Pack]]:
+    """The packs of each replica, as Megatron's scheduler makes them."""
+    scheduler = data_schedule.DpBalancedScheduler(longest, 1, replicas, None)
+    rounds = scheduler.get_groups_and_subsamples(list(enumerate(lengths)))
+    return [
+        [Pack(tuple(round_[replica]), (sum(lengths[number] for number in round_[replica]),)) for round_ in rounds]
+        for replica in range(replicas)
+    ]
+
+
 def variants(args: argparse.Namespace, longest: int) -> dict[str, tuple[PipelineExecutor, list]]:
-    """Executors and batches, by name."""
+    """Executors and batches of this replica, by name."""
+    replica = parallel_state.get_data_parallel_rank()
     found = sequences(args, longest)
     most = args.unit_tokens
     [packs] = packs_of_step([len(each["tokens"]) for each in found], longest)
-    packed = [filled([found[number] for number in pack.sequences], longest) for pack in packs]
+    packed = [filled([found[number] for number in pack.sequences], longest) for pack in packs[replica :: args.replicas]]
     k = longest // most
+    work = work_by_flops(24 * args.hidden_size**2, 4 * args.hidden_size)
 
     def pack(lengths: Sequence[int], replicas: int, equal_counts: bool) -> list[list[Pack]]:
-        return packs_of_step(lengths, most, replicas=replicas, equal_counts=equal_counts)
+        return packs_of_step(lengths, most, replicas=replicas, work=work, equal_counts=equal_counts)
 
+    def pack_as_megatron(lengths: Sequence[int], replicas: int, equal_counts: bool) -> list[list[Pack]]:
+        return dp_balanced(lengths, replicas, longest)
+
+    own = found[replica :: args.replicas]
     make = partial(PipelineExecutor, ScheduleChoice(args.schedule))
     whole = Segmentation(packed=True)
     cut = Segmentation(k, lambda length, *_: even(length, k), packed=True)
     named = {
         "packed": (make(whole), packed),
         "packed, cut": (make(cut), packed),
-        "units": (make(Repacking(lambda length: even(length, k), pack)), [found]),
+        "units": (make(Repacking(lambda length: even(length, k), pack)), [own]),
     }
+    if hasattr(data_schedule, "DpBalancedScheduler"):
+        named["dp_balanced"] = make(Repacking(lambda length: (length,), pack_as_megatron)), [own]
     if not args.leave_out_padded:
-        named["padded"] = make(whole), [filled([each], longest) for each in found]
+        named["padded"] = make(whole), [filled([each], longest) for each in own]
     return named
 
 
-def step(executor: PipelineExecutor, batches: list, longest: int, model: list[torch.nn.Module]) -> float:
-    """Seconds of the slowest rank."""
+def step(executor: PipelineExecutor, batches: list, longest: int, model: list[torch.nn.Module]) -> tuple[float, float]:
+    """Seconds of the slowest rank, and CPU seconds of the busiest one."""
     for chunk in model:
         chunk.zero_grad_buffer()
     dist.barrier()
     torch.cuda.synchronize()
     began = time.perf_counter()
+    cpu_began = time.process_time()
     executor(
         forward_step_func=forward_step,
         data_iterator=[iter(batches)],
@@ -127,34 +153,40 @@ def step(executor: PipelineExecutor, batches: list, longest: int, model: list[to
         micro_batch_size=1,
     )
     torch.cuda.synchronize()
-    seconds = [None] * dist.get_world_size()
-    dist.all_gather_object(seconds, time.perf_counter() - began)
-    return max(seconds)
+    own = time.perf_counter() - began, time.process_time() - cpu_began
+    of_ranks: list[tuple[float, float]] = [(0.0, 0.0)] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, own)
+    return max(seconds for seconds, _ in of_ranks), max(cpu_seconds for _, cpu_seconds in of_ranks)
 
 
 def compare(args: argparse.Namespace, longest: int) -> list[str]:
     """The rows of a table."""
     args.seq_length = longest
-    use_ranks(1)
+    use_ranks(1, replicas=args.replicas)
     model = build_model(args, 1)
     model[0].config.calculate_per_token_loss = True
     if args.recompute:
         block = model[0].module.decoder.config
         block.recompute_granularity = "full"
         block.recompute_method = "uniform"
-        block.recompute_num_layers = args.num_layers // dist.get_world_size()
+        block.recompute_num_layers = args.num_layers // parallel_state.get_pipeline_model_parallel_world_size()
     compared = variants(args, longest)
     seconds: dict[str, list[float]] = {name: [] for name in compared}
+    cpu_seconds: dict[str, list[float]] = {name: [] for name in compared}
     for repeat in range(args.repeats + 1):
         for name, (executor, batches) in compared.items():
-            last = step(executor, batches, longest, model)
+            last, busiest = step(executor, batches, longest, model)
             if repeat:  # the first warms up
                 seconds[name].append(last)
+                cpu_seconds[name].append(busiest)
             if dist.get_rank() == 0:
-                print(f"{f'repeat {repeat}/{args.repeats}' if repeat else 'warm-up'}  {name}: {last:.3f} s", flush=True)
-    tokens = sum(len(each["tokens"]) for each in compared["units"][1][0])
+                when = f"repeat {repeat}/{args.repeats}" if repeat else "warm-up"
+                print(f"{when}  {name}: {last:.3f} s, {busiest:.3f} s of CPU", flush=True)
+    tokens = sum(len(each["tokens"]) for each in sequences(args, longest))
     rows = [f"longest {longest}, {tokens} tokens in all"]
-    rows.append(f"{'':12} {'s/step':>8} {'tokens/s':>9} {'ratio':>6} {'idle %':>7} {'peak MB by rank':>16}")
+    rows.append(
+        f"{'':12} {'s/step':>8} {'CPU s':>8} {'tokens/s':>9} {'ratio':>6} {'idle %':>7} {'peak MB by rank':>16}"
+    )
     for name, (executor, _) in compared.items():
         readings = [None] * dist.get_world_size()
         dist.all_gather_object(readings, executor.recorder.reading())
@@ -163,7 +195,8 @@ def compare(args: argparse.Namespace, longest: int) -> list[str]:
         ratio = statistics.median(packed / own for packed, own in pairs)
         idle = 1 - sum(each.busy for each in readings) / len(readings) / max(each.duration for each in readings)
         peaks = " ".join(f"{each.peak_memory / 2**20:.0f}" for each in readings)
-        rows.append(f"{name:12} {median:8.3f} {tokens / median:9.0f} {ratio:6.2f} {100 * idle:7.1f} {peaks:>16}")
+        times = f"{median:8.3f} {statistics.median(cpu_seconds[name]):8.3f}"
+        rows.append(f"{name:12} {times} {tokens / median:9.0f} {ratio:6.2f} {100 * idle:7.1f} {peaks:>16}")
         if args.timelines:
             write(args, executor, name, longest)
     return rows
@@ -193,9 +226,9 @@ def main() -> None:
     tables = [compare(args, longest) for longest in args.longest]
     if dist.get_rank() == 0:
         print(
-            f"\n{dist.get_world_size()} pipeline ranks, {args.sequences} sequences of a median of {args.median} "
-            f"tokens, units of {args.unit_tokens}, {args.num_layers} layers, hidden {args.hidden_size}; medians of "
-            f"{args.repeats}"
+            f"\n{dist.get_world_size()} ranks, {args.replicas} replicas, {args.sequences} sequences of a median of "
+            f"{args.median} tokens, units of {args.unit_tokens}, {args.num_layers} layers, hidden {args.hidden_size}; "
+            f"medians of {args.repeats}"
         )
         print("\n" + "\n\n".join("\n".join(rows) for rows in tables))
     dist.destroy_process_group()

@@ -27,8 +27,9 @@ from megatron.seq1f1b.rehearsal.ledger import Ledger
 from megatron.seq1f1b.schedule import Placement
 
 
-def use_ranks(num_chunks: int, context_parallel_size: int = 1) -> None:
-    """Make one pipeline of all ranks, for models of so many chunks a rank; ends the one that was there before."""
+def use_ranks(num_chunks: int, context_parallel_size: int = 1, replicas: int = 1) -> None:
+    """Make a pipeline for each replica of all ranks, for models of so many chunks a rank; ends those that were there
+    before."""
     if parallel_state.model_parallel_is_initialized():
         for group in filter(None, parallel_state._global_process_group_list):
             dist.destroy_process_group(group)
@@ -36,7 +37,7 @@ def use_ranks(num_chunks: int, context_parallel_size: int = 1) -> None:
     virtual = num_chunks if num_chunks > 1 else None
     parallel_state.initialize_model_parallel(
         1,
-        dist.get_world_size() // context_parallel_size,
+        dist.get_world_size() // context_parallel_size // replicas,
         virtual_pipeline_model_parallel_size=virtual,
         context_parallel_size=context_parallel_size,
     )
