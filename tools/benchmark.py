@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Time pipeline schedules side by side: one model, one process group, the variants in turn, medians of several repeats.
 
-    torchrun --nproc-per-node 2 tools/benchmark.py --schedule megatron 1f1b --sequence-splits 1 4 --num-microbatches 2 1
+    torchrun --nproc-per-node 2 tools/benchmark.py --pipeline-schedule megatron 1f1b --num-microbatches 2 1
 
 `megatron` is Megatron's own schedule, `torch` is Schedule1F1B of torch.distributed.pipelining on the same model, all
 others are values of --pipeline-schedule. Every variant runs the same attention kernel, so that what differs is the
@@ -37,7 +37,7 @@ from megatron.seq1f1b.schedule import FAMILY_NAMES, PLACEMENTS
 def parse() -> argparse.Namespace:
     parser = parser_of(__doc__)
     parser.add_argument(
-        "--schedule",
+        "--pipeline-schedule",
         nargs="+",
         choices=["megatron", "torch", *sorted(FAMILY_NAMES)],
         default=["megatron", "1f1b"],
@@ -53,9 +53,11 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--num-microbatches", type=int, nargs="+", default=[2], metavar="M", help="a table for each")
     parser.add_argument("--context-parallel-size", type=int, default=1, metavar="N", help="ranks of each stage")
-    parser.add_argument("--num-chunks", type=int, nargs="+", default=[1], metavar="C", help="of a rank; a table each")
+    chunks = "model chunks on a rank; a table each"
+    name = "--num-virtual-stages-per-pipeline-rank"
+    parser.add_argument(name, dest="num_chunks", type=int, nargs="+", default=[1], metavar="C", help=chunks)
     parser.add_argument(
-        "--placement",
+        "--pipeline-placement",
         choices=PLACEMENTS,
         default="looped",
         help="of several model chunks; beside V-shaped ones, Megatron's own schedule has one chunk on a rank",
@@ -68,7 +70,7 @@ def parse() -> argparse.Namespace:
     num_ranks, rest = divmod(int(os.environ.get("WORLD_SIZE", 1)), args.context_parallel_size)
     if rest:
         parser.error(f"--context-parallel-size {args.context_parallel_size} does not divide the number of ranks")
-    if "torch" in args.schedule and args.context_parallel_size > 1:
+    if "torch" in args.pipeline_schedule and args.context_parallel_size > 1:
         parser.error("torch.distributed.pipelining runs the model without context parallelism; leave out torch")
     if "profile" in args.sequence_split_strategy and args.sequence_split_profile is None:
         parser.error("--sequence-split-strategy profile needs --sequence-split-profile, a trace by --pipeline-trace")
@@ -77,11 +79,11 @@ def parse() -> argparse.Namespace:
         args.num_layers = sum(map(len, stages))
         if len(set(map(len, stages))) > 1 or args.num_chunks != [len(stages) // num_ranks]:
             parser.error(
-                "--hybrid-layer-pattern needs stages of equally many layers, --num-chunks of them for every rank"
+                "--hybrid-layer-pattern needs stages of equally many layers, one for every model chunk of a rank"
             )
     for chunks in args.num_chunks:
         if args.num_layers % (chunks * num_ranks):
-            parser.error(f"--num-layers {args.num_layers} cannot be spread evenly with --num-chunks {chunks}")
+            parser.error(f"--num-layers {args.num_layers} cannot be spread evenly with {chunks} model chunks on a rank")
     return args
 
 
@@ -108,8 +110,8 @@ def run_step(variant: Variant) -> None:
 
 def compare(args: argparse.Namespace, num_chunks: int, num_microbatches: int) -> list[Variant]:
     """Time all variants of one layout in turn; the first round warms up."""
-    use_ranks(num_chunks if args.placement == "looped" else 1, args.context_parallel_size)
-    model = build_model(args, num_chunks, args.placement)
+    use_ranks(num_chunks if args.pipeline_placement == "looped" else 1, args.context_parallel_size)
+    model = build_model(args, num_chunks, args.pipeline_placement)
     timed = variants(args, model, num_microbatches)
     for repeat in range(args.repeats + 1):
         for variant in timed:
@@ -134,7 +136,7 @@ def main() -> None:
             timed = compare(args, num_chunks, num_microbatches)
             everything += timed
             title = f"{num_microbatches} micro-batches, model chunks on a rank: {num_chunks}"
-            title += " in a V" if args.placement == "v" and num_chunks > 1 else ""
+            title += " in a V" if args.pipeline_placement == "v" and num_chunks > 1 else ""
             tables.append(f"{title}\n{table(timed)}")
     if dist.get_rank() == 0:
         print(

@@ -48,7 +48,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--unit-tokens", type=int, default=512)
     parser.add_argument("--replicas", type=int, default=1, help="of the pipeline, that share the ranks")
     parser.add_argument("--seed", type=int, default=1, help="of the lengths")
-    parser.add_argument("--schedule", default="1f1b")
+    parser.add_argument("--pipeline-schedule", default="1f1b")
     parser.add_argument("--recompute", action="store_true", help="keep the input of each stage alone")
     parser.add_argument("--leave-out-padded", action="store_true", help="it takes longest")
     parser.add_argument("--timelines", type=Path, metavar="DIR", help="write the last step of each")
@@ -121,7 +121,7 @@ def variants(args: argparse.Namespace, longest: int) -> dict[str, tuple[Pipeline
         return dp_balanced(lengths, replicas, longest)
 
     own = found[replica :: args.replicas]
-    make = partial(PipelineExecutor, ScheduleChoice(args.schedule))
+    make = partial(PipelineExecutor, ScheduleChoice(args.pipeline_schedule))
     whole = Segmentation(packed=True)
     cut = Segmentation(k, lambda length, *_: even(length, k), packed=True)
     named = {
@@ -185,7 +185,7 @@ def compare(args: argparse.Namespace, longest: int) -> list[str]:
     tokens = sum(len(each["tokens"]) for each in sequences(args, longest))
     rows = [f"longest {longest}, {tokens} tokens in all"]
     rows.append(
-        f"{'':12} {'s/step':>8} {'CPU s':>8} {'tokens/s':>9} {'ratio':>6} {'idle %':>7} {'peak MB by rank':>16}"
+        f"{'':12} {'s/step':>8} {'CPU s':>8} {'tokens/s':>9} {'ratio':>6} {'bubble %':>7} {'peak MB by rank':>16}"
     )
     for name, (executor, _) in compared.items():
         readings = [None] * dist.get_world_size()
@@ -193,10 +193,10 @@ def compare(args: argparse.Namespace, longest: int) -> list[str]:
         pairs = zip(seconds["packed"], seconds[name], strict=True)
         median = statistics.median(seconds[name])
         ratio = statistics.median(packed / own for packed, own in pairs)
-        idle = 1 - sum(each.busy for each in readings) / len(readings) / max(each.duration for each in readings)
+        bubble = 1 - sum(each.busy for each in readings) / len(readings) / max(each.duration for each in readings)
         peaks = " ".join(f"{each.peak_memory / 2**20:.0f}" for each in readings)
         times = f"{median:8.3f} {statistics.median(cpu_seconds[name]):8.3f}"
-        rows.append(f"{name:12} {times} {tokens / median:9.0f} {ratio:6.2f} {100 * idle:7.1f} {peaks:>16}")
+        rows.append(f"{name:12} {times} {tokens / median:9.0f} {ratio:6.2f} {100 * bubble:8.1f} {peaks:>16}")
         if args.timelines:
             write(args, executor, name, longest)
     return rows
@@ -215,7 +215,7 @@ def write(args: argparse.Namespace, executor: PipelineExecutor, name: str, longe
             shape=shape,
             ranks=tuple(map(tuple, spans)),
             time_unit="s",
-            meta={"schedule": f"{args.schedule}, {name}"},
+            meta={"schedule": f"{args.pipeline_schedule}, {name}"},
         )
         write_timeline(timeline, args.timelines / f"{name.replace(', ', '-')}-{longest}.json")
 

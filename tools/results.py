@@ -168,7 +168,10 @@ def reason(cell: Cell, without_host: Cell | None) -> str:
         return "less memory"
     if without_host is not None and not gain_of(without_host).is_of_segments:
         return "host memory"
-    if None not in (cell.idle, cell.megatron_idle) and 2 * (cell.megatron_idle - cell.idle) > gain.value:
+    if (
+        None not in (cell.bubble_ratio, cell.megatron_bubble_ratio)
+        and 2 * (cell.megatron_bubble_ratio - cell.bubble_ratio) > gain.value
+    ):
         return "smaller bubble"
     return "less memory"
 

@@ -61,7 +61,6 @@ function show(answer) {
   answer.panels.forEach((panel, i) => draw(root.children[i].querySelector("canvas"), panel, longest, answer.names));
 }
 
-const percent = (share) => (100 * share).toFixed(1) + " %";
 const most = (panel) => Math.max(...panel.memory);
 
 function compared([ours, plain]) {
@@ -75,8 +74,8 @@ function figure(panel, names) {
   const segments = panel.segments > 1 ? `${panel.segments} segments` : "whole sequences";
   const element = document.createElement("figure");
   const caption = document.createElement("figcaption");
-  caption.textContent = `${panel.name}, ${segments}${chunks}: step ${panel.time.toFixed(2)}, idle ` +
-    `${percent(panel.idle)}, at most ${most(panel).toFixed(2)} sequences in memory`;
+  caption.textContent = `${panel.name}, ${segments}${chunks}: step ${panel.time.toFixed(2)}, bubble ratio ` +
+    `${panel.bubble_ratio.toFixed(3)}, at most ${most(panel).toFixed(2)} sequences in memory`;
   const legend = document.createElement("span");
   const used = new Set(panel.ranks.flat().map(([kind]) => kind));
   for (const kind of Object.keys(names).filter((kind) => used.has(kind))) {

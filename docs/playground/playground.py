@@ -104,7 +104,7 @@ def _panel(name: str, schedule: Schedule, given: Costs) -> dict[str, Any]:
         "segments": shape.num_segments,
         "chunks": shape.num_chunks,
         "time": timeline.makespan,
-        "idle": timeline.bubble_ratio,
+        "bubble_ratio": timeline.bubble_ratio,
         "memory": peak_memory(schedule, given),
         # For each rank: kind, model chunk, micro-batch, segment, start, end.
         "ranks": [

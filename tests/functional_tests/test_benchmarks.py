@@ -12,13 +12,14 @@ import pytest
 from megatron.seq1f1b.costs.machine import read_machine
 from support.launch import ROOT, torchrun
 
+CHUNKS = "--num-virtual-stages-per-pipeline-rank"
 TINY = ("--seq-length", "64", "--hidden-size", "32", "--repeats", "1")
 
 
 def test_schedules_side_by_side_with_their_measured_times(launch, tmp_path):
     profile = tmp_path / "profile.json"
-    flags = [*TINY, "--schedule", "megatron", "1f1b", "zb-h1", "torch", "--sequence-splits", "2"]
-    flags += ["--num-chunks", "1", "2", "--profile", str(profile)]
+    flags = [*TINY, "--pipeline-schedule", "megatron", "1f1b", "zb-h1", "torch", "--sequence-splits", "2"]
+    flags += [CHUNKS, "1", "2", "--profile", str(profile)]
     job = launch(2, flags, script=ROOT / "tools" / "benchmark.py", timeout=300).check()
     _, one_chunk, two_chunks = job.log.split("2 micro-batches, model chunks on a rank: ")
     for text, count in ((one_chunk, 4), (two_chunks, 3)):
@@ -40,7 +41,12 @@ def test_schedules_side_by_side_with_their_measured_times(launch, tmp_path):
 @pytest.mark.parametrize(
     "ranks, flags, title, row",
     [
-        (2, "--placement v --num-chunks 2 --schedule megatron auto", ": 2 in a V", "auto, k = 2, balanced, V "),
+        (
+            2,
+            f"--pipeline-placement v {CHUNKS} 2 --pipeline-schedule megatron auto",
+            ": 2 in a V",
+            "auto, k = 2, balanced, V ",
+        ),
         (4, "--context-parallel-size 2", "2 pipeline ranks of 2 context-parallel ranks", "1f1b, k = 2, balanced "),
     ],
     ids=["V", "CP"],

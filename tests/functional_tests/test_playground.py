@@ -51,7 +51,7 @@ def check(page, **settings) -> None:
     """What the page shows is what the same Python answers here."""
     panels = json.loads(answer(json.dumps(settings)))["panels"]
     first = panels[0]
-    shows = f"step {first['time']:.2f}, idle {100 * first['idle']:.1f} %"
+    shows = f"step {first['time']:.2f}, bubble ratio {first['bubble_ratio']:.3f}"
     # By name, too: the step of a picture on the way may be as long.
     page.wait_for(f"{CAPTION}.startsWith('{first['name']}') && {CAPTION}.includes('{shows}')")
     shown = page.evaluate(SHOWN)

@@ -10,7 +10,10 @@ from support.browser import served
 from support.launch import ROOT
 
 # The playground needs Pyodide, and has a test of its own.
-PAGES = sorted({"", "contributing/", *(f"{page.stem}/" for page in ROOT.glob("docs/*.md"))} - {"index/", "playground/"})
+PAGES = sorted(
+    {"", "contributing/", "from-scratch/", "404.html", *(f"{page.stem}/" for page in ROOT.glob("docs/*.md"))}
+    - {"index/", "playground/"}
+)
 PHONE = 390, 844
 # To the end and back, so that what follows the scrolling has run.
 SCROLLED = """new Promise((done) => {

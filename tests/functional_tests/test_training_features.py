@@ -86,14 +86,14 @@ def test_every_iteration_shows_what_segments_gain(launch, tmp_path):
     lines = [line for line in log.splitlines() if re.search(r" iteration +\d+/ +3 \|", line)]
     assert len(lines) == 3
     for line in lines:
-        idle = re.search(r"idle by pipeline rank \(%\): (\S+) (\S+) \|", line)
-        assert all(0 < float(share) < 100 for share in idle.groups())
+        ratios = re.search(r"bubble ratio by pipeline rank \(%\): (\S+) (\S+) \|", line)
+        assert all(0 < float(share) < 100 for share in ratios.groups())
         assert float(re.search(r"tokens/s per process: (\S+) \|", line)[1]) > 0
         assert re.search(r"peak activations by pipeline rank \(MB\): \S+ \S+ \|", line)
 
     board = event_accumulator.EventAccumulator(str(tmp_path / "board"))
     board.Reload()
-    for name in ("tokens-per-second-per-gpu", "idle-share", "idle-share/pipeline-rank-1", "lm loss"):
+    for name in ("tokens-per-second-per-gpu", "bubble-ratio", "bubble-ratio/pipeline-rank-1", "lm loss"):
         assert [event.step for event in board.Scalars(name)] == [1, 2, 3]
     assert board.Scalars("peak-activation-bytes/pipeline-rank-0")[-1].value > 0
     assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
@@ -102,7 +102,7 @@ def test_every_iteration_shows_what_segments_gain(launch, tmp_path):
 def test_megatrons_own_schedule_keeps_its_estimates(launch):
     log = launch(2, [*PIPELINE, "--log-throughput"]).check().log
     assert "Number of in-flight microbatches" in log and "-- sequence-level pipeline parallelism" not in log
-    assert len(re.findall(r"tokens/s per process: \S+ \|", log)) == 3 and "idle by" not in log
+    assert len(re.findall(r"tokens/s per process: \S+ \|", log)) == 3 and "bubble ratio by" not in log
 
 
 @pytest.fixture(scope="module")

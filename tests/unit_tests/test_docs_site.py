@@ -25,7 +25,7 @@ COMMANDS = [
     for block in re.split(r"(?<!\\)\n", text.strip())
 ]
 GENERATED = ("contributing.md", "from-scratch.md")  # by tools/site_hook.py
-# A row of choosing.md: family, segments, chunks, idle share, memory.
+# A row of choosing.md: family, segments, chunks, bubble ratio, memory.
 FIGURES = re.findall(
     r"^\| `(\S+)` \| (\d) \| (\d) \| ([\d.]+) % \| ([\d.]+) \|",
     (ROOT / "docs" / "choosing.md").read_text(),
@@ -49,11 +49,11 @@ def test_links_stay_in_the_site_and_lead_somewhere(page):
         assert not target.startswith("..") or target == TEACHING_FILE, target
 
 
-@pytest.mark.parametrize("family, segments, chunks, idle, memory", FIGURES)
-def test_figures_of_the_decision_table(family, segments, chunks, idle, memory):
+@pytest.mark.parametrize("family, segments, chunks, ratio, memory", FIGURES)
+def test_figures_of_the_decision_table(family, segments, chunks, ratio, memory):
     schedule = build(family, Shape(Placement(8, int(chunks)), 8, int(segments)))
     peak = max(sequences_held(actions, schedule.shape) for actions in schedule.ranks)
-    assert f"{100 * simulate(schedule).bubble_ratio:.1f}" == idle and f"{peak:.2f}" == memory
+    assert f"{100 * simulate(schedule).bubble_ratio:.1f}" == ratio and f"{peak:.2f}" == memory
 
 
 @pytest.mark.parametrize("package", ["megatron.seq1f1b", "megatron.seq1f1b.schedule"])
@@ -78,13 +78,17 @@ def test_the_way_of_a_flag_is_14_files():
         assert re.search(rf"(def|class) {name}\b", source), (file, name)
 
 
-def test_the_site_is_built_without_a_warning(tmp_path):
+def test_the_site_is_built_without_a_warning(tmp_path, monkeypatch):
     pytest.importorskip("mkdocs")
+    monkeypatch.setenv("SITE_URL", "https://seq1f1b.example/docs/")
     site = tmp_path / "site"
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", ROOT / "mkdocs.yml", "-d", site]
     built = subprocess.run(command, capture_output=True, text=True)
     assert built.returncode == 0, built.stderr
     assert all((site / page.stem).is_dir() or page.stem == "index" for page in PAGES)
+    for page in (site / "index.html", site / "planning" / "index.html"):
+        image = re.search('<meta property="og:image" content="https://seq1f1b.example/docs/(.*)">', page.read_text())
+        assert (site / image[1]).is_file(), "the picture of a shared link"
     assert 'href="../from-scratch/"' in (site / "how-it-works" / "index.html").read_text()
     assert "def order" in re.sub("<[^>]*>", "", (site / "from-scratch" / "index.html").read_text())
     assert 'href="../schedules/"' in (site / "contributing" / "index.html").read_text()

@@ -109,7 +109,7 @@ def state_gib(prediction: Prediction) -> float:
 
 def markdown(found: list[Case]) -> list[str]:
     lines = [
-        "| network of a node | GPUs | method | days | to 1F1B | GPU hours | PP, DP, C, m | without bubble | GiB | "
+        "| network of a node | GPUs | method | days | to 1F1B | GPU hours | PP, DP, C, m | bubble ratio | GiB | "
         "of state | 10 % longer below |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
@@ -126,13 +126,12 @@ def markdown(found: list[Case]) -> list[str]:
         base = plain[each.network, each.devices]
         ratio = "-" if base is None else f"{days / base[0]:.2f}"
         sizes = (setup.pipeline_parallel, setup.data_parallel, setup.placement.num_chunks, setup.num_microbatches)
-        ideal = setup.num_microbatches / (
-            setup.num_microbatches + (setup.pipeline_parallel - 1) / setup.placement.num_chunks
-        )
+        bubble = (setup.pipeline_parallel - 1) / setup.placement.num_chunks  # in micro-batches
+        bubble_ratio = bubble / (setup.num_microbatches + bubble)
         lines.append(
             f"{head} {days:.3g} | {ratio} | {24 * days * setup.num_devices:.3g} | "
             f"{', '.join(map(str, sizes))} | "
-            f"{100 * ideal:.0f} % | {plan.memory_gib:.0f} | {state_gib(predict(setup, fastest)):.1f} | "
+            f"{100 * bubble_ratio:.0f} % | {plan.memory_gib:.0f} | {state_gib(predict(setup, fastest)):.1f} | "
             f"{slowest_network(setup, fastest):.0f} GB/s |"
         )
     return lines

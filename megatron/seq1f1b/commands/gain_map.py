@@ -36,8 +36,8 @@ from .plan_text import short_name
 
 
 class Cell(Struct, frozen=True):
-    """A line of a map: what was asked, and the best steps: their seconds, None where nothing fits, and the share of
-    them that ranks are idle."""
+    """A line of a map: what was asked, and the best steps: their seconds, None where nothing fits, and their bubble
+    ratio."""
 
     model: str
     machine: str
@@ -47,10 +47,10 @@ class Cell(Struct, frozen=True):
     gpus: Count
     batch: Count
     seconds: Positive | None
-    idle: At0 | None
+    bubble_ratio: At0 | None
     configuration: str
     megatron_seconds: Positive | None
-    megatron_idle: At0 | None
+    megatron_bubble_ratio: At0 | None
     megatron_configuration: str
 
     @property
@@ -159,11 +159,11 @@ def with_links(machine: Machine, bandwidth: float, host_bandwidth: float) -> Mac
 
 
 def _step(plan: Plan | None) -> tuple[float | None, float | None, str]:
-    """The seconds of a step, the share of them that ranks are idle, and its configuration."""
+    """The seconds of a step, its bubble ratio and its configuration."""
     if plan is None:
         return None, None, "-"
-    idle = float(f"{plan.prediction.bubble:.3f}")
-    return float(f"{plan.seconds:.4g}"), idle, short_name(plan) or "data parallel"
+    ratio = float(f"{plan.prediction.bubble:.3f}")
+    return float(f"{plan.seconds:.4g}"), ratio, short_name(plan) or "data parallel"
 
 
 def gain_of(cell: Cell) -> Gain:

@@ -24,7 +24,7 @@ def write_answer(
     flags_of: Callable[[Plan], list[str]],
 ) -> None:
     """Write what was asked and every plan that is shown: seconds of a step, tokens/s of all devices, GiB of the fullest
-    device and of its host, the share of time that a pipeline idles, and its flags. `gain` is relative, None where only
+    device and of its host, its bubble ratio, and its flags. `gain` is relative, None where only
     one side fits."""
 
     def as_json(plan: Plan) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def write_answer(
             "tokens_per_second": plan.tokens_per_second,
             "memory_gib": plan.memory_gib,
             "host_gib": plan.host_gib,
-            "bubble": plan.prediction.bubble,
+            "bubble_ratio": plan.prediction.bubble,
             "flags": flags_of(plan),
         }
 

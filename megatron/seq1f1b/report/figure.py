@@ -34,7 +34,7 @@ def plot_timelines(
     """Write one panel for each timeline, all on one time axis, to a .png, .svg or .pdf file. Needs matplotlib.
 
     In a figure of at least 5 inches, the right margin of a panel shows the most sequences that each rank holds (see
-    `sequences_held`) and the idle share of the step. Boxes have numbers where these fit, unless `has_labels=False`.
+    `sequences_held`) and its bubble ratio. Boxes have numbers where these fit, unless `has_labels=False`.
     Raises ValueError for timelines of different time units.
     """
     if len({timeline.time_unit for timeline in timelines}) > 1:
@@ -49,10 +49,11 @@ def plot_timelines(
             _draw(axes, timeline, (width - margin) / longest if has_labels else 0.0)
             if width >= _NARROW:
                 makespan = timeline.makespan
-                idle = [1 - timeline.busy(rank) / makespan if makespan else 0.0 for rank in range(len(timeline.ranks))]
+                ranks = range(len(timeline.ranks))
+                ratios = [1 - timeline.busy(rank) / makespan if makespan else 0.0 for rank in ranks]
                 held = [sequences_held((span.action for span in spans), timeline.shape) for spans in timeline.ranks]
-                write_right(axes, [f"{most:.2f}      {share:.1%}" for most, share in zip(held, idle, strict=True)])
-                axes.text(1, 1, "sequences held, idle", transform=axes.transAxes, ha="left", va="bottom")
+                write_right(axes, [f"{most:.2f}      {ratio:.3f}" for most, ratio in zip(held, ratios, strict=True)])
+                axes.text(1, 1, "sequences held, bubble", transform=axes.transAxes, ha="left", va="bottom")
         unit = timelines[0].time_unit
         panels[-1].set_xlabel(f"time [{unit}]" if unit else "time", labelpad=1)
         _add_legend(figure, timelines, max(2, int(width / 1.3)))

@@ -30,8 +30,8 @@ LOG += "| global batch size:     8 | lm loss: 1.0E+00 |\n"
 
 TRACE = {"schedule": "1f1b", "iteration": 1, "peak_memory_bytes": [1]}
 CELL = "7b,a100-80gb,8192,176,12,2,2,1.5,0.1,T2,1.6,0.2,P2"
-CELLS = "model,machine,seq_length,bandwidth,host_bandwidth,gpus,batch,seconds,idle,configuration,"
-CELLS += "megatron_seconds,megatron_idle,megatron_configuration\n"
+CELLS = "model,machine,seq_length,bandwidth,host_bandwidth,gpus,batch,seconds,bubble_ratio,configuration,"
+CELLS += "megatron_seconds,megatron_bubble_ratio,megatron_configuration\n"
 
 
 def trace(**spoilt):

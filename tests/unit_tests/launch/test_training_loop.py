@@ -27,7 +27,7 @@ def log_of(documents=None, **args) -> IterationLog:
     return IterationLog(lambda: Namespace(**args), lambda: executor)
 
 
-def test_an_iteration_shows_tokens_idle_shares_and_memory(monkeypatch):
+def test_an_iteration_shows_tokens_bubbles_and_memory(monkeypatch):
     readings = [Reading(0.3, 0.4, 2**20), Reading(0.2, 0.3, 2**21)]
     written, lines = {}, []
     monkeypatch.setattr(log, "_of_all_stages", lambda reading: readings)
@@ -39,10 +39,10 @@ def test_an_iteration_shows_tokens_idle_shares_and_memory(monkeypatch):
     line, other = lines
     assert other == "something else" and line.startswith(LINE)
     assert " tokens/s per GPU: 512.0 |" in line
-    assert "idle by pipeline rank (%): 25.0 50.0 |" in line
+    assert "bubble ratio by pipeline rank (%): 25.0 50.0 |" in line
     assert "peak activations by pipeline rank (MB): 1.0 2.0 |" in line
-    assert written["idle-share"] == pytest.approx(0.375) and written["iteration"] == 3
-    assert written["idle-share/pipeline-rank-1"] == pytest.approx(0.5)
+    assert written["bubble-ratio"] == pytest.approx(0.375) and written["iteration"] == 3
+    assert written["bubble-ratio/pipeline-rank-1"] == pytest.approx(0.5)
     assert written["peak-activation-bytes/pipeline-rank-1"] == 2**21
     written.clear()
     log_of(**args, tensorboard_log_interval=0).print_rank_last(lines.append, LINE)  # Megatron's value without writers

@@ -29,7 +29,7 @@ def test_a_panel_is_the_schedule_of_its_family(family, placement, chunks):
     for boxes in panel["ranks"]:
         assert sum(end - start for *_, start, end in boxes) == pytest.approx(3 * 5)
     panel, plain = shown(**changes | {"message": 0})["panels"]
-    assert panel["time"] * (1 - panel["idle"]) == pytest.approx(3 * 5)
+    assert panel["time"] * (1 - panel["bubble_ratio"]) == pytest.approx(3 * 5)
     assert plain["time"] == pytest.approx(3 * (5 + 4 - 1)) and plain["memory"] == pytest.approx([4, 3, 2, 1])
 
 
@@ -46,7 +46,7 @@ def test_balanced_cuts_have_equal_times_even_ones_equal_lengths(share):
 
 def test_auto_uses_the_memory_that_it_is_given():
     panel, plain = shown(attention=0)["panels"]  # the figure of the README
-    assert (round(panel["idle"], 2), round(plain["idle"], 2), panel["memory"][0]) == (0.16, 0.43, 7 / 4)
+    assert (round(panel["bubble_ratio"], 2), round(plain["bubble_ratio"], 2), panel["memory"][0]) == (0.16, 0.43, 7 / 4)
     tight, wide = (shown(family="auto", memory=memory)["panels"][0] for memory in (1, 2))
     peak = max(shown()["panels"][0]["memory"]) + 1e-9
     assert max(tight["memory"]) <= peak < max(wide["memory"]) <= 2 * peak and wide["time"] < tight["time"]

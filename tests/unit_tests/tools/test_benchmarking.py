@@ -21,8 +21,8 @@ def test_the_longest_is_found_from_any_start(start, most):
     assert all(length % 16 == 0 for length in tried) and len(tried) == len(set(tried))
 
 
-def test_the_table_and_the_picture_show_each_method(tmp_path):
-    pytest.importorskip("matplotlib").rcParams["svg.fonttype"] = "none"
+def test_the_table_and_the_picture_show_each_method(tmp_path, monkeypatch):
+    monkeypatch.setitem(pytest.importorskip("matplotlib").rcParams, "svg.fonttype", "none")
     found = {"Megatron's": Step(1000, 1.0, 3.0, 2**20), "ours": Step(5000, 1.0, 9.0, 2**20)}
     assert table(found).splitlines()[-1] == "| ours | 5,000 | 5.0 | 9 s | 1 MiB |"
     plot(found, parse(["--output", str(tmp_path / "a.svg")]))

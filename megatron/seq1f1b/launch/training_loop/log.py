@@ -39,7 +39,7 @@ class IterationLog:
         experts = "megatron.core.transformer.moe.moe_logging.MoEMetricsTracker.report"
         return (
             wrapping(f"{training}.training_log", self.training_log, "averages two losses into the second line"),
-            wrapping(f"{training}.print_rank_last", self.print_rank_last, "shows neither tokens/s nor idle ranks"),
+            wrapping(f"{training}.print_rank_last", self.print_rank_last, "shows neither tokens/s nor bubble ratios"),
             wrapping(f"{training}.consume_seqlen_stats_in_iteration", self.count_documents, "counts by segment"),
             wrapping(experts, self.report_experts, "divides by the micro-batches of the flags, but units make others"),
             wrapping(f"{training}.report_theoretical_memory", self.report_memory, "counts whole micro-batches"),
@@ -63,7 +63,7 @@ class IterationLog:
         return upstream(losses, sums, *args, is_first_iteration=is_first_iteration and not is_end, **more)
 
     def print_rank_last(self, upstream: Callable[[str], None], message: str) -> None:
-        """Append tokens/s, idle shares and memory to the line of an iteration, and write them to TensorBoard and wandb.
+        """Append tokens/s, bubble ratios and memory to the line of an iteration, and write them to TensorBoard, wandb.
         All ranks call this with the same message."""
         line = _LINE.search(message)
         if line is None or int(line["iteration"]) in self._skipped:
@@ -79,12 +79,12 @@ class IterationLog:
         message += f" tokens/s per {unit}: {per_second:.1f} |"
         if readings := _of_all_stages(recorder.reading()) if recorder else []:
             step = max(reading.duration for reading in readings)
-            idle = [1 - reading.busy / step for reading in readings]
+            ratios = [1 - reading.busy / step for reading in readings]
             memory = [reading.peak_memory for reading in readings]
-            values |= {"idle-share": sum(idle) / len(idle)}
-            values |= {f"idle-share/pipeline-rank-{rank}": share for rank, share in enumerate(idle)}
+            values |= {"bubble-ratio": sum(ratios) / len(ratios)}
+            values |= {f"bubble-ratio/pipeline-rank-{rank}": ratio for rank, ratio in enumerate(ratios)}
             values |= {f"peak-activation-bytes/pipeline-rank-{rank}": size for rank, size in enumerate(memory)}
-            message += f" idle by pipeline rank (%): {_few([100 * share for share in idle])} |"
+            message += f" bubble ratio by pipeline rank (%): {_few([100 * ratio for ratio in ratios])} |"
             message += f" peak activations by pipeline rank (MB): {_few([size / 2**20 for size in memory])} |"
         upstream(message)
         interval = args.tensorboard_log_interval
