@@ -185,7 +185,7 @@ def compare(args: argparse.Namespace, longest: int) -> list[str]:
     tokens = sum(len(each["tokens"]) for each in sequences(args, longest))
     rows = [f"longest {longest}, {tokens} tokens in all"]
     rows.append(
-        f"{'':12} {'s/step':>8} {'CPU s':>8} {'tokens/s':>9} {'ratio':>6} {'bubble %':>7} {'peak MB by rank':>16}"
+        f"{'':12} {'s/step':>8} {'CPU s':>8} {'tokens/s':>9} {'ratio':>6} {'bubble %':>8} {'peak MB by rank':>16}"
     )
     for name, (executor, _) in compared.items():
         readings = [None] * dist.get_world_size()
