@@ -57,8 +57,8 @@ def variants(args: argparse.Namespace, model: list[torch.nn.Module], num_microba
     batch = Batch(args)
     splits = _splits(args, len(model), num_microbatches)
     found = []
-    whole = build_model(args, 1) if args.placement == "v" and len(model) > 1 else model
-    for schedule in args.schedule:
+    whole = build_model(args, 1) if args.pipeline_placement == "v" and len(model) > 1 else model
+    for schedule in args.pipeline_schedule:
         if _cannot_run(schedule, len(whole), num_microbatches):
             if dist.get_rank() == 0:
                 print(f"left out, for it cannot run {num_microbatches} micro-batches here: {schedule}", flush=True)
@@ -108,14 +108,14 @@ def ours(
     """One of our schedules on segments of `lengths`."""
     name = schedule if len(lengths) == 1 else f"{schedule}, k = {len(lengths)}, {strategy}"
     layers = _layers_per_stage(args, len(model))
-    name += ", V" if args.placement == "v" and len(model) > 1 else ""
+    name += ", V" if args.pipeline_placement == "v" and len(model) > 1 else ""
     shape = Shape(
-        Placement(parallel_state.get_pipeline_model_parallel_world_size(), len(model), args.placement),
+        Placement(parallel_state.get_pipeline_model_parallel_world_size(), len(model), args.pipeline_placement),
         num_microbatches,
         len(lengths),
     )
     executor = PipelineExecutor(
-        ScheduleChoice(schedule, args.placement),
+        ScheduleChoice(schedule, args.pipeline_placement),
         Segmentation(len(lengths), lambda _: lengths),
         costs=lambda lengths: action_costs(_stage_costs(args, len(model)), layers, lengths),
     )
