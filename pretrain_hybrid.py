@@ -14,8 +14,8 @@ def hybrid_config(args):
     """Megatron's configuration of the model; of Megatron's own layers, for which upstream has no specification."""
     if args.hybrid_layer_pattern is None:
         raise ValueError(
-            "pretrain_hybrid.py needs --hybrid-layer-pattern in place of --num-layers, for a GPT '*-' for each layer; or "
-            "take pretrain_gpt.py, which needs --num-layers"
+            "pretrain_hybrid.py needs --hybrid-layer-pattern in place of --num-layers, for a GPT '*-' for each layer; "
+            "or take pretrain_gpt.py, which needs --num-layers"
         )
     if args.transformer_impl == "transformer_engine" and find_spec("transformer_engine") is None:
         raise ValueError(
