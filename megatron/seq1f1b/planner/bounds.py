@@ -4,41 +4,53 @@ Tested in planner/test_search.py.
 """
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from math import ceil, inf
 
-from ..costs.layer_bytes import moved_bytes, unit_bytes
+from ..costs.layer_bytes import unit_bytes
 from ..costs.machine import Machine, without_tiles
 from ..costs.pair_times import pair_row, pair_times
+from ..costs.rank_alone import seconds_alone
 from ..costs.stage_times import stage_rows, step_end
 from ..costs.step_memory import static_memory
 from ..costs.training_setup import TrainingSetup
-from ..schedule import Placement, Shape, clock_of, units_to_move
+from ..schedule import Placement
 from .space import MemoryBudget, Question, lengths_of, may_hide
 
 
 def least_seconds(setup: TrainingSetup, machine: Machine) -> float:
-    """A lower bound: the compute of a rank, with what other ranks compute before its first and after its last action.
-    With weight gradients apart, those of a rank may fill the time after its last input gradient."""
-    rows = stage_rows(setup, machine)
-    work = [sum(f) + sum(i) + sum(w) for f, i, w in rows]
-    around = [f[0] if setup.splits_backward else f[0] + i[0] + w[0] for f, i, w in rows]
-    ranks = setup.pipeline_parallel
-    longest = 0.0
-    before = 0.0
+    """A lower bound from the compute of each rank."""
+    work = [sum(f) + sum(i) + sum(w) for f, i, w in stage_rows(setup, machine)]
     hidden = 0.0
     if setup.hides_experts:
         chunks = setup.placement.num_chunks
         units = setup.num_microbatches * len(setup.segments) * chunks
         hidden = _most_paired(setup, len(setup.segments), chunks) * units * pair_times(setup, machine).most_saved
+    of_ranks = {
+        rank: setup.num_microbatches * sum(work[stage] for stage in setup.placement.stages_of(rank)) - hidden
+        for rank in range(setup.pipeline_parallel)
+    }
+    return _least_step(setup, machine, of_ranks)
+
+
+def _least_step(setup: TrainingSetup, machine: Machine, of_ranks: Mapping[int, float]) -> float:
+    """A lower bound from the seconds that ranks take from their first action to their last. The ranks before a rank run
+    its first unit before, and its last one after it. With weight gradients apart, those of a rank may fill the time
+    after its last input gradient."""
+    ranks = setup.pipeline_parallel
     # The end of the step looks alike on all ranks between the first and the last.
     ends = {rank: step_end(setup, machine, rank) for rank in {0, min(1, ranks - 1), ranks - 1}}
-    for rank in range(ranks):
-        total = setup.num_microbatches * sum(work[stage] for stage in setup.placement.stages_of(rank)) - hidden
-        reduce = ends[rank].reduce if rank in ends else 0.0
-        longest = max(longest, before + total + reduce)
-        before += around[rank]
+    longest = 0.0
+    before = 0.0
+    after = 0.0
+    for rank, (f, i, w) in zip(range(ranks), stage_rows(setup, machine), strict=False):
+        if rank in of_ranks:
+            own_end = ends[rank].reduce if rank in ends else 0.0
+            longest = max(longest, before + of_ranks[rank] + max(own_end, after + ends[0].reduce))
+        before += f[0]
+        after += 0.0 if setup.splits_backward else i[0] + w[0]
     update = max(ends[0].update, ends[ranks - 1].update)
     gather = max(ends[0].gather, ends[ranks - 1].gather)
     return longest + update + gather + machine.host.step
@@ -148,7 +160,7 @@ def _least_parts(setup: TrainingSetup) -> tuple[float, float, float]:
     states = {stages: sum(static_memory(setup, rank)) for stages, rank in alike.items()}
     whole = replace(setup, segments=(setup.sequence_length,), offloads=0.0)
     of_first = Counter(of_ranks[0])
-    held = sum(count * float(unit_bytes(whole, stage).sum()) for stage, count in of_first.items())
+    held = sum(count * float(unit_bytes(whole.alone, stage).sum()) for stage, count in of_first.items())
     return states[of_ranks[0]], max(states.values()), held
 
 
@@ -170,23 +182,9 @@ def least_seconds_away(setup: TrainingSetup, budget: MemoryBudget, segments: int
 
 
 def least_seconds_copying(setup: TrainingSetup, machine: Machine) -> float:
-    """A lower bound from the units that a rank moves to its host, whose copies follow one another. The time of parts
-    that Megatron moves is that of its actions."""
+    """A lower bound from the units that the first and the last rank move to their hosts. The time of parts that
+    Megatron moves is that of its actions."""
     if setup.moves_parts or not setup.offloads:
         return 0.0
-    sizes = moved_bytes(setup)
     ranks = {0, setup.pipeline_parallel - 1}
-    of_ranks = (_copies(setup.family, setup.shape, rank, setup.offloads, setup.has_pairs) for rank in ranks)
-    moved = (sum(count * sizes[stage][segment] for (stage, segment), count in copies) for copies in of_ranks)
-    return max(moved) / machine.device.host_bandwidth
-
-
-@lru_cache(maxsize=1 << 14)
-def _copies(
-    family: str, shape: Shape, rank: int, share: float, has_pairs: bool
-) -> tuple[tuple[tuple[int, int], int], ...]:
-    """How many units of each stage and segment a rank moves in a step."""
-    clock = clock_of(family, shape, has_pairs)
-    order = clock.order(rank)
-    units = units_to_move(order, share, clock.pairs_in(order))
-    return tuple(Counter((stage, segment) for stage, _, segment in units).items())
+    return _least_step(setup, machine, {rank: seconds_alone(setup, machine, rank) for rank in ranks})

@@ -82,11 +82,19 @@ class _Open(NamedTuple):
     family: str | None = None
 
 
+class _Cuts(NamedTuple):
+    """The cuts of a set-up, the fastest first, of which the memory is not known yet. It `is_tight` if none fits with
+    all of its activations on the device."""
+
+    ranked: tuple[Candidate, ...]
+    is_tight: bool
+
+
 class Search:
     """The configurations that answer a question, fastest first; `plans` has all that were predicted, and
     `too_long_for_auto` the winners with too many actions for `auto`. Items wait in the order of a lower bound of their
-    step: sizes and numbers of segments, from these chunks and schedules, from these the best cut that fits, from this
-    its prediction, each with a closer bound. The first item with its exact time is the fastest that is left.
+    step: sizes and numbers of segments, from these chunks and schedules, from these cuts, then the best cut that fits,
+    and its prediction, each with a closer bound. The first item with its exact time is the fastest that is left.
     `progress` is told how many items wait."""
 
     def __init__(self, question: Question, progress: Callable[[int], None] = lambda left: None) -> None:
@@ -152,7 +160,10 @@ class Search:
                             yield max(away, least[named.splits_backward]), _Open(setup, segments, family)
             case _Open(setup, segments, str(family)):
                 is_tight = self._seconds_away(setup, family, segments) > 0
-                yield from self._fitting(cuts(setup, family, segments), is_tight)
+                for alike in self._allowed(cuts(setup, family, segments)):
+                    yield min(least_seconds(each.setup, machine) for each in alike), _Cuts(alike, is_tight)
+            case _Cuts():
+                yield from self._fitting(item)
             case (Candidate(), *_):
                 for moves in ways_to_move(question, item[0].setup):
                     for each in item:
@@ -169,25 +180,29 @@ class Search:
         smallest = partitioned(self.question, replace(setup, family=family)) if family == "breadth-first" else setup
         return least_seconds_away(smallest if smallest.partitions_state else setup, self.question.budget, segments)
 
-    def _fitting(self, by_cut: Iterator[Candidate], is_tight: bool) -> Iterator[tuple[float, Any]]:
-        """The best cut that fits. If the fastest one does not, those before it come as one item, since they may fit
-        with activations on the host. Memory `is_tight` if none fits as it is. Cuts with tensor-parallel collectives
-        beside products and cuts without are separate, since bounds do not rank them."""
+    def _allowed(self, by_cut: Iterator[Candidate]) -> Iterator[tuple[Candidate, ...]]:
+        """The cuts of a set-up, the fastest first, with a partitioned state behind those without. Cuts with
+        tensor-parallel collectives beside products and cuts without are separate, since bounds do not rank them."""
         question = self.question
-        budget = self.question.budget
-        even = next(by_cut, None)  # needs least memory
-        if even is None or not (budget.host or fits(partitioned(question, even.setup), budget.device)):
-            return
-        whole = [*by_cut, even]
-        shares = [replace(each, setup=partitioned(question, each.setup)) for each in whole]
-        allowed = [*filter(question.accepts, dict.fromkeys(whole + shares))]
+        even_last = [*by_cut][::-1]
+        shares = [replace(each, setup=partitioned(question, each.setup)) for each in even_last]
+        allowed = [*filter(question.accepts, dict.fromkeys(even_last + shares))]
         for hides in (True, False):
-            ranked = [each for each in allowed if each.setup.hides_tensor_exchange == hides]
-            too_large = [*takewhile(lambda each: is_tight or not fits(each.setup, budget.device), ranked)]
-            if too_large and budget.host and even.setup.family == "1f1b":
-                yield least_seconds(too_large[0].setup, question.machine), tuple(too_large)
-            for each in ranked[len(too_large) :][:1]:
-                yield least_seconds(each.setup, question.machine), each
+            alike = tuple(each for each in allowed if each.setup.hides_tensor_exchange == hides)
+            if alike:
+                yield alike
+
+    def _fitting(self, found: _Cuts) -> Iterator[tuple[float, Any]]:
+        """The first cut that fits. Those before it come as one item, since they may fit with activations on the
+        host."""
+        budget = self.question.budget
+        machine = self.question.machine
+        ranked = found.ranked
+        too_large = [*takewhile(lambda each: found.is_tight or not fits(each.setup, budget.device), ranked)]
+        if too_large and budget.host and ranked[0].setup.family == "1f1b":
+            yield least_seconds(too_large[0].setup, machine), tuple(too_large)
+        for each in ranked[len(too_large) :][:1]:
+            yield least_seconds(each.setup, machine), each
 
     def _automatic(self, winner: Candidate) -> Plan | None:
         """The plan of a winner with `auto`; None if it does not fit, or takes too long to make."""

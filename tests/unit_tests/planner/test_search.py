@@ -2,10 +2,13 @@
 
 from dataclasses import replace
 from itertools import chain, pairwise, product
+from random import Random
+from statistics import median
 
 import pytest
 
 from megatron.seq1f1b.costs.model_shape import DeltaNet, Experts, Mamba
+from megatron.seq1f1b.costs.simulator import predict
 from megatron.seq1f1b.costs.training_setup import ALL_BUT_ATTENTION, FULL, Moves
 from megatron.seq1f1b.planner import bounds, search
 from megatron.seq1f1b.planner.breakdown import breakdown
@@ -83,6 +86,31 @@ def test_bounds_are_bounds(everything):
                     for found in cuts(setup, family, segments):
                         exact = bounds.least_seconds(found.setup, small().machine)
                         assert max(least, closer) <= exact * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("family", ["1f1b", "zb-h1", "breadth-first"])
+def test_a_rank_alone_takes_no_longer_than_in_its_pipeline(family):
+    """Random set-ups with random shares on the host, experts in pairs and without, over a slow link and over
+    a fast one. Where the link is slow the bound is far closer than that of the compute alone."""
+    machines = {bandwidth: linked(bandwidth).machine for bandwidth in (2e9, 2e10, 1e12)}
+    draw = Random(family)
+    shares = []
+    for _ in range(30):
+        question = draw.choice((small(), mixture()))
+        sizes = draw.choice([each for each in parallel_sizes(question) if each.pipeline_parallel > 1])
+        segments = draw.choice(numbers_of_segments(question, sizes))
+        found = draw.choice([*spread(question, draw.choice([*recomputed(question, sizes, segments)]))])
+        setup = draw.choice([*cuts(found, family, segments)]).setup
+        moving = replace(
+            setup, offloads=draw.randint(1, 16) / 16, hides_experts=setup.hides_experts and setup.has_pairs
+        )
+        bandwidth = draw.choice([*machines])
+        seconds = predict(moving, machines[bandwidth]).seconds
+        least = bounds.least_seconds_copying(moving, machines[bandwidth])
+        assert 0 < least <= seconds * (1 + 1e-9)
+        assert bounds.least_seconds(moving, machines[bandwidth]) <= seconds * (1 + 1e-9)
+        shares += [least / seconds] if bandwidth == 2e9 else []
+    assert median(shares) > 0.9
 
 
 def mixture(**changes):

@@ -1,0 +1,59 @@
+"""One rank of a pipeline in simulated time, as if its messages had always arrived: no step takes it less.
+
+Tested in planner/test_search.py by test_a_rank_alone_takes_no_longer_than_in_its_pipeline.
+"""
+
+from dataclasses import replace
+from functools import lru_cache
+
+from ..schedule import MOVE_KINDS, Action, Costs, Placement, Schedule, Shape, clock_of, units_to_move, with_moves
+from ..schedule.cost_tables import Table
+from .layer_bytes import moved_bytes
+from .machine import Machine
+from .pair_times import PairTimes, pair_times
+from .simulator import execute_lowered
+from .stage_times import stage_rows
+from .training_setup import TrainingSetup
+
+
+def seconds_alone(setup: TrainingSetup, machine: Machine, rank: int) -> float:
+    """Seconds from the first action of a rank to its last, with its copies of whole units to the host and back, but
+    without collectives."""
+    stages = setup.placement.stages_of(rank)
+
+    def of_rank(table: Table) -> Table:
+        return tuple(table[stage] for stage in stages)
+
+    rows = stage_rows(setup, machine)
+    f, i, w = (tuple(rows[stage][kind] for stage in stages) for kind in range(3))
+    nothing = ((0.0,) * len(setup.segments),) * len(stages)
+    costs = Costs(f, i, w, message_f=nothing, message_b=nothing, activation=nothing, kept=nothing)
+    bandwidth = machine.device.host_bandwidth
+    copies = tuple(tuple(size / bandwidth for size in row) for row in of_rank(moved_bytes(setup)))
+    pairs = None
+    if setup.hides_experts:
+        times = pair_times(setup, machine)
+        pairs = PairTimes(
+            exchange_f=of_rank(times.exchange_f),
+            compute_f=of_rank(times.compute_f),
+            exchange_b=of_rank(times.exchange_b),
+            compute_b=of_rank(times.compute_b),
+        )
+    alone = _alone(setup.family, setup.shape, rank, setup.offloads, setup.has_pairs)
+    return execute_lowered(alone, costs, dict.fromkeys(MOVE_KINDS, copies), pairs).makespan
+
+
+@lru_cache(maxsize=256)
+def _alone(family: str, shape: Shape, rank: int, offloads: float, has_pairs: bool) -> Schedule:
+    """The order of one rank as that of a pipeline of one rank, whose stages are the model chunks."""
+    clock = clock_of(family, shape, has_pairs)
+    order = clock.order(rank)
+    paired = clock.pairs_in(order)
+    chunk_of = shape.placement.chunk_of
+
+    def by_chunk(action: Action) -> Action:
+        return action._replace(stage=chunk_of(action.stage))
+
+    moving = with_moves(order, units_to_move(order, offloads, paired), paired)
+    alone = replace(shape, placement=Placement(1, shape.num_chunks))
+    return Schedule(alone, (tuple(map(by_chunk, moving)),), frozenset(map(by_chunk, paired)))
