@@ -222,6 +222,21 @@ TABLES = (
         (TOKENS, SEGMENTS, SECONDS),
     ),
     Table(
+        "Forwards beside backwards",
+        "pairs",
+        "A step of a small model whose experts are shared by two ranks, by the events of its actions on the slower "
+        "one. *Hidden*: the part of the exchange that `--overlap-moe-expert-parallel-comm` takes off the step. Ranks "
+        "that share a GPU also share its time.",
+        (
+            TOKENS,
+            SEGMENTS,
+            Column("s", number("seconds_alone", ".4f")),
+            Column("s with pairs", number("seconds_with_pairs", ".4f")),
+            Column("s without an exchange", number("seconds_without_exchange", ".4f")),
+            Column("hidden", number("hidden_share", ".0%")),
+        ),
+    ),
+    Table(
         "Training",
         "training",
         "`pretrain_gpt.py` in bf16 on a small model: losses of the first and the last iteration, and the norm of all "

@@ -28,12 +28,12 @@ def test_without_a_gpu_every_section_is_named_and_skipped():
     command = ["bash", ROOT / "scripts" / "gpu_test.sh"]
     environment = os.environ | ENVIRONMENT | {"PYTHON": sys.executable}
     printed = subprocess.run(command, capture_output=True, text=True, env=environment, check=True).stdout
-    assert "No GPU is visible" in printed and printed.count("skipped ") == len(run.sections_for(1)) == 10
+    assert "No GPU is visible" in printed and printed.count("skipped ") == len(run.sections_for(1)) == 11
 
 
 @pytest.mark.parametrize(
     "sections",
-    [(1, 2), (5,), pytest.param((3, 4, 7, 9, 10), marks=[pytest.mark.exhaustive, pytest.mark.timeout(2400)])],
+    [(1, 2), (5,), (11,), pytest.param((3, 4, 7, 9, 10), marks=[pytest.mark.exhaustive, pytest.mark.timeout(2400)])],
     ids=str,
 )
 def test_the_code_of_the_sections_runs(launch, monkeypatch, tmp_path, sections):

@@ -98,15 +98,17 @@ def use_own_or_shared_gpu() -> None:
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
 
 
-def start_megatron(device: str, backend: str = "gloo", chunks: int = 1) -> None:
-    """Megatron's groups: of this process alone, or of the ranks that torchrun started, as one pipeline."""
+def start_megatron(device: str, backend: str = "gloo", chunks: int = 1, expert_parallel: bool = False) -> None:
+    """Megatron's groups: of this process alone, or of the ranks that torchrun started, as one pipeline or as replicas
+    that share their experts."""
     timeout = patience(device)
     if not dist.is_initialized():
         alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
         dist.init_process_group(backend, timeout=timeout, **alone)
     parallel_state.initialize_model_parallel(
         1,
-        dist.get_world_size(),
+        1 if expert_parallel else dist.get_world_size(),
+        expert_model_parallel_size=dist.get_world_size() if expert_parallel else 1,
         virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
         distributed_timeout_minutes=timeout.total_seconds() / 60,
     )

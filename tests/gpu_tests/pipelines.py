@@ -1,5 +1,6 @@
 """The sections of the suite that train a small GPT on pipeline ranks, against Megatron's own run on one."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -51,14 +52,23 @@ def units(suite: Suite) -> Found:
 def over_nccl(suite: Suite, gpus: int) -> Found:
     """Two and four ranks, with a GPU each, or on one where NCCL allows it; on a CPU the same over gloo."""
     if suite.device == "cpu" or gpus == 1:
-        return on_one_gpu(suite)
+        return on_one_gpu(suite, partial(runs_over_nccl, most_ranks=4))
     found = runs_over_nccl(suite, 4 if gpus >= 4 else 2)
     with_two = Found(figures=[{"table": "nccl", "settings": "a GPU for each rank", "works": True}])
     return with_two + found
 
 
-def on_one_gpu(suite: Suite) -> Found:
-    """With the first settings of NCCL that work."""
+def pairs(suite: Suite, gpus: int) -> Found:
+    """Two ranks that share the experts, each forward beside a backward; on as many hardware queues as streams need."""
+
+    def run(of_ranks: Suite) -> Found:
+        return of_ranks.program("pairs", "--backend", backend_of(suite), ranks=2, queues=QUEUES[-1])
+
+    return on_one_gpu(suite, run) if suite.device == "cpu" or gpus == 1 else run(suite)
+
+
+def on_one_gpu(suite: Suite, run: Callable[[Suite], Found]) -> Found:
+    """What is found with the first settings of NCCL that work."""
     version = nccl.version()
     if suite.device == "cuda" and (version is None or version < nccl.FIRST_VERSION):
         here = "none" if version is None else ".".join(map(str, version))
@@ -78,7 +88,7 @@ def on_one_gpu(suite: Suite) -> Found:
         settings = found.figures[-1]["settings"]
         print(f"NCCL lets ranks share the GPU: {settings}, {environment}", flush=True)
         found.check("several ranks on one GPU over NCCL", True, f"{settings}: {environment}")
-        return found + runs_over_nccl(replace(suite, environment=environment), 4)
+        return found + run(replace(suite, environment=environment))
 
 
 def backend_of(suite: Suite) -> str:

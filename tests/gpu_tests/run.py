@@ -81,6 +81,11 @@ def sections_for(gpus: int) -> tuple[Section, ...]:
             180,
             program("stage_parts"),
         ),
+        Section(
+            "two ranks that share experts: a forward beside a backward hides their exchange",
+            60,
+            partial(pipelines.pairs, gpus=gpus),
+        ),
     )
 
 
