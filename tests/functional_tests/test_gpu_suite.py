@@ -284,9 +284,9 @@ def test_the_folder_that_is_carried_to_a_gpu(tmp_path):
     nccl_wheel = tmp_path / "nvidia_nccl_cu13-2.30.7-py3-none-any.whl"
     with zipfile.ZipFile(nccl_wheel, "w") as wheel:
         wheel.writestr("nvidia/nccl/lib/libnccl.so.2", LIBRARY)
-    # Images with torch have numpy; pictures are not drawn there.
+    # Images with torch have numpy; pictures are not drawn there, and no shell completes commands.
     dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    packages = {"megatron_core", *dependencies} - {"numpy", "matplotlib"}
+    packages = {"megatron_core", *dependencies} - {"numpy", "matplotlib", "shtab"}
     for package in packages:
         (tmp_path / f"{package}-0.0-py3-none-any.whl").write_bytes(b"a wheel")
     python = tmp_path / "python"

@@ -137,7 +137,8 @@ def check_losses(args: argparse.Namespace, segments: int, length: int, dtype: to
         of_runs.append(losses(executor_of(args, segments, pairs), model, length, args))
     if dist.get_rank() == 0:
         name = str(dtype).removeprefix("torch.")
-        what = f"{segments} segments, {name}: losses with forwards beside backwards are those without"
+        cut = f"{segments} segments" if segments > 1 else "whole sequences"
+        what = f"{cut}, {name}: losses with forwards beside backwards are those without"
         report.check(**agree(what, *of_runs, LOSS_TOLERANCE[name]))
 
 

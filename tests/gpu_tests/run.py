@@ -75,15 +75,15 @@ def sections_for(gpus: int) -> tuple[Section, ...]:
             partial(pipelines.over_nccl, gpus=gpus),
         ),
         Section("eight GPUs train as one does: TP 2, PP 4, overlap", 180, training.on_eight, gpus=8),
-        Section("speed of attention by segments", 90, program("attention_speed")),
+        Section("speed of attention by segments", 70, program("attention_speed")),
         Section(
             "a stage of the 2.7b model: time, memory, host, offload, loss, longest sequence, experts",
-            180,
+            160,
             program("stage_parts"),
         ),
         Section(
             "two ranks that share experts: a forward beside a backward hides their exchange",
-            60,
+            40,
             partial(pipelines.pairs, gpus=gpus),
         ),
     )
