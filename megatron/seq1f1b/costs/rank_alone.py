@@ -8,10 +8,10 @@ from functools import lru_cache
 
 from ..schedule import MOVE_KINDS, Action, Costs, Placement, Schedule, Shape, clock_of, units_to_move, with_moves
 from ..schedule.cost_tables import Table
+from .execution import execute_lowered
 from .layer_bytes import moved_bytes
 from .machine import Machine
 from .pair_times import PairTimes, pair_times
-from .simulator import execute_lowered
 from .stage_times import stage_rows
 from .training_setup import TrainingSetup
 
