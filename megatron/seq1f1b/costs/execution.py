@@ -56,21 +56,60 @@ def execute_lowered(
     then, a backward and the forward right after it, which is of another unit. Raises ValueError if the costs do not
     fit, or if the schedule cannot run to its end."""
     costs.check(lowered.shape)
-    aside = aside or {}
-    tables = {kind: costs.tables(kind) for kind in Kind}
-    numbers = range(len(lowered.ranks))
-    events: list[Event] = [(0.0, rank, 0) for rank in numbers]  # a heap
-    ports = [Port(rank, events) for rank in numbers]
-    queues = _queues(lowered.shape.placement, ports)
+    return _Execution(lowered, costs, aside or {}, pairs).timeline()
 
-    def run(rank: int, spans: list[Span]) -> Iterator[None]:
-        """Runs a rank. It stops where it waits for a message, and before a send or a receive if another rank has an
-        event that comes first, since messages share ports in the order of their times."""
+
+class _Execution:
+    """Ranks run by the events of all in the order of their times, since messages that leave a rank share its port."""
+
+    def __init__(self, lowered: Schedule, costs: Costs, aside: Mapping[Kind, Table], pairs: PairTimes | None) -> None:
+        self.lowered = lowered
+        self.tables = {kind: costs.tables(kind) for kind in Kind}
+        self.aside = aside
+        self.pairs = pairs
+        self.events: list[Event] = [(0.0, rank, 0) for rank in range(len(lowered.ranks))]  # a heap
+        self.ports = [Port(rank, self.events) for rank in range(len(lowered.ranks))]
+        self.queues = _queues(lowered.shape.placement, self.ports)
+
+    def timeline(self) -> Timeline:
+        """Runs all ranks to their ends."""
+        spans: list[list[Span]] = [[] for _ in self.ports]
+        ranks = [self._run(rank, spans[rank]) for rank in range(len(spans))]
+        left = set(range(len(spans)))
+        while self.events:
+            time, rank, arrival = heappop(self.events)
+            if arrival:
+                port = self.ports[rank]
+                if arrival < port.last_event:  # another message has started or arrived since
+                    continue
+                queue = port.leave(time)
+                queue.arrive(time)
+                if queue.waiting is None:
+                    continue
+                rank, queue.waiting = queue.waiting, None
+            try:
+                next(ranks[rank])
+            except StopIteration:
+                left.remove(rank)
+        if left:
+            raise ValueError("the schedule cannot run to its end; validate it to see why")
+        # GATHER and REDUCE may start after compute that they were put before.
+        in_order = (tuple(sorted(each, key=lambda span: span.start)) for each in spans)
+        return Timeline(self.lowered.shape, tuple(in_order), "s")
+
+    def _run(self, rank: int, spans: list[Span]) -> Iterator[None]:
+        """Runs a rank. It stops where it waits for a message, and before a send or a receive if there is an earlier
+        event."""
+        events = self.events
+        queues = self.queues
+        tables = self.tables
+        pairs = self.pairs
+        paired = self.lowered.paired
+        beside = _Aside(self.aside)
         now = 0.0
-        beside = _Aside(aside)
         before: Action | None = None  # the last compute action
         together: list[Action] = []  # the forward of a pair that has not begun
-        for action in lowered.ranks[rank]:
+        for action in self.lowered.ranks[rank]:
             kind, stage, _, segment = action
             facts = kind.facts
             if facts.lane is Lane.COMPUTE:
@@ -80,9 +119,9 @@ def execute_lowered(
                         queue.waiting = rank
                         yield
                     now = max(now, queue.arrived.popleft())
-                if aside:
+                if self.aside:
                     now = max(now, beside.ready(action))
-                if action in lowered.paired:
+                if action in paired:
                     together = [action]
                     continue
                 together.append(action)
@@ -91,9 +130,9 @@ def execute_lowered(
                     end = max(now, end - _saved(pairs, together, before))
                 spans += [Span(each, now, end) for each in together]
                 together = []
-                before = None if lowered.paired else action
+                before = None if paired else action
                 now = end
-            elif kind in aside:
+            elif kind in self.aside:
                 span = beside.run(action, now)
                 spans.append(span)
                 if kind is Kind.OFFLOAD:  # waits for the one before it
@@ -108,29 +147,6 @@ def execute_lowered(
                     queue.send(now, table[stage][segment])
                 else:
                     queue.post(now)
-
-    spans: list[list[Span]] = [[] for _ in numbers]
-    ranks = [run(rank, spans[rank]) for rank in numbers]
-    left = set(numbers)
-    while events:
-        time, rank, arrival = heappop(events)
-        if arrival:
-            if arrival < ports[rank].last_event:
-                continue
-            queue = ports[rank].leave(time)
-            queue.arrive(time)
-            if queue.waiting is None:
-                continue
-            rank, queue.waiting = queue.waiting, None
-        try:
-            next(ranks[rank])
-        except StopIteration:
-            left.remove(rank)
-    if left:
-        raise ValueError("the schedule cannot run to its end; validate it to see why")
-    # GATHER and REDUCE may start after compute that they were put before.
-    in_order = (tuple(sorted(each, key=lambda span: span.start)) for each in spans)
-    return Timeline(lowered.shape, tuple(in_order), "s")
 
 
 def _queues(placement: Placement, ports: Sequence[Port]) -> dict[tuple[Kind, int], MessageQueue]:
