@@ -36,7 +36,8 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 from frameworks.installed import installed
 from frameworks.live_bytes import LiveBytes
 from frameworks.models import save_qwen
-from frameworks.verl_engine import OWN_ATTENTION, engine_of, loss_of, rollouts
+from frameworks.own_attention import OWN_ATTENTION
+from frameworks.verl_engine import Case, engine_of, loss_of, rollouts
 from megatron.seq1f1b.process.patches import patched
 
 VOCABULARY = 512
@@ -94,7 +95,7 @@ def variants(args: argparse.Namespace, folder: Path) -> list[Variant]:
     for name, schedule in schedules.items():
         with redirect_stdout(None):  # verl prints its configuration
             sizes = {"pipeline_model_parallel_size": dist.get_world_size()}
-            engine = engine_of(folder, is_critic=False, remove_padding=True, sizes=sizes)
+            engine = engine_of(folder, Case("token-mean", sizes=tuple(sizes.items())))
         found.append(Variant(name, schedule, engine))
     return found
 

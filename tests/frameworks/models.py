@@ -6,13 +6,18 @@ import torch
 
 
 def save_qwen(
-    folder: Path, vocabulary: int, num_layers: int = 4, hidden_size: int = 32, most_tokens: int = 512
+    folder: Path,
+    vocabulary: int,
+    num_layers: int = 4,
+    hidden_size: int = 32,
+    most_tokens: int = 512,
+    num_experts: int = 1,
 ) -> None:
-    """A Qwen3 for sequences of `most_tokens`."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    """A Qwen3 for sequences of `most_tokens`; of several experts two take each token."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(0)
-    config = Qwen3Config(
+    sizes = dict(
         num_hidden_layers=num_layers,
         hidden_size=hidden_size,
         intermediate_size=2 * hidden_size,
@@ -24,7 +29,18 @@ def save_qwen(
         tie_word_embeddings=False,
         max_position_embeddings=most_tokens,
     )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+    if num_experts == 1:
+        model = Qwen3ForCausalLM(Qwen3Config(**sizes))
+    else:
+        experts = Qwen3MoeConfig(
+            **sizes,
+            num_experts=num_experts,
+            num_experts_per_tok=2,
+            moe_intermediate_size=hidden_size,
+            norm_topk_prob=True,
+        )
+        model = Qwen3MoeForCausalLM(experts)
+    model.save_pretrained(folder)
     save_tokenizer(folder, vocabulary)
 
 

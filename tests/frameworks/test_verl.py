@@ -3,6 +3,11 @@
 Run by `bash scripts/frameworks.sh verl`, in an environment of its own. See verl_engine.py for what is verl's.
 """
 
+import json
+import os
+import re
+import subprocess
+import sys
 from importlib.util import find_spec
 
 import pytest
@@ -10,36 +15,95 @@ import torch
 
 from frameworks import verl_engine
 from frameworks.equal_steps import require_equal_steps, with_losses
-from support.launch import ROOT
+from megatron.seq1f1b.commands import main
+from support.launch import ROOT, python_path
+from support.patience import patient
 
 pytestmark = [
     pytest.mark.exhaustive,
+    pytest.mark.timeout(1800),
     pytest.mark.skipif(find_spec("verl") is None, reason="verl is not installed here: bash scripts/frameworks.sh verl"),
 ]
 
 
+ALL_CASES = {**verl_engine.CASES, **verl_engine.CASES_OF_THE_DEFAULT}
+
+
 @pytest.fixture(scope="module")
-def trainings(launch, tmp_path_factory):
+def trainings(launch, launch_with_te, tmp_path_factory):
     """Of each case on the two ranks: with segments and without."""
-    results = launch.call(2, verl_engine.with_segments_and_without, 900, folder=tmp_path_factory.mktemp("qwen"))
-    steps = "steps are run by megatron.seq1f1b: 1f1b, segments of at most 16 tokens"
-    assert launch.last.log.count(steps) == len(verl_engine.CASES)
-    return results
+    functions = {
+        verl_engine.with_mbridge: launch,
+        verl_engine.with_megatron_bridge: launch_with_te,
+    }
+    found = [{}, {}]
+    log = ""
+    for function, launcher in functions.items():
+        results = launcher.call(2, function, 900, folder=tmp_path_factory.mktemp("qwen"))
+        log += launcher.last.log
+        for all_cases, cases in zip(found, results, strict=True):
+            all_cases.update(cases)
+    assert log.count("steps are run by megatron.seq1f1b: 1f1b, segments of at most 16 tokens") == len(ALL_CASES)
+    return found
 
 
-@pytest.mark.parametrize("case", verl_engine.CASES)
+@pytest.mark.parametrize("case", ALL_CASES)
 def test_steps_are_those_of_whole_sequences(trainings, case):
     require_equal_steps(trainings, case, verl_engine.STEPS)
 
 
-@pytest.mark.parametrize("case", verl_engine.CASES)
+@pytest.mark.parametrize("case", ALL_CASES)
 def test_log_probabilities_are_those_of_whole_sequences(trainings, case):
     ours, own = with_losses(trainings, case)
     names = {"values"} if "critic" in case else {"log_probs", "entropy"}
-    for mine, others in ((ours.before, own.before), (ours.after, own.after)):
+    pairs = [(ours.before, own.before), (ours.after, own.after)]
+    if "lora" in case:
+        pairs.append((ours.without_adapters, own.without_adapters))
+        assert (own.without_adapters["log_probs"] - own.after["log_probs"]).abs().max() > 1e-3
+    for mine, others in pairs:
         assert mine.keys() == others.keys() == names
         for name in names:
             torch.testing.assert_close(mine[name], others[name], rtol=1e-5, atol=1e-5)
+
+
+@pytest.fixture
+def enabled():
+    """This Python after `seq1f1b enable`."""
+    assert main(["enable"]) == 0
+    yield
+    main(["enable", "--remove"])
+
+
+def test_workers_in_ray_are_reached_by_the_variable(enabled, tmp_path):
+    ours, log = run_in_ray(tmp_path, SEQ1F1B="--segment-tokens 16")
+    own, silent = run_in_ray(tmp_path)
+    workers = set(re.findall(r"Worker pid=([0-9]+)", log))
+    assert len(workers) == 2
+    assert workers <= set(re.findall("process ([0-9]+) runs Megatron's steps by SEQ1F1B='--segment-tokens 16'", log))
+    assert "segments of at most 16 tokens" in log and "megatron.seq1f1b" not in silent
+    assert len(own["losses"]) == verl_engine.STEPS
+    assert ours["losses"] == pytest.approx(own["losses"], rel=1e-5)
+    assert ours["norms"] == pytest.approx(own["norms"], rel=1e-5)
+    assert ours["log_probs"] == pytest.approx(own["log_probs"], abs=1e-5, rel=1e-5)
+    assert ours["peaks"][0] < own["peaks"][0]
+
+
+def run_in_ray(folder, **variables):
+    """What verl_workers.py prints, as it says, and the log of all processes."""
+    environment = {name: value for name, value in os.environ.items() if name != "SEQ1F1B"}
+    environment |= {"PYTHONPATH": python_path(ROOT, ROOT / "tests"), "RAY_DEDUP_LOGS": "0"}
+    environment |= {"VERL_USE_EXTERNAL_MODULES": "frameworks.verl_on_cpu", "VERL_PLATFORM": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "frameworks.verl_workers", str(folder)],
+        env=environment | variables,
+        capture_output=True,
+        text=True,
+        timeout=patient(600),
+    )
+    log = done.stdout + done.stderr
+    assert done.returncode == 0, log
+    [result] = [line for line in done.stdout.splitlines() if line.startswith('{"losses"')]
+    return json.loads(result), log
 
 
 def test_segments_beside_megatrons_own_schedule(launch):

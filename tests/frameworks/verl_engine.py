@@ -3,20 +3,21 @@
 verl's classes run unmodified: the engine from its `__init__` and `initialize` to `train_batch` and `infer_batch`, its
 optimizer, its micro-batches, forwards, and losses. What the program around it does here and what a CPU needs:
 
-- There are no Ray workers: every rank makes its engine, as a worker does.
+- Every rank makes its engine, as a worker does (verl_workers.py has those in Ray).
 - mbridge builds the model of Megatron's local layers, not of Transformer Engine's, and is told the names of their
-  norms; a type of model that it compares with, and that Megatron 0.19 no longer has, is there again.
+  norms; a type of model that it compares with, and that Megatron 0.19 no longer has, is there again. Megatron-Bridge
+  builds Transformer Engine's, on the double of its kernels (support/te_double.py).
 - `McoreEngineConfig` takes bfloat16 or float16, and gets float32 after its checks.
 - The memory of the GPU, which verl logs, has no bytes.
 - Megatron's local attention, which reads no packed sequences, runs document by document (`OWN_ATTENTION`).
 - Rollouts and advantages are random numbers.
 """
 
+import os
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial, wraps
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,12 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.enums import ModelType
-from torch.nn.functional import scaled_dot_product_attention
 
 from frameworks.installed import installed
 from frameworks.live_bytes import LiveBytes
 from frameworks.models import save_qwen
-from megatron.seq1f1b.process.patches import patched, wrapping
+from frameworks.own_attention import OWN_ATTENTION
+from megatron.seq1f1b.process.patches import patched
 
 VOCABULARY, STEPS = 64, 5
 # Tokens of the prompts and responses of a batch: a few long rollouts among short ones.
@@ -47,6 +48,10 @@ class Case:
     dynamic: bool = True
     sizes: tuple[tuple[str, int], ...] = (("pipeline_model_parallel_size", 2),)
     own_sizes: tuple[tuple[str, int], ...] | None = None
+    # Who builds the model and loads its weights: mbridge, or verl's default, Megatron-Bridge.
+    has_mbridge: bool = True
+    has_experts: bool = False
+    has_lora: bool = False
 
 
 def sizes(**given: int) -> tuple[tuple[str, int], ...]:
@@ -73,6 +78,15 @@ CASES = {
     ),
 }
 
+# By Megatron-Bridge, which alone knows LoRA.
+CASES_OF_THE_DEFAULT = {
+    "default-bridge": Case("token-mean", has_mbridge=False),
+    "experts": Case("token-mean", has_mbridge=False, has_experts=True),
+    "experts-padded": Case("token-mean", remove_padding=False, dynamic=False, has_mbridge=False, has_experts=True),
+    "lora": Case("token-mean", has_mbridge=False, has_lora=True),
+    "experts-lora": Case("token-mean", has_mbridge=False, has_experts=True, has_lora=True),
+}
+
 
 @dataclass(frozen=True)
 class Training:
@@ -83,16 +97,26 @@ class Training:
     norms: list[float]
     before: dict[str, torch.Tensor]
     after: dict[str, torch.Tensor]
+    without_adapters: dict[str, torch.Tensor]  # after the steps, with LoRA
     peak_bytes: int  # of tensors that live at once in the last step
 
 
-def with_segments_and_without(folder: Path) -> dict[str, tuple[Training, Training]]:
+def with_mbridge(folder: Path) -> dict[str, tuple[Training, Training]]:
+    return _with_segments_and_without(folder, CASES)
+
+
+def with_megatron_bridge(folder: Path) -> dict[str, tuple[Training, Training]]:
+    return _with_segments_and_without(folder, CASES_OF_THE_DEFAULT)
+
+
+def _with_segments_and_without(folder: Path, cases: dict[str, Case]) -> dict[str, tuple[Training, Training]]:
     """Every case, with segments of 16 tokens and without segments."""
     if dist.get_rank() == 0:
-        save_qwen(folder, VOCABULARY)
+        save_qwen(folder / "dense", VOCABULARY)
+        save_qwen(folder / "experts", VOCABULARY, num_experts=4)
     dist.barrier()
     results = {}
-    for name, case in CASES.items():
+    for name, case in cases.items():
         with installed(segment_tokens=16):
             ours = train(folder, case)
         with patched([OWN_ATTENTION]):
@@ -102,43 +126,10 @@ def with_segments_and_without(folder: Path) -> dict[str, tuple[Training, Trainin
     return results
 
 
-def _by_document(
-    forward: Any,
-    attention: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: Any,
-    packed_seq_params: Any = None,
-    **options: Any,
-) -> torch.Tensor:
-    """Attention of a pack, queries [t, h, d] and the output [t, h d]; of padded sequences Megatron's own."""
-    if packed_seq_params is None:
-        # verl's padding is at the end, so that its mask of tokens [b, s] says nothing to causal attention.
-        return forward(attention, query, key, value, None, **options)
-    repeats = query.shape[1] // key.shape[1]
-    outputs = []
-    for start, end in pairwise(packed_seq_params.cu_seqlens_q_padded.tolist()):
-        of_document = (
-            query[start:end].transpose(0, 1),
-            key[start:end].transpose(0, 1).repeat_interleave(repeats, dim=0),
-            value[start:end].transpose(0, 1).repeat_interleave(repeats, dim=0),
-        )
-        outputs.append(scaled_dot_product_attention(*(each[None] for each in of_document), is_causal=True)[0])
-    return torch.cat(outputs, dim=1).transpose(0, 1).flatten(1)
-
-
-OWN_ATTENTION = wrapping(
-    "megatron.core.transformer.dot_product_attention.DotProductAttention.forward",
-    _by_document,
-    "takes no packs, and a mask [b, 1, s, s] where that of Transformer Engine reads none if it is causal",
-)
-
-
 def train(folder: Path, case: Case) -> Training:
     loss = case.loss
     dynamic = case.dynamic
-    engine = engine_of(folder, loss == "value", case.remove_padding, dict(case.sizes))
+    engine = engine_of(folder / ("experts" if case.has_experts else "dense"), case)
     loss_function = loss_of(loss)
     before = inferred(engine, loss, dynamic)
     losses = []
@@ -152,43 +143,58 @@ def train(folder: Path, case: Case) -> Training:
         if "grad_norm" in result.get("metrics", {}):
             losses.append(sum(result["loss"]))
             norms.append(float(result["metrics"]["grad_norm"]))
-    return Training(losses, norms, before, inferred(engine, loss, dynamic), memory.peak)
+    after = inferred(engine, loss, dynamic)
+    without_adapters = {}
+    if case.has_lora:  # of the reference, as verl has it then
+        with engine.disable_adapter():
+            without_adapters = inferred(engine, loss, dynamic)
+    return Training(losses, norms, before, after, without_adapters, memory.peak)
 
 
-def engine_of(folder: Path, is_critic: bool, remove_padding: bool, sizes: dict[str, int]) -> Any:
-    """verl's engine with the weights in `folder`, of parallel `sizes` by their names in McoreEngineConfig."""
-    from verl.trainer.config import CheckpointConfig
-    from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizerConfig
+def engine_of(folder: Path, case: Case) -> Any:
+    """verl's engine with the weights in `folder`."""
     from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead, MegatronEngineWithValueHead
 
-    build_local_layers()
-    use_ranks(sizes)
+    if case.has_mbridge:
+        build_local_layers()
+    for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
+        os.environ.pop(name, None)  # Megatron's choice for the model before
+    use_ranks(dict(case.sizes))
     torch.cuda.mem_get_info = lambda device=None: (0, 0)
+    kind = MegatronEngineWithValueHead if case.loss == "value" else MegatronEngineWithLMHead
+    engine = kind(*configs_of(folder, case))
+    engine.initialize()
+    return engine
+
+
+def configs_of(folder: Path, case: Case) -> tuple[Any, Any, Any, Any]:
+    """verl's configurations of the model, with weights in `folder`, of the engine, the optimizer and checkpoints."""
+    from verl.trainer.config import CheckpointConfig
+    from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizerConfig
+
     model_config = HFModelConfig(
         path=str(folder),
-        model_type="value_model" if is_critic else "language_model",
+        model_type="value_model" if case.loss == "value" else "language_model",
+        use_remove_padding=case.remove_padding,
         override_config={"attn_implementation": "eager"},
+        lora={"type": "lora", "rank": 4, "alpha": 8} if case.has_lora else {},
     )
+    not_on_a_cpu = {"masked_softmax_fusion": False, "gradient_accumulation_fusion": False}
+    if not case.has_mbridge:
+        not_on_a_cpu |= {"apply_rope_fusion": False, "moe_permute_fusion": False, "attention_backend": "local"}
     engine_config = McoreEngineConfig(
-        vanilla_mbridge=True,
-        use_remove_padding=remove_padding,
+        vanilla_mbridge=case.has_mbridge,
+        use_remove_padding=case.remove_padding,
         use_distributed_optimizer=False,
-        override_transformer_config={
-            "masked_softmax_fusion": False,
-            "gradient_accumulation_fusion": False,
-            "cp_comm_type": "a2a",  # which segments ask for
-        },
-        **sizes,
+        override_transformer_config=not_on_a_cpu | {"cp_comm_type": "a2a"},  # which segments ask for
+        **dict(case.sizes),
     )
     object.__setattr__(engine_config, "dtype", "float32")
     # Not Adam, whose step for a gradient of rounding errors alone is as long as for any other.
     optimizer_config = McoreOptimizerConfig(
         optimizer="sgd", lr=0.1, total_training_steps=STEPS, lr_decay_style="constant"
     )
-    kind = MegatronEngineWithValueHead if is_critic else MegatronEngineWithLMHead
-    engine = kind(model_config, engine_config, optimizer_config, CheckpointConfig())
-    engine.initialize()
-    return engine
+    return model_config, engine_config, optimizer_config, CheckpointConfig()
 
 
 def use_ranks(sizes: dict[str, int]) -> None:
