@@ -64,8 +64,8 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--sequence-splits", type=int, nargs="+", default=[1, 4], metavar="K", help="of our schedules")
     parser.add_argument("--sequence-split-strategy", nargs="+", choices=sorted(STRATEGIES), default=["balanced"])
-    parser.add_argument("--sequence-split-profile", metavar="JSON", help="a trace, for the strategy profile")
-    parser.add_argument("--profile", type=Path, metavar="JSON", help="write the measured times of F, B, I and W")
+    parser.add_argument("--sequence-split-profile", metavar="FILE.json", help="a trace, for the strategy profile")
+    parser.add_argument("--profile", type=Path, metavar="FILE.json", help="write the measured times of F, B, I and W")
     args = parser.parse_args()
     num_ranks, rest = divmod(int(os.environ.get("WORLD_SIZE", 1)), args.context_parallel_size)
     if rest:

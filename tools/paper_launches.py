@@ -38,11 +38,16 @@ def _with_prediction(launch: Launch) -> str:
     assert row.setup is not None
     tokens = row.setup.global_batch_size * row.setup.sequence_length / seconds
     verdict = f"{seconds:8.3f} s {tokens:9.0f} tokens/s {memory:6.1f} GiB" if fits else "out of memory"
-    published = "" if row.published is None else f"  published: {row.published:g} {row.unit}"
+    unit = "bubble ratio" if row.unit == "bubble" else row.unit
+    published = "" if row.published is None else f"  published: {_figure(row.published)} {unit}"
     if row.error is not None:
-        published += f", predicted: {row.predicted:.4g}, "
+        published += f", predicted: {_figure(row.predicted)}, "
         published += f"{row.error:+.3f} off" if row.unit == "bubble" else f"{100 * row.error:+.1f} % off"
     return f"{row.label:60} {launch.gpus:5} GPUs  {verdict:42}{published}"
+
+
+def _figure(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
 def errors_of(table: str, runs: list[Launch]) -> str:

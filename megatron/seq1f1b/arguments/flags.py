@@ -91,7 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "as the Seq1F1B authors do ('uniform_comp'), for the shortest step ('terapipe'), or by a 'profile'.",
     )
     text = "Times of segments for 'profile', 'balanced' and 'terapipe': what --pipeline-trace wrote in a short run."
-    add("--sequence-split-profile", type=Path, metavar="JSON", help=text)
+    add("--sequence-split-profile", type=Path, metavar="FILE.json", help=text)
     text = "Lengths of the segments, as a JSON list or as text such as '4096 2048 2048'."
     add("--sequence-split-file", type=Path, metavar="FILE", help=text)
     text = "With --recompute-granularity full, recompute all of a layer but its attention."
