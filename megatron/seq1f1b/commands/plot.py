@@ -7,8 +7,9 @@ The ending of --output determines what is written: .png, .svg, .pdf (a figure), 
 trace that ui.perfetto.dev opens), .json (the timeline), .csv (the schedule, to be changed by hand
 and given to --pipeline-schedule-file). --timeline draws measured timelines.
 
-Names from papers: interleaved 1F1B is 1f1b with several chunks, Seq1F1B 1f1b with --sequence-splits, TeraPipe gpipe with
-those; ZB-V is auto with two chunks and --pipeline-placement v. docs/schedules.md has ZB-2p, DualPipe and others.
+Names from papers: interleaved 1F1B is 1f1b with several chunks, Seq1F1B 1f1b with --sequence-splits,
+TeraPipe gpipe with those; ZB-V is auto with two chunks and --pipeline-placement v. docs/schedules.md
+has ZB-2p, DualPipe and others.
 """
 
 # Tested in commands/test_schedule_commands.py.
