@@ -112,7 +112,7 @@ function draw(canvas, panel, longest, names) {
     pen.fillText(rank, 0, middle);
     const busy = boxes.reduce((sum, box) => sum + box[5] - box[4], 0);
     pen.textAlign = "right";
-    pen.fillText(`${panel.memory[rank].toFixed(2)}  ${percent(1 - busy / panel.time)}`, width, middle);
+    pen.fillText(`${panel.memory[rank].toFixed(2)}  ${(1 - busy / panel.time).toFixed(3)}`, width, middle);
     for (const [kind, chunk, microbatch, segment, start, end] of boxes) {
       const left = LEFT + start * scale, wide = (end - start) * scale;
       pen.fillStyle = panel.colours[kind][segment];

@@ -25,6 +25,7 @@ SHOWN = """({
         return [...found];
     }),
 })"""
+FITS = "document.documentElement.scrollWidth <= innerWidth"
 IDLE = "[...document.querySelectorAll('label > :disabled')].map((input) => input.name)"
 SET = """(([name, value]) => {
     const input = document.querySelector(`[name=${name}]`);
@@ -90,7 +91,7 @@ def test_sliders_draw_what_the_package_makes(site, page):
         assert page.evaluate("document.querySelector('figure')") is None and page.evaluate(IDLE) == []
         page.evaluate("location.hash = '#family=bogus&segments=1&ranks=4&microbatches=4'")
         page.wait_for(f"{CAPTION}.startsWith('auto, whole sequences')")
-        assert page.problems == []
+        assert page.problems == [] and page.evaluate(FITS)
 
 
 @pytest.mark.timeout(3 * PATIENCE)
@@ -143,3 +144,4 @@ def test_on_a_phone_the_picture_stays_with_its_controls(site, page):
         in_the_middle = "Math.abs(document.getElementsByName('memory')[0].getBoundingClientRect().top - 422) < 60"
         page.wait_for(in_the_middle)  # scrolling is smooth
         assert 0 < page.evaluate("document.querySelector('canvas').getBoundingClientRect().top") < 422
+        assert page.problems == [] and page.evaluate(FITS)
