@@ -84,7 +84,7 @@ def predict(setup: TrainingSetup, machine: Machine, schedule: Schedule | None = 
         short = replace(setup, num_microbatches=num_microbatches)
         costs = step_costs(short, machine)
         share = 0.0 if short.moves_parts else short.offloads
-        actions = moved(schedule, share) if schedule else _built(short.family, short.shape, share, short.has_pairs)
+        actions = moved(schedule, share) if schedule else named(short.family, short.shape, share, short.has_pairs)
         timeline = timeline_of(short, machine, actions, costs)
         computing = [span for spans in timeline.ranks for span in spans if span.action.kind in COMPUTE_KINDS]
         pipeline = max(span.end for span in computing) - min(span.start for span in computing)
@@ -144,8 +144,8 @@ def timeline_of(setup: TrainingSetup, machine: Machine, schedule: Schedule, cost
 
 
 @lru_cache(maxsize=64)
-def _built(family: str, shape: Shape, offloads: float = 0.0, pairs: bool = False) -> Schedule:
-    """Many set-ups differ in other things than their schedule."""
+def named(family: str, shape: Shape, offloads: float = 0.0, pairs: bool = False) -> Schedule:
+    """A named schedule, with a share of its units on the host; many set-ups differ in other things."""
     return moved(build(family, shape, pairs=pairs), offloads)
 
 
@@ -164,14 +164,24 @@ def extended(shape: Shape, measured: Callable[[int], Sequence[float]]) -> Sequen
     many actions is extrapolated from short ones, to within 1 %. In its steady state a schedule repeats itself with
     every group of micro-batches that occupies all ranks, so times and memory grow by as much with each. Two steps give
     that growth; longer ones are taken until it leads to a third step, twice as long."""
-    group = ceil(shape.num_ranks / shape.num_segments)
+    group = _group(shape)
     groups, rest = divmod(shape.num_microbatches, group)
     short = _SHORT_STEP
-    is_long = 2 * shape.num_units * shape.num_stages > _MOST_ACTIONS
-    while is_long and groups > 2 * short:
+    while is_extended(shape) and groups > 2 * short:
         first, second, third = (measured(count * group + rest) for count in (short, short + 1, 2 * short))
         growth = [b - a for a, b in zip(first, second, strict=True)]
         if all(isclose(a + short * each, b, rel_tol=1e-5) for a, b, each in zip(first, third, growth, strict=True)):
             return [value + (groups - 2 * short) * each for value, each in zip(third, growth, strict=True)]
         short *= 2
     return measured(shape.num_microbatches)
+
+
+def is_extended(shape: Shape) -> bool:
+    """Whether a step of this shape is predicted from short ones."""
+    is_long = 2 * shape.num_units * shape.num_stages > _MOST_ACTIONS
+    return is_long and shape.num_microbatches // _group(shape) > 2 * _SHORT_STEP
+
+
+def _group(shape: Shape) -> int:
+    """The number of micro-batches that occupy all ranks."""
+    return ceil(shape.num_ranks / shape.num_segments)

@@ -13,10 +13,11 @@ from ..costs.layer_bytes import unit_bytes
 from ..costs.machine import Machine, without_tiles
 from ..costs.pair_times import pair_row, pair_times
 from ..costs.rank_alone import seconds_alone
-from ..costs.stage_times import stage_rows, step_end
+from ..costs.simulator import is_extended, named
+from ..costs.stage_times import stage_rows, step_costs, step_end
 from ..costs.step_memory import static_memory
 from ..costs.training_setup import TrainingSetup
-from ..schedule import Placement
+from ..schedule import Placement, simulate
 from .space import MemoryBudget, Question, lengths_of, may_hide
 
 
@@ -39,21 +40,26 @@ def _least_step(setup: TrainingSetup, machine: Machine, of_ranks: Mapping[int, f
     """A lower bound from the seconds that ranks take from their first action to their last. The ranks before a rank run
     its first unit before, and its last one after it. With weight gradients apart, those of a rank may fill the time
     after its last input gradient."""
-    ranks = setup.pipeline_parallel
-    # The end of the step looks alike on all ranks between the first and the last.
-    ends = {rank: step_end(setup, machine, rank) for rank in {0, min(1, ranks - 1), ranks - 1}}
+    reduce, others = _ends(setup, machine)
     longest = 0.0
     before = 0.0
     after = 0.0
-    for rank, (f, i, w) in zip(range(ranks), stage_rows(setup, machine), strict=False):
+    for rank, (f, i, w) in zip(range(setup.pipeline_parallel), stage_rows(setup, machine), strict=False):
         if rank in of_ranks:
-            own_end = ends[rank].reduce if rank in ends else 0.0
-            longest = max(longest, before + of_ranks[rank] + max(own_end, after + ends[0].reduce))
+            longest = max(longest, before + of_ranks[rank] + max(reduce.get(rank, 0.0), after + reduce[0]))
         before += f[0]
         after += 0.0 if setup.splits_backward else i[0] + w[0]
-    update = max(ends[0].update, ends[ranks - 1].update)
-    gather = max(ends[0].gather, ends[ranks - 1].gather)
-    return longest + update + gather + machine.host.step
+    return longest + others
+
+
+def _ends(setup: TrainingSetup, machine: Machine) -> tuple[dict[int, float], float]:
+    """Seconds of sums of gradients, by rank, and at least of all that follows. The end of the step looks alike on all
+    ranks between the first and the last."""
+    last = setup.pipeline_parallel - 1
+    ends = {rank: step_end(setup, machine, rank) for rank in {0, min(1, last), last}}
+    update = max(ends[0].update, ends[last].update)
+    gather = max(ends[0].gather, ends[last].gather)
+    return {rank: end.reduce for rank, end in ends.items()}, update + gather + machine.host.step
 
 
 def least_seconds_of(sizes: TrainingSetup, machine: Machine, segments: int) -> float:
@@ -188,3 +194,14 @@ def least_seconds_copying(setup: TrainingSetup, machine: Machine) -> float:
         return 0.0
     ranks = {0, setup.pipeline_parallel - 1}
     return _least_step(setup, machine, {rank: seconds_alone(setup, machine, rank) for rank in ranks})
+
+
+def least_seconds_in_time(setup: TrainingSetup, machine: Machine) -> float:
+    """A lower bound from compute and messages in simulated time: nothing moves to the host, receives are posted at
+    once, and messages share no link. Steps that are predicted from short ones have none, nor have those with pairs,
+    whose actions take less together."""
+    if setup.hides_experts or is_extended(setup.shape):
+        return 0.0
+    timeline = simulate(named(setup.family, setup.shape), step_costs(setup, machine))
+    reduce, others = _ends(setup, machine)
+    return max(timeline.ranks[rank][-1].end + seconds for rank, seconds in reduce.items()) + others

@@ -17,11 +17,12 @@ from .bounds import (
     least_seconds_away,
     least_seconds_copying,
     least_seconds_cut,
+    least_seconds_in_time,
     least_seconds_of,
     least_seconds_of_any,
     state_fits,
 )
-from .fitting import fits, fitted
+from .fitting import fits, fitted, host_in_flight
 from .space import (
     Candidate,
     MemoryBudget,
@@ -90,6 +91,18 @@ class _Cuts(NamedTuple):
     is_tight: bool
 
 
+class _TooLarge(NamedTuple):
+    """Cuts, the fastest first, that do not fit, but may with activations on the host."""
+
+    ranked: tuple[Candidate, ...]
+
+
+class _Timed(NamedTuple):
+    """A candidate whose bound has its schedule in time."""
+
+    candidate: Candidate
+
+
 class Search:
     """The configurations that answer a question, fastest first; `plans` has all that were predicted, and
     `too_long_for_auto` the winners with too many actions for `auto`. Items wait in the order of a lower bound of their
@@ -140,7 +153,6 @@ class Search:
         """The items that an item is refined to, with lower bounds."""
         question = self.question
         machine = self.question.machine
-        budget = self.question.budget
         match item:
             case _Sizes(sizes, (segments, *more)):
                 if more:
@@ -164,15 +176,13 @@ class Search:
                     yield min(least_seconds(each.setup, machine) for each in alike), _Cuts(alike, is_tight)
             case _Cuts():
                 yield from self._fitting(item)
-            case (Candidate(), *_):
-                for moves in ways_to_move(question, item[0].setup):
-                    for each in item:
-                        if (moved := fitted(each.setup, budget, moves)) is not None:
-                            copying = least_seconds_copying(moved, machine)
-                            yield max(least_seconds(moved, machine), copying), replace(each, setup=moved)
-                            break
-            case Candidate() if question.accepts(item) and (found := self._plan(item)).fits(budget):
-                yield found.prediction.seconds, found
+            case _TooLarge(ranked):
+                yield from self._moved(ranked)
+            case Candidate():
+                yield least_seconds_in_time(item.setup, machine), _Timed(item)
+            case _Timed(candidate):
+                if question.accepts(candidate) and (found := self._plan(candidate)).fits(question.budget):
+                    yield found.prediction.seconds, found
 
     def _seconds_away(self, setup: TrainingSetup, family: str, segments: int) -> float:
         """`least_seconds_away`, with a partitioned state where the search may choose that."""
@@ -200,9 +210,23 @@ class Search:
         ranked = found.ranked
         too_large = [*takewhile(lambda each: found.is_tight or not fits(each.setup, budget.device), ranked)]
         if too_large and budget.host and ranked[0].setup.family == "1f1b":
-            yield least_seconds(too_large[0].setup, machine), tuple(too_large)
+            yield least_seconds(too_large[0].setup, machine), _TooLarge(tuple(too_large))
         for each in ranked[len(too_large) :][:1]:
             yield least_seconds(each.setup, machine), each
+
+    def _moved(self, ranked: tuple[Candidate, ...]) -> Iterator[tuple[float, Candidate]]:
+        """The first cut that fits with activations on the host, each way to move them, if the host has room."""
+        question = self.question
+        budget = question.budget
+        for moves in ways_to_move(question, ranked[0].setup):
+            for each in ranked:
+                setup = fitted(each.setup, budget, moves)
+                if setup is None:
+                    continue
+                if setup.moves_parts or host_in_flight(setup) <= budget.host:
+                    least = max(least_seconds(setup, question.machine), least_seconds_copying(setup, question.machine))
+                    yield least, replace(each, setup=setup)
+                break
 
     def _automatic(self, winner: Candidate) -> Plan | None:
         """The plan of a winner with `auto`; None if it does not fit, or takes too long to make."""

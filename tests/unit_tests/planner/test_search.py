@@ -12,7 +12,7 @@ from megatron.seq1f1b.costs.simulator import predict
 from megatron.seq1f1b.costs.training_setup import ALL_BUT_ATTENTION, FULL, Moves
 from megatron.seq1f1b.planner import bounds, search
 from megatron.seq1f1b.planner.breakdown import breakdown
-from megatron.seq1f1b.planner.fitting import fits, fitted
+from megatron.seq1f1b.planner.fitting import fits, fitted, host_in_flight
 from megatron.seq1f1b.planner.search import Search, predict_candidate
 from megatron.seq1f1b.planner.space import (
     Candidate,
@@ -75,6 +75,7 @@ def test_bounds_are_bounds(everything):
     for each in everything:
         setup = each.candidate.setup
         assert bounds.least_seconds(setup, small().machine) <= each.prediction.seconds * (1 + 1e-9)
+        assert bounds.least_seconds_in_time(setup, small().machine) <= each.prediction.seconds * (1 + 1e-9)
         assert bounds.least_bytes(setup, len(setup.segments)) <= each.memory_gib * 2**30 * (1 + 1e-9)
     for sizes in parallel_sizes(small()):
         for each, (family, segments) in product(recomputed(small(), sizes), product(small().families, (1, 2, 4))):
@@ -91,7 +92,8 @@ def test_bounds_are_bounds(everything):
 @pytest.mark.parametrize("family", ["1f1b", "zb-h1", "breadth-first"])
 def test_a_rank_alone_takes_no_longer_than_in_its_pipeline(family):
     """Random set-ups with random shares on the host, experts in pairs and without, over a slow link and over
-    a fast one. Where the link is slow the bound is far closer than that of the compute alone."""
+    a fast one. Where the link is slow the bound is far closer than that of the compute alone. Nor does a pipeline take
+    longer without moves, and the fullest rank moves no more than a step does."""
     machines = {bandwidth: linked(bandwidth).machine for bandwidth in (2e9, 2e10, 1e12)}
     draw = Random(family)
     shares = []
@@ -105,10 +107,13 @@ def test_a_rank_alone_takes_no_longer_than_in_its_pipeline(family):
             setup, offloads=draw.randint(1, 16) / 16, hides_experts=setup.hides_experts and setup.has_pairs
         )
         bandwidth = draw.choice([*machines])
-        seconds = predict(moving, machines[bandwidth]).seconds
+        predicted = predict(moving, machines[bandwidth])
+        seconds = predicted.seconds
         least = bounds.least_seconds_copying(moving, machines[bandwidth])
         assert 0 < least <= seconds * (1 + 1e-9)
         assert bounds.least_seconds(moving, machines[bandwidth]) <= seconds * (1 + 1e-9)
+        assert bounds.least_seconds_in_time(moving, machines[bandwidth]) <= seconds * (1 + 1e-9)
+        assert host_in_flight(moving) <= max(predicted.host_bytes) * (1 + 1e-9)
         shares += [least / seconds] if bandwidth == 2e9 else []
     assert median(shares) > 0.9
 
@@ -166,6 +171,7 @@ def test_what_the_bounds_leave_out_is_no_answer(monkeypatch, by_megatron, limit)
         "least_seconds_away",
         "least_seconds_copying",
         "least_seconds_cut",
+        "least_seconds_in_time",
         "least_seconds_of",
         "least_seconds_of_any",
     ):
