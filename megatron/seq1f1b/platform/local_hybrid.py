@@ -29,6 +29,8 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
 )
 
+from ..process.megatron_versions import has_latent_attention
+
 _SYMBOLS = "*+-EGM"  # of --hybrid-layer-pattern, for which there are local layers
 
 
@@ -91,19 +93,17 @@ def local_hybrid_spec(config: TransformerConfig) -> ModuleSpec:
     # Around the layers behind a / of the pattern.
     prediction = get_mtp_layer_spec_for_backend(None, linear)
     prediction.submodules = replace(prediction.submodules, enorm=norm, hnorm=norm, layer_norm=norm)
-    return ModuleSpec(
-        module=LocalHybridStack,
-        params={"norm": norm},
-        submodules=HybridStackSubmodules(
-            attention_layer=attention_layer(dense),
-            mla_layer=attention_layer(latent),
-            gdn_layer=delta_net,
-            mamba_layer=ModuleSpec(module=MambaLayer, submodules=mamba),
-            mlp_layer=mlp_layer(MLPLayer, dense),
-            moe_layer=mlp_layer(MoETransformerLayer, experts, sharded_state_dict_keys_map={}),
-            mtp_block_spec=ModuleSpec(
-                module=MultiTokenPredictionBlock,
-                submodules=MultiTokenPredictionBlockSubmodules(layer_specs=[prediction]),
-            ),
+    layers = HybridStackSubmodules(
+        attention_layer=attention_layer(dense),
+        gdn_layer=delta_net,
+        mamba_layer=ModuleSpec(module=MambaLayer, submodules=mamba),
+        mlp_layer=mlp_layer(MLPLayer, dense),
+        moe_layer=mlp_layer(MoETransformerLayer, experts, sharded_state_dict_keys_map={}),
+        mtp_block_spec=ModuleSpec(
+            module=MultiTokenPredictionBlock,
+            submodules=MultiTokenPredictionBlockSubmodules(layer_specs=[prediction]),
         ),
     )
+    if has_latent_attention(layers):
+        layers.mla_layer = attention_layer(latent)
+    return ModuleSpec(module=LocalHybridStack, params={"norm": norm}, submodules=layers)

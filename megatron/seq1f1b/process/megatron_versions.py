@@ -50,6 +50,16 @@ def scan_of_mamba() -> str:
     return later if _exists(later) else "megatron.core.ssm.mamba_mixer.MambaMixer._ssm_prefill"
 
 
+def flash_attention_version(config: Any) -> int | None:
+    """--flash-attention-version, by a TransformerConfig that may not have it."""
+    return getattr(config, "flash_attention_version", None)
+
+
+def has_latent_attention(layers: Any) -> bool:
+    """Whether a `HybridStackSubmodules` has a layer for `+` of a pattern."""
+    return hasattr(layers, "mla_layer")
+
+
 def checks_for_inference_layers() -> tuple[str, ...]:
     """The dotted names of functions that ask whether a layer is one of inference, by classes of Transformer Engine."""
     name = "megatron.core.transformer.multi_token_prediction.is_inference_column_parallel_linear"

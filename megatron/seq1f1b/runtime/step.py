@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-from megatron.core.pipeline_parallel.schedules import _build_default_pg_collection
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
@@ -70,7 +70,7 @@ class Step:
                 "num_microbatches_with_partial_activation_checkpoints counts whole micro-batches in flight, but our "
                 "schedules hold segments; unset it, or run this model with Megatron's own schedule"
             )
-        self.groups = pg_collection or _build_default_pg_collection()
+        self.groups = pg_collection or default_groups()
         # The ranks that divide the tokens of activations among each other, if any do.
         self.sequence_parallel = self.groups.tp if getattr(self.config, "sequence_parallel", False) else None
         self.pipeline = self.groups.pp if self.p2p_communicator is None else self.p2p_communicator.pp_group
@@ -105,6 +105,20 @@ class Step:
         if self.config.enable_autocast:
             return torch.autocast("cuda", dtype=self.config.autocast_dtype)
         return nullcontext()
+
+
+def default_groups() -> ProcessGroupCollection:
+    """The groups of a schedule that is given none, as Megatron's own schedules make them."""
+    return ProcessGroupCollection(
+        tp=parallel_state.get_tensor_model_parallel_group(),
+        cp=parallel_state.get_context_parallel_group(),
+        pp=parallel_state.get_pipeline_model_parallel_group(),
+        embd=parallel_state.get_embedding_group(check_initialized=False),
+        pos_embd=parallel_state.get_position_embedding_group(check_initialized=False),
+        dp=parallel_state.get_data_parallel_group(),
+        dp_cp=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        tp_dp_cp=parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True),
+    )
 
 
 def refuse_waits(config: Any, pipeline: dist.ProcessGroup) -> None:

@@ -9,6 +9,7 @@ import torch.nn.attention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from ...process.megatron_versions import flash_attention_version
 from ...process.ranks import warn_on_rank_0
 from .adapted import Padded
 from .flash import CpuFlash, CudaFlash, FlashAttention4, why_not_3
@@ -54,7 +55,7 @@ class KernelChoice:
         """By the flags in Megatron's configuration of a model."""
         return cls(
             backend=config.attention_backend.name,
-            flash_attention_version=config.flash_attention_version,
+            flash_attention_version=flash_attention_version(config),
             has_dropout=config.attention_dropout > 0,
             **of_rehearsal,
         )

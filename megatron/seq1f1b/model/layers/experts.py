@@ -125,7 +125,11 @@ def _apply_balance(
 
 
 def _routing(
-    router: TopKRouter, routing: Callable[..., Any], logits: Tensor, padding_mask: Tensor | None = None
+    router: TopKRouter,
+    routing: Callable[..., Any],
+    logits: Tensor,
+    padding_mask: Tensor | None = None,
+    **others: Any,
 ) -> Any:
     """Note the counts in the first forward of recomputed layers: Megatron adds losses in the repeated one, too late."""
     context = router.segment_context
@@ -141,7 +145,7 @@ def _routing(
         )
         for balance in balances:
             _noted(router, balance, chosen, logits.shape[1] if balance == _BY_SEQUENCE else 1)
-    return routing(logits, padding_mask=padding_mask)
+    return routing(logits, padding_mask=padding_mask, **others)
 
 
 def _noted(router: TopKRouter, balance: str, routing_map: Tensor, sequences: int) -> _Tally:

@@ -55,22 +55,22 @@ def keeps_logits(layer: torch.nn.Module) -> bool:
 def _logits(
     layer: ColumnParallelLinear,
     forward: Callable,
-    hidden: Tensor,
+    input_: Tensor,
     weight: Any = None,
     runtime_gather_output: Any = None,
 ) -> tuple:
     if keeps_logits(layer) or runtime_gather_output:
-        return forward(hidden, weight, runtime_gather_output)
+        return forward(input_, weight, runtime_gather_output)
     weight = layer.weight if weight is None else weight
     if weight is not layer.weight:  # that of an embedding, which gives it an ordinary gradient
         weight.zero_out_wgrad = True
     num_runs = layer.tp_group.size() if layer.sequence_parallel else 1
-    shape = torch.Size((num_runs * len(hidden), hidden.shape[1], layer.output_size_per_partition))
+    shape = torch.Size((num_runs * len(input_), input_.shape[1], layer.output_size_per_partition))
     length = max(1, layer.logits_of_piece // (num_runs * shape[1:].numel()))
     return Logits(
         of=lambda *of_piece: forward(*of_piece)[0],
         layer=layer,
-        hidden=hidden,
+        hidden=input_,
         weight=weight,
         num_runs=num_runs,
         length=length,
