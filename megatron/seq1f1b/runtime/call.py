@@ -225,8 +225,9 @@ class Calls:
         door = wrapping("torch.nn.Module.forward", _at_the_door, "runs on whole sequences")
         self._doors.enter_context(patched_on(self.models, [door]))
         wrappers = [chunk for chunk, model in zip(self._step.chunks, self.models, strict=True) if chunk is not model]
-        door = wrapping("torch.nn.Module.forward", _in_the_wrappers, "calls the model as the schedule was given it")
-        self._doors.enter_context(patched_on(wrappers, [door]))
+        if wrappers:
+            door = wrapping("torch.nn.Module.forward", _in_the_wrappers, "calls the model as the schedule was given it")
+            self._doors.enter_context(patched_on(wrappers, [door]))
         # A reference is known when it is called. Of a pipeline of one stage it runs on whole sequences by itself.
         stages = [model for model in self.models if not _is_whole(model)]
         door = wrapping("torch.nn.Module.forward", _at_the_door_of_a_class, "runs on whole sequences")
