@@ -46,6 +46,19 @@ class PairTimes:
         hidden_b = min(_most(self.exchange_b), _most(self.compute_f))
         return hidden_f + hidden_b
 
+    @property
+    def most_saved_by_forward(self) -> Table:
+        """The most that a pair with this forward saves."""
+        most_compute = _most(self.compute_b)
+        most_exchange = _most(self.exchange_b)
+        return tuple(
+            tuple(
+                min(exchange, most_compute) + min(most_exchange, compute)
+                for exchange, compute in zip(*rows, strict=True)
+            )
+            for rows in zip(self.exchange_f, self.compute_f, strict=True)
+        )
+
 
 def _most(table: Table) -> float:
     return max(max(row) for row in table)

@@ -198,10 +198,15 @@ def least_seconds_copying(setup: TrainingSetup, machine: Machine) -> float:
 
 def least_seconds_in_time(setup: TrainingSetup, machine: Machine) -> float:
     """A lower bound from compute and messages in simulated time: nothing moves to the host, receives are posted at
-    once, and messages share no link. Steps that are predicted from short ones have none, nor have those with pairs,
-    whose actions take less together."""
-    if setup.hides_experts or is_extended(setup.shape):
+    once, and messages share no port. Every forward takes as little as in the pair that saves most. Steps that are
+    predicted from short ones have no such bound."""
+    if is_extended(setup.shape):
         return 0.0
-    timeline = simulate(named(setup.family, setup.shape), step_costs(setup, machine))
+    costs = step_costs(setup, machine)
+    if setup.hides_experts:
+        saved = pair_times(setup, machine).most_saved_by_forward
+        rest = ([f - most for f, most in zip(*rows, strict=True)] for rows in zip(costs.f, saved, strict=True))
+        costs = replace(costs, f=tuple(tuple(max(0.0, seconds) for seconds in row) for row in rest))
+    timeline = simulate(named(setup.family, setup.shape, 0.0, setup.has_pairs), costs)
     reduce, others = _ends(setup, machine)
     return max(timeline.ranks[rank][-1].end + seconds for rank, seconds in reduce.items()) + others
