@@ -57,8 +57,8 @@ _BURST_BYTES = 32 * 2**10  # which a link that was idle takes at once
 # A receive is announced to the sender; behind megabytes that wait in a socket, the announcement would come late.
 _SOCKET_BYTES = 64 * 2**10
 _FIXED = {
-    "schedule": ["1f1b"],
-    "placement": "looped",
+    "pipeline_schedule": ["1f1b"],
+    "pipeline_placement": "looped",
     "context_parallel_size": 1,
     "sequence_split_profile": None,
 }

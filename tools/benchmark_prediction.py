@@ -42,8 +42,8 @@ CONFIGURATIONS = {
 }
 # What `ours` and the model read of the arguments of the other benchmark.
 _FIXED = {
-    "schedule": ["zb-h1"],
-    "placement": "looped",
+    "pipeline_schedule": ["zb-h1"],
+    "pipeline_placement": "looped",
     "context_parallel_size": 1,
     "sequence_split_profile": None,
 }
