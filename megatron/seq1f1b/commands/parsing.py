@@ -64,7 +64,8 @@ def output_path(*endings: str) -> Callable[[str], Path]:
         except OSError as error:
             raise argparse.ArgumentTypeError(f"{path} cannot be written ({error.strerror}); name another") from None
         if is_new:
-            path.resolve().unlink()  # what a link points to, not the link
+            # What a link points to, not the link. Another rank that tries the same name may have removed it already.
+            path.resolve().unlink(missing_ok=True)
         return path
 
     return path_of

@@ -5,6 +5,7 @@ import json
 import re
 import struct
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -277,6 +278,19 @@ def test_an_output_that_is_a_link_stays_one(tmp_path):
     (tmp_path / "link.csv").symlink_to(tmp_path / "later.csv")
     assert output_path(".csv")(str(tmp_path / "link.csv")) == tmp_path / "link.csv"
     assert (tmp_path / "link.csv").is_symlink() and not (tmp_path / "later.csv").exists()
+
+
+def test_ranks_may_try_the_same_output_at_once(tmp_path, monkeypatch):
+    """As under torchrun: another rank has removed the file that both made."""
+    opened = Path.open
+
+    def removed_at_once(path, mode):
+        file = opened(path, mode)
+        path.unlink()
+        return file
+
+    monkeypatch.setattr(Path, "open", removed_at_once)
+    assert output_path(".toml")(str(tmp_path / "mine.toml")) == tmp_path / "mine.toml"
 
 
 @pytest.mark.parametrize(
