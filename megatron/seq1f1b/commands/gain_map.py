@@ -200,8 +200,8 @@ def _size_of_lines(content: bytes) -> int:
 
 
 def plot_gains(cells: Sequence[Cell], title: str, path: Path) -> None:
-    """One panel for each number of sequences, with the gain in percent; grey where that is within the error. Of several
-    rates to the host, the slowest that moves something is shown."""
+    """One panel for each number of sequences, with the gain in percent: grey where it is within the error, white where
+    there is no cell. Of several rates to the host, the slowest that moves something is shown."""
     import numpy as np
 
     rates = {cell.host_bandwidth for cell in cells}
@@ -209,20 +209,24 @@ def plot_gains(cells: Sequence[Cell], title: str, path: Path) -> None:
     cells = [cell for cell in cells if cell.host_bandwidth == slowest]
     values = {(cell.bandwidth, cell.gpus, cell.batch): gain_of(cell).value for cell in cells}
     error = 100 * gain_of(cells[0]).error
-    bandwidths, devices, batches = (sorted(set(each)) for each in zip(*values, strict=True))
-    with picture(path, 1 + 3.2 * len(batches), 3.4) as figure:
-        panels = figure.subplots(1, len(batches), squeeze=False, sharey=True)[0]
+    bandwidths, _, batches = (sorted(set(each)) for each in zip(*values, strict=True))
+    devices = {batch: sorted({gpus for _, gpus, of_batch in values if of_batch == batch}) for batch in batches}
+    columns = [len(devices[batch]) for batch in batches]
+    with picture(path, 2 + 0.3 * len(batches) + 0.9 * sum(columns), 3.4) as figure:
+        panels = figure.subplots(1, len(batches), squeeze=False, sharey=True, width_ratios=columns)[0]
         for axes, batch in zip(panels, batches, strict=True):
-            found = [[values.get((speed, gpus, batch)) for gpus in devices] for speed in bandwidths]
+            found = [[values.get((speed, gpus, batch)) for gpus in devices[batch]] for speed in bandwidths]
             gains = np.array([[nan if gain is None else 100 * gain for gain in row] for row in found])
-            shown = np.ma.masked_inside(np.ma.masked_invalid(gains), -error, error)
+            is_known = np.ma.masked_invalid(gains)
+            axes.imshow(is_known, cmap="Greys", vmin=-100, vmax=300, origin="lower", aspect="auto")
+            shown = np.ma.masked_inside(is_known, -error, error)
             image = axes.imshow(shown, cmap="RdYlGn", vmin=-40, vmax=40, origin="lower", aspect="auto")
-            axes.set_facecolor("#cccccc")
             for (row, column), gain in np.ndenumerate(gains):
-                axes.annotate("-" if np.isnan(gain) else f"{gain:+.0f}", (column, row), ha="center", va="center")
-            axes.set_xticks(range(len(devices)), devices)
+                if not np.isnan(gain):
+                    axes.annotate(f"{gain:+.0f}", (column, row), ha="center", va="center")
+            axes.set_xticks(range(len(devices[batch])), devices[batch])
             axes.set_yticks(range(len(bandwidths)), [f"{each:g}" for each in bandwidths])
-            axes.set(xlabel="GPUs", title=f"{batch} sequences a step")
+            axes.set(xlabel="GPUs", title=f"{batch} sequences")
         figure.colorbar(image, label="gain, %; grey: within error")
         panels[0].set_ylabel("GB/s of a node")
         figure.suptitle(title)
