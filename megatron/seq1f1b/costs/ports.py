@@ -25,27 +25,27 @@ class Port:
     since: float = 0.0  # when `left` held
     last_event: int = 0  # its number
 
-    def join(self, now: float, channel: "MessageQueue", seconds: float) -> None:
-        """A message of the channel, which takes so many seconds if it is alone, starts."""
+    def join(self, now: float, queue: "MessageQueue", seconds: float) -> None:
+        """A message of the queue, which takes so many seconds if it is alone, starts."""
         self._pass(now)
-        self.left[channel] = seconds
+        self.left[queue] = seconds
         self._expect()
 
     def leave(self, now: float) -> "MessageQueue":
-        """The message that arrives now is there."""
+        """The message that arrives now is there; the queue to which it belongs."""
         if len(self.left) == 1:
             return self.left.popitem()[0]
         self._pass(now)
-        channel = min(self.left, key=self.left.__getitem__)
-        del self.left[channel]
+        queue = min(self.left, key=self.left.__getitem__)
+        del self.left[queue]
         self._expect()
-        return channel
+        return queue
 
     def _pass(self, now: float) -> None:
         """Each message has had an even share of the bandwidth until now."""
         if self.left:
             share = (now - self.since) / len(self.left)
-            self.left = {channel: max(0.0, seconds - share) for channel, seconds in self.left.items()}
+            self.left = {queue: max(0.0, seconds - share) for queue, seconds in self.left.items()}
         self.since = now
 
     def _expect(self) -> None:

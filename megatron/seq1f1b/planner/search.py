@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
-from itertools import count, islice, takewhile
+from itertools import count, islice
 from math import inf
 from typing import Any, NamedTuple
 
@@ -172,7 +172,7 @@ class Search:
                             yield max(away, least[named.splits_backward]), _Open(setup, segments, family)
             case _Open(setup, segments, str(family)):
                 is_tight = self._seconds_away(setup, family, segments) > 0
-                for alike in self._allowed(cuts(setup, family, segments)):
+                for alike in self._alike(cuts(setup, family, segments)):
                     yield min(least_seconds(each.setup, machine) for each in alike), _Cuts(alike, is_tight)
             case _Cuts():
                 yield from self._fitting(item)
@@ -190,29 +190,37 @@ class Search:
         smallest = partitioned(self.question, replace(setup, family=family)) if family == "breadth-first" else setup
         return least_seconds_away(smallest if smallest.partitions_state else setup, self.question.budget, segments)
 
-    def _allowed(self, by_cut: Iterator[Candidate]) -> Iterator[tuple[Candidate, ...]]:
+    def _alike(self, by_cut: Iterator[Candidate]) -> Iterator[tuple[Candidate, ...]]:
         """The cuts of a set-up, the fastest first, with a partitioned state behind those without. Cuts with
         tensor-parallel collectives beside products and cuts without are separate, since bounds do not rank them."""
-        question = self.question
         even_last = [*by_cut][::-1]
-        shares = [replace(each, setup=partitioned(question, each.setup)) for each in even_last]
-        allowed = [*filter(question.accepts, dict.fromkeys(even_last + shares))]
+        shares = [replace(each, setup=partitioned(self.question, each.setup)) for each in even_last]
+        ranked = dict.fromkeys(even_last + shares)
         for hides in (True, False):
-            alike = tuple(each for each in allowed if each.setup.hides_tensor_exchange == hides)
+            alike = tuple(each for each in ranked if each.setup.hides_tensor_exchange == hides)
             if alike:
                 yield alike
 
     def _fitting(self, found: _Cuts) -> Iterator[tuple[float, Any]]:
-        """The first cut that fits. Those before it come as one item, since they may fit with activations on the
+        """The first allowed cut that fits. Those before it come as one item, since they may fit with activations on the
         host."""
-        budget = self.question.budget
-        machine = self.question.machine
-        ranked = found.ranked
-        too_large = [*takewhile(lambda each: found.is_tight or not fits(each.setup, budget.device), ranked)]
-        if too_large and budget.host and ranked[0].setup.family == "1f1b":
-            yield least_seconds(too_large[0].setup, machine), _TooLarge(tuple(too_large))
-        for each in ranked[len(too_large) :][:1]:
-            yield least_seconds(each.setup, machine), each
+        question = self.question
+        machine = question.machine
+        budget = question.budget
+        too_large = []
+        fitting = None
+        for each in found.ranked:
+            if found.is_tight or not fits(each.setup, budget.device):
+                too_large.append(each)
+            elif question.accepts(each):
+                fitting = each
+                break
+        if budget.host and found.ranked[0].setup.family == "1f1b":
+            may_move = tuple(filter(question.accepts, too_large))
+            if may_move:
+                yield least_seconds(may_move[0].setup, machine), _TooLarge(may_move)
+        if fitting is not None:
+            yield least_seconds(fitting.setup, machine), fitting
 
     def _moved(self, ranked: tuple[Candidate, ...]) -> Iterator[tuple[float, Candidate]]:
         """The first cut that fits with activations on the host, each way to move them, if the host has room."""
