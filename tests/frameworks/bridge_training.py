@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from frameworks.equal_steps import Training
 from frameworks.installed import installed
 from frameworks.live_bytes import LiveBytes
 from frameworks.models import save_llama
@@ -60,17 +61,13 @@ CASES = {
 
 
 @dataclass
-class Training:
-    """Of one rank. Losses are on the last stage alone."""
+class BridgeTraining(Training):
+    """With the weights that are exported in the end."""
 
-    losses: list[float] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
-    evaluated: list[float] = field(default_factory=list)
     exported: dict[str, torch.Tensor] = field(default_factory=dict)
-    peak_bytes: int = 0  # of tensors that live at once in the last step
 
 
-def with_segments_and_without(folder: Path) -> dict[str, tuple[Training, Training]]:
+def with_segments_and_without(folder: Path) -> dict[str, tuple[BridgeTraining, BridgeTraining]]:
     """Every case, by segments of 16 tokens, and by Megatron's own schedule and attention."""
     if dist.get_rank() == 0:
         save_llama(folder / "llama", VOCABULARY)
@@ -94,7 +91,7 @@ def with_segments_and_without(folder: Path) -> dict[str, tuple[Training, Trainin
     return results
 
 
-def _train(folder: Path, case: Case, has_own_attention: bool) -> Training:
+def _train(folder: Path, case: Case, has_own_attention: bool) -> BridgeTraining:
     """Five steps and an evaluation from the weights in `folder`, and then the weights in Hugging Face's format."""
     from megatron.bridge import AutoBridge
     from megatron.bridge.training import initialize, setup
@@ -112,14 +109,14 @@ def _train(folder: Path, case: Case, has_own_attention: bool) -> Training:
     _for_two_cpu_ranks(config, has_own_attention)
     if case.is_fine_tuning:
         config.checkpoint.pretrained_checkpoint = str(folder / "checkpoint")
-    training = Training()
+    training = BridgeTraining()
     step = _with_old_metadata(forward_step) if case.has_old_metadata else forward_step
     train = finetune if case.is_fine_tuning else pretrain
     train(config, step, callbacks=[_watch(bridge, training)])
     return training
 
 
-def _watch(bridge: Any, training: Training) -> Any:
+def _watch(bridge: Any, training: BridgeTraining) -> Any:
     """A callback of Megatron-Bridge's that fills in `training`."""
     from megatron.bridge.training.callbacks import Callback
 

@@ -1,9 +1,20 @@
 """What every framework promises of its steps: by segments they are those of whole sequences."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+
+
+@dataclass
+class Training:
+    """Of one rank; losses are on the last stage alone."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    evaluated: list[float] = field(default_factory=list)  # losses of evaluations, where a framework has them
+    peak_bytes: int = 0  # of tensors that live at once in the last step
 
 
 def require_equal_steps(trainings: Sequence[Mapping[str, Any]], case: str, number: int) -> None:

@@ -25,6 +25,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 from torch.nn.functional import pad
 
+from frameworks.equal_steps import Training
 from frameworks.installed import installed
 from frameworks.live_bytes import LiveBytes
 from frameworks.own_attention import OWN_ATTENTION
@@ -43,16 +44,13 @@ PROGRAMS = ("slime", "nemo-rl")
 
 
 @dataclass
-class Training:
-    """Of one rank; losses and log-probabilities are on the last stage alone."""
+class PolicyTraining(Training):
+    """With log-probabilities from before the steps, by rollout, on the last stage."""
 
-    losses: list[float] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
     log_probs: list[Tensor] = field(default_factory=list)
-    peak_bytes: int = 0  # of tensors that live at once in the last step
 
 
-def with_segments_and_without() -> dict[str, tuple[Training, Training]]:
+def with_segments_and_without() -> dict[str, tuple[PolicyTraining, PolicyTraining]]:
     """Both programs, by segments of 16 tokens and by Megatron's own schedule."""
     results = {}
     for name in PROGRAMS:
@@ -65,7 +63,7 @@ def with_segments_and_without() -> dict[str, tuple[Training, Training]]:
     return results
 
 
-def train(program: str) -> Training:
+def train(program: str) -> PolicyTraining:
     """Five steps."""
     chunks = build(Model(dtype=torch.float32), Layout(pipeline=2))
     config = chunks[0].config
@@ -81,7 +79,7 @@ def train(program: str) -> Training:
         micro_batch_size=1,
         decoder_seq_length=128,
     )
-    training = Training()
+    training = PolicyTraining()
     if program == "slime":
         with torch.no_grad():
             reports = run(

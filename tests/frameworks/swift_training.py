@@ -13,12 +13,13 @@ packing, trainer, forward step, loss, LoRA, evaluation, and import of weights by
 import json
 import multiprocessing
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from frameworks.equal_steps import Training
 from frameworks.installed import installed
 from frameworks.live_bytes import LiveBytes
 from frameworks.models import save_qwen
@@ -39,16 +40,6 @@ CASES = {
     "dpo": "--rlhf_type dpo --micro_batch_size 2",
     "dpo-lora": f"--rlhf_type dpo --micro_batch_size 2 {LORA}",
 }
-
-
-@dataclass
-class Training:
-    """Of one rank; losses are on the last stage alone."""
-
-    losses: list[float] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
-    evaluated: list[float] = field(default_factory=list)
-    peak_bytes: int = 0  # of tensors that live at once in the last step
 
 
 def with_segments_and_without(folder: Path) -> dict[str, tuple[Training, Training]]:
