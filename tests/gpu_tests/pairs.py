@@ -18,7 +18,6 @@ from gpu_tests.common import (  # before Megatron
 # isort: split
 import argparse
 import statistics
-import zlib
 from collections.abc import Callable
 from functools import partial
 
@@ -27,9 +26,8 @@ import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
-from functional_tests.equality.layout import named
 from functional_tests.equality.models import Model
-from gpu_tests.ranks import VOCABULARY, batches, forward_step
+from gpu_tests.ranks import VOCABULARY, batches, forward_step, with_weights
 from gpu_tests.suite import LOSS_TOLERANCE, agree
 from megatron.seq1f1b.partition import even
 from megatron.seq1f1b.process.patches import Patch, patched
@@ -62,12 +60,8 @@ def build(args: argparse.Namespace, length: int, dtype: torch.dtype) -> GPTModel
         position_embedding_type="rope",
         share_embeddings_and_output_weights=False,
     )
-    with torch.no_grad():
-        for name, parameter in named([found]):
-            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(noise / args.hidden**0.5 if parameter.dim() > 1 else 1 + 0.1 * noise)
-    return found.to(args.device, dtype)
+    [found] = with_weights([found], args, dtype)
+    return found
 
 
 def executor_of(args: argparse.Namespace, segments: int, pairs: bool) -> PipelineExecutor:

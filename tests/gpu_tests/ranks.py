@@ -102,14 +102,20 @@ def build(args: argparse.Namespace, length: int, dtype: torch.dtype, variant: Va
                 pg_collection=at_stage(placement, stage, groups),
             )
         found.append(model_chunk)
+    return with_weights(found, args, dtype)
+
+
+def with_weights(chunks: list[GPTModel], args: argparse.Namespace, dtype: torch.dtype) -> list[GPTModel]:
+    """The model chunks on the device, with weights that are drawn by the names of parameters: the same on any number of
+    ranks and chunks, and each time."""
     with torch.no_grad():
-        for name, parameter in named(found):
+        for name, parameter in named(chunks):
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
             noise = torch.randn(parameter.shape, generator=generator)
             # The scores of attention have a spread of 1, whatever the hidden size is.
             parameter.copy_(noise / args.hidden**0.5 if parameter.dim() > 1 else 1 + 0.1 * noise)
     # Norms are made in 32 bit, and no kernel of a GPU mixes types; Megatron casts whole models, too.
-    return [model_chunk.to(args.device, dtype) for model_chunk in found]
+    return [chunk.to(args.device, dtype) for chunk in chunks]
 
 
 def executor_of(args: argparse.Namespace, length: int, variant: Variant) -> PipelineExecutor:
