@@ -21,7 +21,7 @@ import signal
 import sys
 import time
 
-from megatron.seq1f1b.process.ranks import end_with_parent
+from megatron.seq1f1b.process.child_processes import end_with_parent
 
 # What every rank would import otherwise.
 COMMON = (

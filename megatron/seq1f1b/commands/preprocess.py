@@ -31,7 +31,7 @@ import numpy as np
 
 from ..arguments.flags import number_type
 from ..files import converted
-from ..process.ranks import end_with_parent
+from ..process.child_processes import end_with_parent
 from ..schedule import reason, written_together
 from .parsing import Parser, count_up_to
 

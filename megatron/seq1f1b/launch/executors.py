@@ -13,7 +13,8 @@ from megatron.core.utils import get_model_config
 from ..arguments import MegatronRun, PipelineConfig, is_on_cpu, run_of_program
 from ..model import PIECE, Documents
 from ..model.kernels import AttentionRule, KernelChoice
-from ..process.ranks import OneCaller, warn_on_rank_0
+from ..process.one_caller import OneCaller
+from ..process.ranks import warn_on_rank_0
 from ..runtime import PipelineExecutor, Repacking, Segmentation, Surroundings, Tracer
 from .v_chunks import in_forward_step
 

@@ -18,9 +18,10 @@ from ..arguments import PipelineConfig, add_arguments
 from ..arguments.config import refuse_unsupported
 from ..costs.run_costs import RunCosts
 from ..platform import cpu
+from ..process.child_processes import start_process
 from ..process.net import Net
 from ..process.patches import Patch, patched, wrapping
-from ..process.ranks import is_rank_0, start_process
+from ..process.ranks import is_rank_0
 from .of_models import use_segment_attention
 from .summary import copies_summary
 from .validation import configured, validated

@@ -18,7 +18,8 @@ from types import TracebackType
 from typing import Any
 
 from .causes import has_lost_a_peer, name_file
-from .ranks import Peers, is_rank_0, rank
+from .peers import Peers
+from .ranks import is_rank_0, rank
 from .sentences import is_mistake, say, sentence_of
 
 
@@ -31,7 +32,8 @@ class Net:
 
     def connect(self) -> None:
         """Join the other ranks that the environment names; call it as early as possible."""
-        if any("multiprocessing" in word for word in sys.orig_argv):  # a worker, which imports the script of its rank
+        is_worker = any("multiprocessing" in word for word in sys.orig_argv)  # which imports the script of its rank
+        if is_worker:
             return
         text = os.environ.get("WORLD_SIZE", "1")
         size = int(text) if text.isdecimal() else 1
@@ -55,28 +57,23 @@ class Net:
 
     def caught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Replaces `sys.excepthook`: ends this rank, and with it all others."""
-        name_file(error)
-        needs_trace = not (isinstance(error, KeyboardInterrupt) or is_mistake(error) or has_lost_a_peer(error))
-        is_late = _first_step_is_over() and needs_trace
-        own = {
-            "rank": rank(),
-            "host": socket.gethostname(),
-            "sentence": sentence_of(error),
-            "traceback": None if is_mistake(error) else "".join(traceback.format_exception(error)),
-            "is_late": is_late,
-        }
+        own = _failure_of(error)
         sys.unraisablehook = lambda unraisable: None  # half-built objects fail once more when they are deleted
-        first = json.loads(self._peers.report(json.dumps(own))) if self._peers else own
-        if first == own and is_late:
+        first = own
+        if self._peers is not None:
+            first = json.loads(self._peers.report(json.dumps(own)))
+        is_first = first == own
+        if is_first and own["is_late"]:
             sys.__excepthook__(kind, error, trace)
         elif is_rank_0():
-            self._print(first if first["sentence"] != own["sentence"] else own)
-        waits = first == own and not is_late and not is_rank_0()
-        if (self._peers is None or not self._peers.leave(waits)) and waits:
-            self._print(own)  # rank 0 has not printed
-        if not first["is_late"] and not isinstance(
-            error, KeyboardInterrupt
-        ):  # for which Python itself ends by the signal
+            # The same mistake on all ranks is printed as that of rank 0, without the name of another rank.
+            self._print(own if first["sentence"] == own["sentence"] else first)
+        leaves_it_to_rank_0 = is_first and not own["is_late"] and not is_rank_0()
+        rank_0_has_left = self._peers is not None and self._peers.leave(wait=leaves_it_to_rank_0)
+        if leaves_it_to_rank_0 and not rank_0_has_left:  # so it has not printed
+            self._print(own)
+        is_interrupted = isinstance(error, KeyboardInterrupt)  # Python itself then ends by the signal
+        if not first["is_late"] and not is_interrupted:
             sys.exit(2)
 
     def _end_with(self, report: str) -> None:
@@ -95,6 +92,21 @@ class Net:
         # torch.distributed's own hook wraps this one and holds its output back until it returns.
         sentence, line_end, picture = failure["sentence"].partition("\n")
         say(sentence + where + line_end + picture, failure["traceback"], sys.__stderr__)
+
+
+def _failure_of(error: BaseException) -> dict[str, Any]:
+    """The failure of this rank in the form in which ranks report it to one another. It `is_late` after the first step
+    unless one sentence says all."""
+    name_file(error)
+    is_ours = is_mistake(error)
+    is_said_by_a_sentence = is_ours or isinstance(error, KeyboardInterrupt) or has_lost_a_peer(error)
+    return {
+        "rank": rank(),
+        "host": socket.gethostname(),
+        "sentence": sentence_of(error),
+        "traceback": None if is_ours else "".join(traceback.format_exception(error)),
+        "is_late": _first_step_is_over() and not is_said_by_a_sentence,
+    }
 
 
 def _first_step_is_over() -> bool:

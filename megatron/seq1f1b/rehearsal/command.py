@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from ..files import read_json
+from ..process.child_processes import end_with_parent
 from ..process.patches import Patch, PatchTable, wrapping
-from ..process.ranks import end_with_parent
 from ..report import plot_memory
 from ..schedule import written_whole
 

@@ -29,8 +29,9 @@ from ..model import (
     recompute_behind_frozen_weights,
     refuse_attention_to_later_tokens,
 )
+from ..process.one_caller import OneCaller
 from ..process.patches import patched
-from ..process.ranks import OneCaller, check_agreement
+from ..process.ranks import check_agreement
 from ..process.step_failure import explained
 from ..schedule import CostsOfLengths, ScheduleChoice
 from .call import Calls

@@ -1,0 +1,173 @@
+"""The other ranks of a job, which learn of a failure, and end together."""
+
+import importlib
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+from .ranks import is_rank_0
+
+_POLL = 0.5  # seconds between two looks at the store, and between two signs of life
+_POLL_WHILE_WAITING = 0.05  # seconds between two looks of a rank that has nothing else to do
+_PATIENCE = 20.0  # seconds that the store may take to answer, or peers to leave
+_SILENCE = 3.0  # seconds without a sign of life, after which nobody waits for a rank
+
+
+class Peers:
+    """The ranks of a job, connected from the start of the program by the store at MASTER_ADDR and MASTER_PORT.
+
+    torchrun hosts that store, or rank 0, and torch.distributed joins it later. Any rank may `report` a failure;
+    a thread of all others then calls `on_failure(report)`: the main thread may be waiting in a collective. The same
+    thread gives signs of life, since nobody must wait for a rank that was killed.
+    """
+
+    def __init__(self, on_failure: Callable[[str], None]) -> None:
+        importlib.import_module("torch.distributed")  # by the main thread, whose errors are shown
+        self._on_failure = on_failure
+        self._store: Any = None
+        self._num_shared = 0
+        self._has_reported = False
+        self._waits_for_rank_0 = False
+        self._rank_0_has_left = False
+        self._connected = threading.Event()
+        self._left = threading.Event()
+        self._size = int(os.environ["WORLD_SIZE"])
+        self._server: Any = None  # kept, since the store is gone with its server
+        if is_rank_0() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            with suppress(RuntimeError):  # torch.distributed reports a port that is in use
+                self._server = _store(is_master=True)
+        self._watching = threading.Thread(target=self._watch, name="peers", daemon=True)
+        self._watching.start()
+
+    def report(self, failure: str) -> str:
+        """Report a failure; returns the first one that any rank has reported."""
+        self._has_reported = True
+        self._connected.wait(_PATIENCE)
+        if self._store is not None and not self._left.is_set():
+            set_if_first = partial(self._store.compare_set, "failure", "", failure)
+            try:
+                return str(in_time(_PATIENCE, set_if_first), "utf-8")
+            except RuntimeError:  # the store is gone with its process
+                self._store = None
+                self._left.set()
+        return failure
+
+    def share(self, text: str, timeout: timedelta) -> str:
+        """The text of rank 0; call it equally often on all ranks. Raises RuntimeError after `timeout`."""
+        self._num_shared += 1
+        name = f"shared {self._num_shared}"
+        seconds = timeout.total_seconds()
+
+        def of_rank_0() -> str:
+            if is_rank_0():
+                self._store.set(name, text)
+            end = time.monotonic() + seconds
+            while not self._store.check([name]):
+                if time.monotonic() > end:
+                    raise RuntimeError(f"rank 0 has not started within {timeout}")
+                time.sleep(_POLL_WHILE_WAITING)
+            return str(self._store.get(name), "utf-8")
+
+        self._connected.wait(seconds)
+        if self._store is None:
+            return text
+        return str(in_time(seconds + _PATIENCE, of_rank_0))
+
+    def leave(self, wait: bool = False) -> bool:
+        """Stop watching the peers. With `wait`, let rank 0 leave first, for some seconds; returns whether it has. Rank
+        0 waits until the others are done with the store, without which they would log C++ stacks."""
+        if self._left.is_set() or self._store is None:
+            return False
+        self._waits_for_rank_0 = wait
+        self._left.set()
+        if threading.current_thread() is self._watching:
+            with suppress(RuntimeError):
+                self._say_so(self._store)
+        else:  # Python aborts if it ends while a thread returns from the store
+            self._watching.join(_PATIENCE + _SILENCE)
+        return self._rank_0_has_left
+
+    def _say_so(self, store: Any) -> None:
+        """Tell the peers that this rank leaves; the last use of the store."""
+        if is_rank_0():
+            store.set("rank 0 has left", "")
+            self._wait_for(store, "others", lambda: store.add("done", 0) >= self._size - 1)
+            return
+        if self._waits_for_rank_0:
+            self._rank_0_has_left = self._wait_for(store, "rank 0", lambda: store.check(["rank 0 has left"]))
+        store.add("done", 1)
+
+    def _wait_for(self, store: Any, peers: str, happened: Callable[[], bool]) -> bool:
+        """Wait; returns whether it `happened` while the `peers`, "rank 0" or "others", still gave signs of life."""
+        start = time.monotonic()
+        heard = start
+        signs = 0
+        while not happened():
+            now = time.monotonic()
+            latest = store.add(f"signs of {peers}", 0)  # adds nothing, and returns their number
+            if latest != signs:
+                signs = latest
+                heard = now
+            if now > heard + _SILENCE or now > start + _PATIENCE:
+                return False
+            time.sleep(_POLL_WHILE_WAITING)
+        return True
+
+    def _watch(self) -> None:
+        """Run in a thread: give signs of life, and look for a failure of another rank, until this one leaves."""
+        store = None
+        with suppress(RuntimeError, ValueError):  # torch.distributed fails likewise, in the main thread
+            store = self._store = _store(is_master=False)
+        self._connected.set()
+        if store is None:
+            return
+        signs = "signs of rank 0" if is_rank_0() else "signs of others"
+        with suppress(RuntimeError):
+            while not self._left.wait(_POLL):
+                store.add(signs, 1)
+                if self._has_reported or not store.check(["failure"]):
+                    continue
+                # The same mistake may be about to end this rank by itself.
+                if not self._left.wait(2 * _POLL) and not self._has_reported:
+                    self._on_failure(store.get("failure").decode())
+                    return
+            self._say_so(store)
+
+
+def in_time(seconds: float, call: Callable[[], Any]) -> Any:
+    """The result of `call()`; raises RuntimeError if it takes longer: a store whose process is stopped never answers,
+    and its clients have no time-out for that."""
+    result: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(call())
+        except Exception as error:
+            result.set_exception(error)
+
+    threading.Thread(target=run, name="store", daemon=True).start()
+    try:
+        return result.result(seconds)
+    except TimeoutError:
+        raise RuntimeError(f"the store of the job has not answered for {seconds:g} s") from None
+
+
+def _store(is_master: bool) -> Any:
+    """The store of the job; a job that torchrun starts again has another prefix."""
+    import torch.distributed as dist
+
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=is_master,
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
+    prefix = f"seq1f1b/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    return dist.PrefixStore(prefix, store)

@@ -1,0 +1,64 @@
+"""How long a rank waits for its peers when it leaves them."""
+
+import threading
+
+import pytest
+
+from megatron.seq1f1b.process import peers
+from megatron.seq1f1b.process.peers import Peers
+
+
+class Store:
+    """That of a job of two ranks, of which the other one gives so many signs of life."""
+
+    def __init__(self, signs: int = 0) -> None:
+        self.signs = signs
+        self.goes_on = threading.Event()
+
+    def add(self, name: str, number: int) -> int:
+        if name == "done":
+            return int(self.signs == 1)  # with its last sign
+        self.signs = max(self.signs - 1, 1) if self.signs else 0
+        return self.signs
+
+    def set(self, name: str, value: str) -> None:
+        pass
+
+    def check(self, names: list[str]) -> bool:
+        return False
+
+    def compare_set(self, name: str, expected: str, value: str) -> bytes:
+        self.goes_on.wait()
+        return b"another"
+
+
+@pytest.fixture
+def peers_of(monkeypatch):
+    """The peers of rank 0 of two, with a store; what is waited for ends with it or never."""
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("TORCHELASTIC_USE_AGENT_STORE", "True")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(peers, "_SILENCE", 0.3)
+
+    def made(store: Store) -> Peers:
+        monkeypatch.setattr(peers, "_store", lambda is_master: store)
+        return Peers(lambda failure: None)
+
+    return made
+
+
+@pytest.mark.parametrize("signs", [0, 20])
+def test_rank_0_waits_for_a_rank_while_it_lives(peers_of, monkeypatch, signs):
+    """Here for ever, were it not killed, or done after a while in which it is silent less than so long at a time."""
+    monkeypatch.setattr(peers, "_PATIENCE", 10_000)
+    store = Store(signs)
+    peers_of(store).leave()
+    assert store.signs == min(signs, 1)
+
+
+def test_a_store_whose_process_is_stopped_is_not_waited_for(peers_of, monkeypatch):
+    monkeypatch.setattr(peers, "_PATIENCE", 0.3)
+    store = Store()
+    of_a_stopped_store = peers_of(store)
+    assert of_a_stopped_store.report("mine") == "mine"
+    assert of_a_stopped_store.leave(wait=True) is False
+    store.goes_on.set()
