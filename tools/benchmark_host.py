@@ -59,8 +59,8 @@ from megatron.seq1f1b.runtime.gradient_sync import GradientSync  # noqa: E402
 from megatron.seq1f1b.runtime.interpreter import Interpreter  # noqa: E402
 from megatron.seq1f1b.runtime.loss import Losses  # noqa: E402
 from megatron.seq1f1b.runtime.program import Program  # noqa: E402
+from megatron.seq1f1b.runtime.recorder import Recorder  # noqa: E402
 from megatron.seq1f1b.runtime.step import Step  # noqa: E402
-from megatron.seq1f1b.runtime.tracer import Recorder  # noqa: E402
 from megatron.seq1f1b.schedule import FAMILY_NAMES, Kind, Placement, Shape, build, lower_rank  # noqa: E402
 
 RANKS = 4

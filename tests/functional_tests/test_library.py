@@ -22,7 +22,7 @@ from functional_tests.equality.models import SEQUENCE, Model, mixture
 from functional_tests.equality.step import batches, forward_step, run
 from megatron.seq1f1b.files import read_timeline
 from megatron.seq1f1b.process.patches import patched
-from megatron.seq1f1b.runtime.partitioned_state import patches_of_training_loop
+from megatron.seq1f1b.runtime.partition_patches import patches_of_training_loop
 from megatron.seq1f1b.schedule import Placement, Shape, build, write_csv
 
 OVERLAP = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}

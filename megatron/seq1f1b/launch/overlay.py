@@ -48,13 +48,13 @@ class Overlay:
 
     def patches_of_programs(self, options: Namespace, keep_documents_apart: bool) -> list[Patch]:
         """The patches for a program without Megatron's arguments, which has an executor at once."""
-        from ..runtime import partitioned_state
+        from ..runtime import partition_patches
         from .executors import ProgramExecutor
 
         if options.pipeline_schedule is None and options.pipeline_schedule_file is None:
             options.pipeline_schedule = "1f1b"
         self.executor = ProgramExecutor(lambda run: configured(RunCosts(options, run)), keep_documents_apart)
-        return list(partitioned_state.patches()) if options.partition_state else []
+        return list(partition_patches.patches()) if options.partition_state else []
 
     def patches_of_scripts(self, net: Net, add_flags: bool) -> list[Patch]:
         """The patches for a script with Megatron's arguments, with `add_flags` for one without our flags."""
@@ -79,7 +79,7 @@ class Overlay:
 
     def use(self, config: PipelineConfig) -> None:
         """Take the configuration of validated arguments, before Megatron builds its process groups and its model."""
-        from ..runtime import partitioned_state
+        from ..runtime import partition_patches
         from . import v_chunks
         from .executors import sequences_of
 
@@ -92,7 +92,7 @@ class Overlay:
         if config.is_v:
             rows += v_chunks.patches()
         if config.flags.partition_state:
-            rows += partitioned_state.patches() + partitioned_state.patches_of_training_loop()
+            rows += partition_patches.patches() + partition_patches.patches_of_training_loop()
         if config.num_segments > 1 and config.run.settings.get("tp_comm_overlap"):
             name = "megatron.training.initialize._initialize_tp_communicators"
             rows.append(wrapping(name, communicators_of_segments, "makes buffers for whole sequences"))

@@ -19,8 +19,8 @@ from ..model.kernels import CudaFlash
 from ..process.patches import Patch, PatchTable, wrapping
 from ..runtime import Surroundings
 from ..runtime.call import Calls
-from ..runtime.repacking import BOUNDS, SequenceSource
 from ..runtime.segmentation import Sequences
+from ..runtime.sequence_source import BOUNDS, SequenceSource
 from ..runtime.step import Step
 from .launch import document_lengths, has_transformer_engine
 

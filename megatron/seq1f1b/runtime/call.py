@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from contextvars import copy_context
 from inspect import signature
-from itertools import chain, islice, repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +22,7 @@ from ..process.patches import patched_in, patched_on, wrapping
 from .context_shares import ContextShares, whole_arguments
 from .cut import Arguments, gather_embeddings
 from .step import Step
+from .thread_state import ThreadState
 
 _NO_ARGUMENTS = Arguments((), {}, ())
 _PATIENCE = 8  # times that a program may go on after it was told to end
@@ -58,7 +58,7 @@ class Call(greenlet):
         self.arguments = _NO_ARGUMENTS
         self.shares: ContextShares | None = None  # where the arguments were divided among context-parallel ranks
         self._where = where
-        self._state: _ThreadState | None = None  # of the program, if it differs from that of the interpreter
+        self._state: ThreadState | None = None  # of the program, if it differs from that of the interpreter
 
     def start(self, needs_gradients: bool) -> None:
         """Run the program until it calls its model or a reference. Raises ValueError if it calls none, or where it
@@ -81,7 +81,7 @@ class Call(greenlet):
         ValueError if a program ends in a training step."""
         was_inferring = torch.is_inference_mode_enabled()
         given = self._switch(output)
-        if not self.dead:
+        if not self.dead:  # so it is what the program calls next
             self.num_references += 1
             self._take(given, needs_gradients, was_inferring)
             return None
@@ -116,12 +116,12 @@ class Call(greenlet):
         """The output of a forward, with gradients and autocast on or off as where the program called its model."""
         if self._state is None:
             return forward(*arguments.positional, **arguments.named)
-        own = _ThreadState.now()
-        self._state.replace(own)
+        own = ThreadState.now()
+        self._state.make_current(instead_of=own)
         try:
             return forward(*arguments.positional, **arguments.named)
         finally:
-            own.replace(self._state)
+            own.make_current(instead_of=self._state)
 
     def finish(self, output: Any) -> Any:
         """Let the call of the model return `output`; what the program's forward step returns. Raises ValueError if it
@@ -137,66 +137,27 @@ class Call(greenlet):
 
     def close(self) -> None:
         """End a program that is suspended, after a failure elsewhere: its `finally` blocks run."""
-        own = _ThreadState.now()
+        own = ThreadState.now()
         for _ in range(_PATIENCE):
             if not self:  # not started, or at its end
                 break
             self.parent = getcurrent()
             with suppress(Exception):  # the failure itself is the one to report
                 self.throw()
-        own.replace(_ThreadState.now())
+        own.make_current(instead_of=ThreadState.now())
 
     def _switch(self, *given: Any) -> Any:
         """Go on with the program until it calls its model or ends; the state of this thread is that of whoever runs."""
         self.parent = getcurrent()
-        own = _ThreadState.now()
+        own = ThreadState.now()
         if self._state is not None:
-            self._state.replace(own)
+            self._state.make_current(instead_of=own)
         try:
             return self.switch(*given)
         finally:
-            left = _ThreadState.now()
+            left = ThreadState.now()
             self._state = left if left != own else None
-            own.replace(left)
-
-
-class _ThreadState(NamedTuple):
-    """What PyTorch keeps for a thread, which greenlets share."""
-
-    has_gradients: bool
-    casts_on_gpu: bool
-    gpu_dtype: torch.dtype
-    casts_on_cpu: bool
-    cpu_dtype: torch.dtype
-    caches_casts: bool
-    stream: Any
-
-    @classmethod
-    def now(cls) -> "_ThreadState":
-        return cls(
-            has_gradients=torch.is_grad_enabled(),
-            casts_on_gpu=torch.is_autocast_enabled("cuda"),
-            gpu_dtype=torch.get_autocast_dtype("cuda"),
-            casts_on_cpu=torch.is_autocast_enabled("cpu"),
-            cpu_dtype=torch.get_autocast_dtype("cpu"),
-            caches_casts=torch.is_autocast_cache_enabled(),
-            stream=torch.cuda.current_stream() if torch.cuda.is_available() else None,
-        )
-
-    def replace(self, before: "_ThreadState") -> None:
-        """Make this the state of the thread, which is that of `before`."""
-        if before == self:
-            return
-        torch.set_grad_enabled(self.has_gradients)
-        torch.set_autocast_enabled("cuda", self.casts_on_gpu)
-        torch.set_autocast_dtype("cuda", self.gpu_dtype)
-        torch.set_autocast_enabled("cpu", self.casts_on_cpu)
-        torch.set_autocast_dtype("cpu", self.cpu_dtype)
-        torch.set_autocast_cache_enabled(self.caches_casts)
-        if before.stream != self.stream:
-            # What the one has begun on its stream is input of the other.
-            self.stream.wait_stream(before.stream)
-            torch.cuda.set_stream(self.stream)
+            own.make_current(instead_of=left)
 
 
 class Calls:
@@ -236,8 +197,9 @@ class Calls:
 
     def __exit__(self, *_: Any) -> None:
         # While a program ends, its model is still a door: one that catches everything must not run it.
-        for call in (call for calls in self._started for call in calls):
-            call.close()
+        for calls in self._started:
+            for call in calls:
+                call.close()
         self._doors.close()
         self._started.clear()
         self._running = None
@@ -399,7 +361,10 @@ def _at_the_door_of_a_class(forward: Callable, model: Any, *args: Any, **kwargs:
 
 
 def _arguments(call: Call, args: tuple, kwargs: dict[str, Any]) -> Arguments:
-    return Arguments(args, kwargs, tuple(islice(chain(call.parameters, repeat("")), len(args))))
+    """The arguments of a call of the model; those that it takes by `*args` have empty names."""
+    names = list(call.parameters[: len(args)])
+    names += [""] * (len(args) - len(names))
+    return Arguments(args, kwargs, tuple(names))
 
 
 def _is_whole(model: Any) -> bool:

@@ -41,14 +41,16 @@ from .forward_whole import WholeForwards
 from .gradient_sync import add_up_tied_embeddings, gradient_syncs
 from .interpreter import Interpreter
 from .loss import Losses
+from .megatron_steps import run_traced
 from .multi_token import prediction_patches
 from .partitioned_state import is_partitioned
 from .program import Program, Programs
+from .recorder import Recorder, StepRecorder
 from .reference import run_references
 from .schedule_plans import PairInterpreter, PlannedForwards
 from .segmentation import Segmentation
 from .step import Step
-from .tracer import Recorder, StepRecorder, StepTracer, run_traced
+from .tracer import StepTracer
 
 
 class PipelineExecutor:

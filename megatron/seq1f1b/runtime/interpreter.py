@@ -17,9 +17,9 @@ from .forward_whole import WholeForwards
 from .gradient_sync import ChunkSync
 from .multi_token import rows_per_token
 from .program import Program
+from .recorder import StepRecorder
 from .spans import around_actions
 from .step import Step
-from .tracer import StepRecorder
 
 _NOTHING = nullcontext()
 

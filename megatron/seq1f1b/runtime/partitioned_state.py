@@ -8,24 +8,15 @@ Buffers, collectives and optimizer are Megatron's. The storages of its buffers a
 parameters, and the views that autograd and Megatron hold, stay the same objects.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
-from megatron.core.utils import unwrap_model
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..process.patches import PatchTable, wrapping
 from .gradient_sync import ChunkSync
-
-_DDP = "megatron.core.distributed.distributed_data_parallel.DistributedDataParallel"
-_BUFFER = "megatron.core.distributed.param_and_grad_buffer._ParamAndGradBuffer"
-_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer"
 
 
 class Share:
@@ -112,7 +103,7 @@ class PartitionedChunk(ChunkSync):
 
     def gather(self) -> None:
         """Start to gather the weights; with --overlap-param-gather that runs beside compute."""
-        if not any(map(_is_empty, self._weights)):  # never empty if no other rank has the same parameters
+        if not any(map(is_empty, self._weights)):  # never empty if no other rank has the same parameters
             return
         _fill(self._weights)
         for share in self.shares:
@@ -143,8 +134,8 @@ class PartitionedChunk(ChunkSync):
 
     def before_backward(self) -> None:
         self.before_forward()
-        if any(map(_is_empty, self._gradients)):
-            have_gradients = [not any(map(_is_empty, each._gradients)) for each in self._states]
+        if any(map(is_empty, self._gradients)):
+            have_gradients = [not any(map(is_empty, each._gradients)) for each in self._states]
             if sum(have_gradients) > 1:  # one may still be waiting for its REDUCE
                 for state in self._states:
                     state.finish_reduction()
@@ -189,7 +180,26 @@ class PartitionedChunk(ChunkSync):
             share.take_back_gradients()
 
 
-def _is_empty(tensor: Tensor) -> bool:
+def is_partitioned(chunks: Sequence[torch.nn.Module]) -> bool:
+    """Whether Megatron built these model chunks under the patches of partition_patches.py."""
+    return hasattr(chunks[0], "partitioned_state")
+
+
+@contextmanager
+def whole(chunks: Iterable[Any]) -> Iterator[None]:
+    """Inside, all weights of these model chunks are whole, to read and write."""
+    states: list[PartitionedChunk] = [chunk.partitioned_state for chunk in chunks if is_partitioned([chunk])]
+    for state in states:
+        state.lend()
+    try:
+        yield
+    finally:
+        for state in states:
+            state.release()
+
+
+def is_empty(tensor: Tensor) -> bool:
+    """Whether the storage of one of Megatron's buffers is freed for now."""
     return tensor.untyped_storage().nbytes() == 0
 
 
@@ -200,149 +210,6 @@ def _empty(buffers: Iterable[Tensor]) -> None:
 
 
 def _fill(buffers: Iterable[Tensor]) -> None:
+    """Allocate the storages again; their values are undefined."""
     for buffer in buffers:
         buffer.untyped_storage().resize_(buffer.nbytes)
-
-
-def is_partitioned(chunks: Sequence[torch.nn.Module]) -> bool:
-    """Whether Megatron built these model chunks under `patches`."""
-    return hasattr(chunks[0], "partitioned_state")
-
-
-def patches() -> PatchTable:
-    """Patches with which Megatron builds and steps chunks with a partitioned state."""
-
-    def gather(upstream: Callable, ddp: Any, group: Any, force_sync: bool) -> None:
-        if not _is_empty(group.buckets[0].param_data):
-            upstream(ddp, group, force_sync)
-
-    def reset(upstream: Callable, buffer: Any) -> None:
-        if not _is_empty(buffer.grad_data):
-            upstream(buffer)
-
-    def lend(_: Callable, ddp: Any, *args: Any, **options: Any) -> None:
-        ddp.partitioned_state.lend_gradients()
-
-    return (
-        wrapping(f"{_DDP}.__init__", _partitioned, "keeps all weights and gradients"),
-        wrapping(f"{_DDP}._start_bucket_group_param_sync", gather, "gathers after the optimizer's step"),
-        wrapping(f"{_DDP}.finish_grad_sync", lend, "takes gradients to be whole"),
-        wrapping(f"{_DDP}.zero_grad_buffer", _cleared, "leaves the shares of gradients"),
-        wrapping(f"{_BUFFER}.reset", reset, "writes zeros to gradients that are not there"),
-        wrapping(f"{_BUFFER}.scale_gradients", _scaled, "scales gradients that are not there"),
-        wrapping(f"{_OPTIMIZER}._copy_model_grads_to_main_grads", _take_gradients, "reads whole gradients"),
-        wrapping(f"{_OPTIMIZER}._copy_main_params_to_model_params", _keep_weights, "writes to whole weights"),
-    )
-
-
-def patches_of_training_loop() -> PatchTable:
-    """Patches with which Megatron's training loop releases the weights that it built, and saves them."""
-
-    def set_up(upstream: Callable, *args: Any, **options: Any) -> Any:
-        chunks, *others = upstream(*args, **options)
-        for chunk in chunks:
-            chunk.partitioned_state.release()
-        return chunks, *others
-
-    return (
-        wrapping("megatron.training.training.setup_model_and_optimizer", set_up, "leaves whole weights"),
-        wrapping("megatron.training.checkpointing.generate_state_dict", _with_weights, "takes weights to be whole"),
-    )
-
-
-@contextmanager
-def whole(chunks: Iterable[Any]) -> Iterator[None]:
-    """Inside, all weights of these model chunks are whole, to read and write."""
-    states: list[PartitionedChunk] = [
-        chunk.partitioned_state for chunk in chunks if hasattr(chunk, "partitioned_state")
-    ]
-    for state in states:
-        state.lend()
-    try:
-        yield
-    finally:
-        for state in states:
-            state.release()
-
-
-def _partitioned(init: Callable, ddp: Any, *args: Any, **options: Any) -> None:
-    init(ddp, *args, **options)
-    if not ddp.ddp_config.use_distributed_optimizer:
-        raise ValueError("partition_state needs DistributedDataParallelConfig(use_distributed_optimizer=True)")
-    # Megatron's training loop holds the wrapper, its checkpoint code the model inside.
-    ddp.partitioned_state = unwrap_model(ddp).partitioned_state = PartitionedChunk(ddp)
-
-
-def _cleared(zero: Callable, ddp: Any) -> None:
-    ddp.partitioned_state.finish_reduction()
-    ddp.partitioned_state.take_back_gradients()  # of a step that is repeated
-    zero(ddp)
-    for share in ddp.partitioned_state.shares:
-        share.gradients.zero_()
-
-
-def _scaled(scale: Callable, buffer: Any, factor: Any) -> None:
-    if not _is_empty(buffer.grad_data):
-        scale(buffer, factor)
-        return
-    for bucket in buffer.buckets:
-        for gradients in (bucket.share.gradients, *(whole for whole, _ in bucket.share.lent.values())):
-            gradients *= factor
-
-
-def _take_gradients(upstream: Callable, optimizer: Any) -> None:
-    """The optimizer's parameters are parts of the shares."""
-    if not _lacks(optimizer, "grad_data"):
-        upstream(optimizer)
-        return
-    if optimizer.config.use_precision_aware_optimizer or optimizer.config.optimizer_cpu_offload:
-        raise ValueError(
-            "partition_state does not work with use_precision_aware_optimizer and optimizer_cpu_offload; drop them"
-        )
-    for bucket in chain.from_iterable(buffer.buckets for buffer in optimizer.buffers):
-        bucket.share.take_back_gradients()
-    for model, main, share, place in _parameters(optimizer):
-        main.grad = share.gradients[place].float()
-        if model.dtype is torch.float32 and _is_empty(share.bucket.param_data):
-            main.data = share.weights[place]  # the optimizer has no copy of its own
-
-
-def _keep_weights(upstream: Callable, optimizer: Any) -> None:
-    if not _lacks(optimizer, "param_data"):
-        upstream(optimizer)
-        return
-    for _, main, share, place in _parameters(optimizer):
-        share.weights[place].copy_(main)
-
-
-def _lacks(optimizer: Any, data: str) -> bool:
-    """Whether the weights or gradients of the optimizer are empty; in groups of one rank they never are."""
-    return not optimizer.is_stub_optimizer and any(_is_empty(getattr(buffer, data)) for buffer in optimizer.buffers)
-
-
-def _parameters(optimizer: Any) -> Iterator[tuple[Parameter, Tensor, Share, slice]]:
-    """Each parameter of the model, the optimizer's part of it, and the place of that part in a share."""
-    models = chain(*optimizer.model_float16_groups, *optimizer.model_fp32_groups)
-    mains = chain(*optimizer.shard_fp32_from_float16_groups, *optimizer.shard_fp32_groups)
-    for model, main in zip(models, mains, strict=True):
-        buffer, _, bucket = optimizer.model_param_gbuf_map[model]
-        place = optimizer._get_model_param_range_map(model)["gbuf_local"]
-        yield model, main, optimizer.buffers[buffer].buckets[bucket].share, slice(place.start, place.end)
-
-
-def _with_weights(
-    generate: Callable, args: Any, model: Sequence[torch.nn.Module], *rest: Any, **more: Any
-) -> dict[str, Any]:
-    """Weights are saved from copies on the host, made chunk by chunk, and loaded in place."""
-    chunks = [*map(unwrap_model, model)]
-    if (more.get("optim_sd_kwargs") or {}).get("is_loading", False):
-        for chunk in chunks:
-            chunk.partitioned_state.lend()
-        return generate(args, model, *rest, **more)
-    found = generate(args, model, *rest, **more)
-    for number, chunk in enumerate(chunks):
-        with whole([chunk]):
-            for each in nested_values(found[f"model{number}" if len(chunks) > 1 else "model"]):
-                if isinstance(each, (ShardedTensor, ShardedTensorFactory)):
-                    each.data = each.data.detach().to("cpu", copy=True)
-    return found

@@ -26,9 +26,9 @@ from .interpreter import Interpreter
 from .loss import Losses
 from .multi_token import prediction_patches
 from .program import Program
+from .recorder import Recorder
 from .segmentation import Segmentation
 from .step import Step
-from .tracer import Recorder
 
 
 def run_references(

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..model import HostMemory, KernelChoice, KernelsOf
-from .repacking import SequenceSource
 from .segmentation import ReadCalls
+from .sequence_source import SequenceSource
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import torch
 
-from megatron.seq1f1b.runtime import partitioned_state
+from megatron.seq1f1b.runtime import partition_patches
 from megatron.seq1f1b.runtime.partitioned_state import PartitionedChunk, Share
 
 
@@ -19,5 +19,5 @@ def test_a_step_that_is_repeated_adds_to_megatrons_buffers():
     chunk.shares, chunk._is_reducing = [Share(bucket, 0, 2)], False
     chunk.shares[0].lend_gradients()
     assert parameter.main_grad is not view
-    partitioned_state._cleared(lambda ddp: None, SimpleNamespace(partitioned_state=chunk))
+    partition_patches._zero_shares(lambda ddp: None, SimpleNamespace(partitioned_state=chunk))
     assert parameter.main_grad is view and not chunk.shares[0].gradients.any()
