@@ -23,8 +23,11 @@ class ArgumentGradients:
 
     def go_backward(self) -> None:
         """Run the program's part of the backward. Call it once, after the backwards of all segments."""
-        pairs = zip(self._arguments, self.leaves, strict=True)
-        reached = [(argument, leaf.grad) for argument, leaf in pairs if leaf.grad is not None]
-        if reached:
-            arguments, gradients = zip(*reached, strict=True)
+        arguments = []
+        gradients = []
+        for argument, leaf in zip(self._arguments, self.leaves, strict=True):
+            if leaf.grad is not None:  # None if no segment's output depends on it
+                arguments.append(argument)
+                gradients.append(leaf.grad)
+        if arguments:
             torch.autograd.backward(arguments, gradients)

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
-from itertools import chain
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
@@ -61,8 +60,10 @@ class Communicator:
         device: torch.device,
         timeout: timedelta,
     ) -> None:
-        of_ranks = (channels_of(placement, rank).values() for rank in range(placement.num_ranks))
-        channels = sorted(set(chain.from_iterable(of_ranks)))
+        channels_of_all: set[Channel] = set()
+        for rank in range(placement.num_ranks):
+            channels_of_all.update(channels_of(placement, rank).values())
+        channels = sorted(channels_of_all)
         self._ranks = dist.get_process_group_ranks(group)
         self._rank = self._ranks.index(dist.get_rank())
         self._group = group
@@ -90,13 +91,14 @@ class Communicator:
         device = "cpu" if self._is_staged else self._device
         buffer = torch.empty(shape, dtype=self._dtype, device=device, pin_memory=self._is_staged)
         work: Any = dist.irecv(buffer, self._ranks[channel.source], **self._route(channel))
-        self._receiving[action] = message = Message(
+        message = Message(
             channel=channel,
             action=action,
             tensor=buffer,
             wait=self._wait_for(work),
             has_left=work.is_completed,
         )
+        self._receiving[action] = message
         if self.goes_in_turn:
             self._finish(message)
 
@@ -105,7 +107,9 @@ class Communicator:
         message = self._receiving.pop(action)
         if not self.goes_in_turn:
             self._finish(message)
-        return message.tensor.to(self._device, non_blocking=True) if self._is_staged else message.tensor
+        if self._is_staged:
+            return message.tensor.to(self._device, non_blocking=True)
+        return message.tensor
 
     def send(self, channel: Channel, tensor: Tensor, shape: tuple[int, ...], action: Action | None = None) -> None:
         """Send without waiting. Raises ValueError for another tensor than the receiver has a buffer of `shape` for, and
@@ -169,7 +173,8 @@ class Communicator:
         try:
             message.wait()
         except RuntimeError as error:
-            raise RuntimeError(f"{describe()} {'was not taken' if is_sent else 'did not come'}: {error}") from error
+            failure = "was not taken" if is_sent else "did not come"
+            raise RuntimeError(f"{describe()} {failure}: {error}") from error
         if not (is_sent or self._is_gloo):
             mark = torch.cuda.Event()
             mark.record()
@@ -214,7 +219,7 @@ def groups_per_communicator(
         words = f"{what} from {source} to {'higher' if goes_up else 'lower'} pipeline ranks"
         options = _options(group)
         for ranks in sorted(set(map(tuple, pipelines))):
-            made = dist.new_group(
+            new_group = dist.new_group(
                 ranks,
                 timeout=timeout,
                 backend=dist.get_backend(group),
@@ -222,7 +227,7 @@ def groups_per_communicator(
                 group_desc=words,
             )
             if list(ranks) == own:
-                groups[payload, goes_up, parity] = made
+                groups[payload, goes_up, parity] = new_group
     return groups
 
 

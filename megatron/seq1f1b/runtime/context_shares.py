@@ -29,12 +29,12 @@ Runs = Sequence[tuple[int, int]]  # start and end of consecutive tokens
 
 def zigzag(runs: Runs, rank: int, size: int) -> np.ndarray:
     """The positions of the tokens of one rank, where each run of tokens is divided among `size` ranks."""
-    found = []
+    parts = []
     for start, end in runs:
-        part = (end - start) // (2 * size)
-        found.append(np.arange(start + rank * part, start + (rank + 1) * part))
-        found.append(np.arange(end - (rank + 1) * part, end - rank * part))
-    return np.concatenate(found)
+        length = (end - start) // (2 * size)
+        parts.append(np.arange(start + rank * length, start + (rank + 1) * length))
+        parts.append(np.arange(end - (rank + 1) * length, end - rank * length))
+    return np.concatenate(parts)
 
 
 class ContextShares:
@@ -128,15 +128,17 @@ def whole_arguments(
     packed = named.get("packed_seq_params")
     tokens = named.get("input_ids")
     is_packed = isinstance(packed, PackedSeqParams)
-    if not is_packed or (isinstance(tokens, Tensor) and not tokens.is_nested):
-        length *= group.size()  # else it is the end of the pack
+    has_tokens = isinstance(tokens, Tensor) and not tokens.is_nested
+    if has_tokens or not is_packed:
+        length *= group.size()  # the call has this rank's share; a pack without tokens says where the whole ends
     runs = [(0, length)]
     if is_packed and by_document:
         runs = list(pairwise(sorted({*bounds_of(packed), length})))
     shares = ContextShares(group, runs, device)
     leaves, tree = tree_flatten((list(arguments.positional), arguments.named))
     for place, leaf in enumerate(leaves):
-        if dimensions := token_dimensions(leaf, number, length // group.size()):
+        dimensions = token_dimensions(leaf, number, length // group.size())
+        if dimensions:
             leaves[place] = shares.gathered(leaf, dimensions[0])
     positional, options = tree_unflatten(leaves, tree)
     return Arguments(tuple(positional), options, arguments.names), shares

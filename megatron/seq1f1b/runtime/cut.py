@@ -31,7 +31,7 @@ class Arguments(NamedTuple):
         return dict(zip(self.names, self.positional, strict=True)) | self.named
 
     def embeddings(self) -> Tensor | None:
-        """Those of a program that computes them by itself, [s, b, h]."""
+        """The embeddings [s, b, h] of a program that computes them by itself, else None."""
         found = self.by_name().get("decoder_input")
         return found if isinstance(found, Tensor) else None
 
@@ -80,15 +80,17 @@ class CutArguments:
         self._whole = Arguments(positional, named, arguments.names)
         self._leaves, self._tree = tree_flatten((positional, named))
         self._sequence_parallel = sequence_parallel
-        self._divided: list[int] = []  # the place of embeddings, if they are
-        if sequence_parallel is not None and (embeddings := arguments.embeddings()) is not None:
-            self._divided = [place for place, leaf in enumerate(self._leaves) if leaf is embeddings]
+        self._divided: list[int] = []  # the places of what tensor-parallel ranks divide among each other
+        if sequence_parallel is not None:
+            embeddings = arguments.embeddings()
+            if embeddings is not None:
+                self._divided = [place for place, leaf in enumerate(self._leaves) if leaf is embeddings]
         self.gradients = self._end_graphs()
-        self._cuts = [
-            (place, dimensions)
-            for place, leaf in enumerate(self._leaves)
-            if (dimensions := token_dimensions(leaf, num_sequences, length))
-        ]
+        self._cuts: list[tuple[int, Sequence[int]]] = []  # the places of what is cut, and along which dimensions
+        for place, leaf in enumerate(self._leaves):
+            dimensions = token_dimensions(leaf, num_sequences, length)
+            if dimensions:
+                self._cuts.append((place, dimensions))
 
     def of(self, segment: Segment) -> Arguments:
         """The arguments for one segment."""

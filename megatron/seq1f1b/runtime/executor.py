@@ -102,7 +102,7 @@ class PipelineExecutor:
         self._kernels_of = kernels_of
         self._communicator = cache(partial(Communicator, timeout=timeout))
         self._check_agreement = cache(check_agreement)
-        self._ran_before: set[tuple] = set()
+        self._ran_before: set[tuple] = set()  # kinds of steps, whose kernels are loaded
         self._failure: str | None = None
         self._num_steps = 0
         self._caller = OneCaller()
@@ -133,8 +133,9 @@ class PipelineExecutor:
         self._num_steps += 1
         step = Step(style=self.programs.placement, **arguments)
         segmentation = self.segmentation
-        # Those of a step of which nothing but its arguments is known.
-        lengths = () if segmentation.from_calls else tuple(segmentation.lengths(step.seq_length))
+        lengths: tuple[int, ...] = ()  # of segments, if they are known before the program calls its model
+        if not segmentation.from_calls:
+            lengths = tuple(segmentation.lengths(step.seq_length))
         if segmentation.cuts_sequences:
             refuse_uncut(step)
         if not step.is_alone:
@@ -142,12 +143,9 @@ class PipelineExecutor:
         communicator = self._communicator(step.pipeline, step.placement, step.config.pipeline_dtype, step.device)
         # The first step with such segments may load or compile kernels, and CUDA may then wait for the whole GPU. If
         # messages are kernels, none is in flight in that step while another kernel starts.
-        kernels = step.placement, lengths, step.micro_batch_size, step.forward_only
-        communicator.goes_in_turn = communicator.is_on_device and kernels not in self._ran_before
-        if segmentation.follows_segments or self.context.kept_attention is not None:
-            attach(step.chunks, self.context, self._kernels_of)  # else the model keeps its own attention
-        add_up_all_weight_gradients(step.chunks)
-        recompute_behind_frozen_weights(step.chunks)
+        kind_of_step = step.placement, lengths, step.micro_batch_size, step.forward_only
+        communicator.goes_in_turn = communicator.is_on_device and kind_of_step not in self._ran_before
+        self._prepare_models(step)
 
         with timed(step.config), self._failing_for_good(step), ExitStack() as around:
             calls = None
@@ -170,8 +168,15 @@ class PipelineExecutor:
             if losses is None:
                 losses = self._run(step, calls, program_of(step), communicator)
             reports = self._reports(losses, step)
-        self._ran_before.add(kernels)
+        self._ran_before.add(kind_of_step)
         return reports
+
+    def _prepare_models(self, step: Step) -> None:
+        """Let the model chunks of this rank run on segments; those of an earlier step are ready."""
+        if self.segmentation.follows_segments or self.context.kept_attention is not None:
+            attach(step.chunks, self.context, self._kernels_of)  # else the model keeps its own attention
+        add_up_all_weight_gradients(step.chunks)
+        recompute_behind_frozen_weights(step.chunks)
 
     def _goes_by_plans(self, step: Step) -> bool:
         """Whether the step runs by Megatron's schedule plans, which its pairs need."""
@@ -251,8 +256,8 @@ class PipelineExecutor:
         """What runs the forwards of the step: on parts of the program's calls, or on whole micro-batches."""
         if calls is None:
             return WholeForwards(step=step, context=self.context, losses=losses, around_program=self._around_program)
-        kind = PlannedForwards if self._goes_by_plans(step) else SegmentForwards
-        return kind(
+        forwards = PlannedForwards if self._goes_by_plans(step) else SegmentForwards
+        return forwards(
             step=step,
             context=self.context,
             losses=losses,
@@ -339,8 +344,9 @@ def finalize_gradients(step: Step, losses: Losses) -> None:
 
 def most_tokens(step: Step) -> int:
     """The tokens that a context-parallel rank has of the largest micro-batch."""
-    sizes = zip(step.num_sequences, step.segments, strict=True)
-    return max(number * segments[0].sequence_length for number, segments in sizes) // step.groups.cp.size()
+    pairs = zip(step.num_sequences, step.segments, strict=True)
+    largest = max(number * segments[0].sequence_length for number, segments in pairs)
+    return largest // step.groups.cp.size()
 
 
 def longest_lengths(step: Step) -> tuple[int, ...]:

@@ -81,12 +81,20 @@ class GradientSync(ChunkSync):
 
 def gradient_syncs(config: Any, chunks: Sequence[Any], finishes_last: bool = False) -> Sequence[ChunkSync]:
     """One ChunkSync for each chunk of a rank. Megatron passes a bare hook for one chunk, a list for several. On the
-    one-chunk rank that `finishes_last`, DDP's hooks may reduce even with `grad_sync_func`."""
+    rank that `finishes_last` with its only chunk, DDP's hooks may reduce even with `grad_sync_func`."""
     if hasattr(chunks[0], "partitioned_state"):
         return [chunk.partitioned_state.begin(chunk, chunks) for chunk in chunks]
-    hooks = config.no_sync_func, None if finishes_last else config.grad_sync_func, config.param_sync_func
-    of_chunks = (hook if isinstance(hook, list) else [hook] * len(chunks) for hook in hooks)
-    return [GradientSync(chunk, *each) for chunk, *each in zip(chunks, *of_chunks, strict=True)]
+    no_sync_hooks = _by_chunk(config.no_sync_func, chunks)
+    reduce_hooks = _by_chunk(None if finishes_last else config.grad_sync_func, chunks)
+    gather_hooks = _by_chunk(config.param_sync_func, chunks)
+    return [
+        GradientSync(chunk, no_sync=no_sync, reduce=reduce, gather=gather)
+        for chunk, no_sync, reduce, gather in zip(chunks, no_sync_hooks, reduce_hooks, gather_hooks, strict=True)
+    ]
+
+
+def _by_chunk(hook: Hook | list[Hook], chunks: Sequence[Any]) -> list[Hook]:
+    return hook if isinstance(hook, list) else [hook] * len(chunks)
 
 
 def tied_embeddings(chunks: Sequence[torch.nn.Module]) -> list[torch.Tensor]:

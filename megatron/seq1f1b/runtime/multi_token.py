@@ -29,10 +29,11 @@ def prediction_stage(config: Any, placement: Placement) -> int | None:
     layout = getattr(config, "pipeline_model_parallel_layout", None)
     if layout is None:
         return placement.num_stages - 1
-    ranks = placement.num_ranks
-    return next(
-        stage for stage in range(placement.num_stages) if LayerType.mtp in layout.layout[stage % ranks][stage // ranks]
-    )
+    for stage in range(placement.num_stages):
+        chunk, rank = divmod(stage, placement.num_ranks)
+        if LayerType.mtp in layout.layout[rank][chunk]:
+            return stage
+    raise ValueError("the layout of a model with multi-token prediction has no stage for its layers")
 
 
 def rows_per_token(config: Any, placement: Placement, stage: int) -> int:
@@ -64,20 +65,23 @@ def look_ahead(arguments: Arguments, segment: Segment, step: Step) -> LookAhead:
     length = segment.sequence_length
     num_sequences = step.num_sequences[segment.microbatch]
     entries = arguments.by_name()
-    stays_within = entries.get("packed_seq_params") is not None and segment.documents is not None
-    number = torch.zeros(num_sequences, length, dtype=torch.long)  # of each token's document
-    for row, starts in zip(number, segment.documents or (), strict=False):
-        row[list(starts)] = 1
-    number = number.cumsum(dim=1).to(step.device, non_blocking=True) * stays_within
     mask = entries.get("loss_mask")
     if mask is None:
         mask = torch.ones(num_sequences, length, device=step.device)
+        entries["loss_mask"] = mask
+    stays_within = entries.get("packed_seq_params") is not None and segment.documents is not None
+    # The number of each token's document; 0 for all where predictions may reach into the next one.
+    number = torch.zeros(num_sequences, length, dtype=torch.long)
+    if stays_within:
+        for row, starts in zip(number, segment.documents or (), strict=True):
+            row[list(starts)] = 1
+    number = number.cumsum(dim=1).to(step.device, non_blocking=True)
     runs = _runs(segment, step.groups.cp)
-    following = {
-        name: torch.stack([_following(entry, end, depth, number) for _, end in runs])
-        for name, entry in {**entries, "loss_mask": mask}.items()
-        if name in _ENTRIES and entry is not None
-    }
+    following = {}
+    for name in _ENTRIES:
+        entry = entries.get(name)
+        if entry is not None:
+            following[name] = torch.stack([_following(entry, end, depth, number) for _, end in runs])
     counts = []
     for shift in range(depth + 1):
         is_same = number[:, shift:] == number[:, : length - shift]
@@ -101,6 +105,6 @@ def _runs(segment: Segment, context: dist.ProcessGroup) -> list[tuple[int, int]]
     if context.size() == 1:
         return [(segment.start, segment.end)]
     part = segment.length // (2 * context.size())
-    first = segment.start + context.rank() * part
-    last = segment.end - context.rank() * part
-    return [(first, first + part), (last - part, last)]
+    start_of_first = segment.start + context.rank() * part
+    end_of_second = segment.end - context.rank() * part
+    return [(start_of_first, start_of_first + part), (end_of_second - part, end_of_second)]

@@ -46,7 +46,8 @@ class Outputs:
             self._tree = tree
             self._logits = logits
             self._dimensions = [_token_dimension(leaf, length, segment.is_whole_sequence) for leaf in leaves]
-            self._leaves = [self._buffer(*each) for each in zip(leaves, self._dimensions, strict=True)]
+            pairs = zip(leaves, self._dimensions, strict=True)
+            self._leaves = [self._buffer(leaf, dimension) for leaf, dimension in pairs]
             self._differentiable = [place for place, leaf in enumerate(leaves) if _has_gradient(leaf)]
         if not segment.is_whole_sequence:
             for buffer, leaf, dimension in zip(self._leaves, leaves, self._dimensions, strict=True):
@@ -81,7 +82,7 @@ class Outputs:
         """The gradients of the tensors of a segment."""
         if not self._gradients:  # the loss has none
             return [None] * len(self._differentiable)
-        dimensions = (self._dimensions[place] for place in self._differentiable)
+        dimensions = [self._dimensions[place] for place in self._differentiable]
         return [
             gradient if gradient is None or dimension is None else gradient.narrow(dimension, start, length)
             for gradient, dimension in zip(self._gradients, dimensions, strict=True)
@@ -110,14 +111,12 @@ class _StandIn(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Tensor) -> tuple[Any, ...]:
-        found = ctx.outputs.gradients(ctx.start, ctx.length)
-        pairs = zip(found, ctx.like, strict=True)
-        # The segment goes backward, whether the loss depends on this output or not: its caches end there.
-        whole = (
-            torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient
-            for gradient, (shape, dtype, device) in pairs
-        )
-        return None, None, None, *whole
+        gradients = ctx.outputs.gradients(ctx.start, ctx.length)
+        for place, (shape, dtype, device) in enumerate(ctx.like):
+            if gradients[place] is None:
+                # The segment goes backward even if the loss does not depend on this output: its caches end there.
+                gradients[place] = torch.zeros(shape, dtype=dtype, device=device)
+        return None, None, None, *gradients
 
 
 class _Joined(torch.autograd.Function):

@@ -29,12 +29,8 @@ class StepRecorder(Protocol):
         """A context whose body is `action`; for the copies of an OFFLOAD or RELOAD it is entered in their thread."""
 
 
-class _Mark(NamedTuple):
-    """An action with the moments of its start and its end, as `Recorder.now` marks them."""
-
-    action: Action
-    start: Any
-    end: Any
+# An action with the moments of its start and its end. A plain tuple, as each takes the host time within a step.
+_Mark = tuple[Action, Any, Any]
 
 
 class Recorder(StepRecorder):
@@ -87,7 +83,7 @@ class Recorder(StepRecorder):
 
     def reading(self) -> Reading:
         """The step in numbers; a GPU must have finished it."""
-        spans = [self._span(*mark) for mark in self._marks if mark.action.kind in COMPUTE_KINDS]
+        spans = [self._span(*mark) for mark in self._marks if mark[0].kind in COMPUTE_KINDS]
         spans.sort(key=lambda span: span.start)
         return Reading(
             busy=busy_time(spans),
@@ -98,7 +94,7 @@ class Recorder(StepRecorder):
     def spans(self) -> list[Span]:
         """All recorded actions by start, in seconds of this machine's monotonic clock, once collectives are over. The
         buckets of a chunk share one span."""
-        collectives = [_Mark(action, start, end.wait()) for action, start, end in self._collectives]
+        collectives = [(action, start, end.wait()) for action, start, end in self._collectives]
         spans: dict[Action, Span] = {}
         for mark in (*self._marks, *collectives):
             action, start, end = self._span(*mark)
@@ -140,4 +136,4 @@ class _Timed:
         self._start = self._now()
 
     def __exit__(self, *_: object) -> None:
-        self._marks.append(_Mark(self._action, self._start, self._now()))
+        self._marks.append((self._action, self._start, self._now()))

@@ -86,24 +86,25 @@ def run_references(
 def _references(step: Step, calls: Calls) -> list[Any]:
     """The stages of the reference on this rank, by model chunk. Raises ValueError where micro-batches differ in whether
     they call it."""
-    found = []
+    of_chunks = []
     for chunk in range(len(step.chunks)):
         references = [calls.at(chunk, number).reference for number in range(step.num_microbatches)]
-        if references[0] is None or any(reference is not references[0] for reference in references):
+        first = references[0]
+        if first is None or any(reference is not first for reference in references):
             raise ValueError(
                 "the forward steps of a step call different references, or some of them none, but one pass through the "
                 "pipeline serves all micro-batches; call the same reference in each"
             )
-        found.append(references[0])
-    return found
+        of_chunks.append(first)
+    return of_chunks
 
 
 def _without_gradients(step: Step) -> Step:
     """The same step as an evaluation."""
-    found = copy(step)
-    found.forward_only = True
-    found.first_val_step = None
-    return found
+    evaluation = copy(step)
+    evaluation.forward_only = True
+    evaluation.first_val_step = None
+    return evaluation
 
 
 class ReferenceForwards(SegmentForwards):
@@ -111,15 +112,15 @@ class ReferenceForwards(SegmentForwards):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self._found: dict[tuple[int, int], Any] = {}  # by (model chunk, micro-batch)
+        self._results: dict[tuple[int, int], Any] = {}  # of the calls, by (model chunk, micro-batch)
 
     def return_all(self) -> None:
         """Let all calls of the reference return, and take the losses of programs that end. Raises ValueError if a
         program then calls its model for sequences of another size."""
-        for chunk, microbatch in sorted(self._found, reverse=True):
+        for chunk, microbatch in sorted(self._results, reverse=True):
             call = self._calls.at(chunk, microbatch)
             size = size_of(call.arguments)
-            result = self._calls.go_on(chunk, microbatch, self._found[chunk, microbatch])
+            result = self._calls.go_on(chunk, microbatch, self._results[chunk, microbatch])
             if call.dead:
                 if self._chunk_of.get(self._last_stage) == chunk:
                     self._losses.add(chunk, microbatch, *result)
@@ -128,10 +129,10 @@ class ReferenceForwards(SegmentForwards):
                     f"the forward step of micro-batch {microbatch} calls its reference and its model for sequences of "
                     "different sizes; call both for the same sequences"
                 )
-        self._found.clear()
+        self._results.clear()
 
     def _return_to_program(self, call: Call, chunk: int, stage: int, microbatch: int, output: Any) -> None:
         if stage == self._last_stage:
-            self._found[chunk, microbatch] = self._outputs.pop(microbatch).joined()
+            self._results[chunk, microbatch] = self._outputs.pop(microbatch).joined()
         else:
-            self._found[chunk, microbatch] = output.detach()
+            self._results[chunk, microbatch] = output.detach()

@@ -180,7 +180,10 @@ class _RepeatedExperts:
         """Inside, the dispatcher of tokens has what it noted of this unit. The forward beside may be on its way through
         the same layer."""
         dispatcher = self._moe.token_dispatcher
-        keepers = [dispatcher, *filter(None, [getattr(dispatcher, "_comm_manager", None)])]
+        keepers = [dispatcher]
+        manager = getattr(dispatcher, "_comm_manager", None)  # of the flex dispatcher
+        if manager is not None:
+            keepers.append(manager)
         of_others = [dict(vars(keeper)) for keeper in keepers]
         for keeper, state in zip(keepers, self._dispatcher_state, strict=False):
             vars(keeper).update(state)

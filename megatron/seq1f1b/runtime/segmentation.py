@@ -92,18 +92,23 @@ class Segmentation:
         """Set the segments of a step; it has `calls` if they may tell how."""
         if self.from_calls:
             assert calls is not None, "a step is cut by its calls before there are any"
-            found = self._read_calls(step, calls)
-            cuts = [self._cut_of_call(*each) for each in zip(found, self._numbers(step, found), strict=True)]
+            microbatches = self._read_calls(step, calls)
+            numbers = self._numbers(step, microbatches)
+            cuts = [
+                self._cut_of_call(sequences, number) for sequences, number in zip(microbatches, numbers, strict=True)
+            ]
         else:
-            found = [Sequences(step.batch_size, step.seq_length)] * step.num_microbatches
+            microbatches = [Sequences(step.batch_size, step.seq_length)] * step.num_microbatches
             cuts = [self.lengths(step.seq_length)] * step.num_microbatches
         if self.packed and not step.forward_only:
-            lengths = [length for each in found for length in _lengths_of_documents(each)]
-            self.documents_of_step = StepDocuments(step.num_microbatches, lengths)
-        step.num_sequences = [each.number for each in found]
+            document_lengths: list[int] = []
+            for sequences in microbatches:
+                document_lengths += _lengths_of_documents(sequences)
+            self.documents_of_step = StepDocuments(step.num_microbatches, document_lengths)
+        step.num_sequences = [sequences.number for sequences in microbatches]
         step.segments = [
-            segments_of(number, lengths, each.documents)
-            for number, (lengths, each) in enumerate(zip(cuts, found, strict=True))
+            segments_of(microbatch, lengths, sequences.documents)
+            for microbatch, (sequences, lengths) in enumerate(zip(microbatches, cuts, strict=True))
         ]
 
     def reports(self, of_microbatches: list[Any], step: Step) -> list[Any]:
@@ -230,8 +235,10 @@ def _documents_at(starts: Tensor) -> Documents:
 
 
 def _lengths_of_documents(sequences: Sequences) -> list[int]:
-    rows = sequences.documents or ((0,),) * sequences.number
-    return [end - start for row in rows for start, end in pairwise((*row, sequences.length))]
+    lengths = []
+    for starts in sequences.documents or ((0,),) * sequences.number:
+        lengths += [end - start for start, end in pairwise((*starts, sequences.length))]
+    return lengths
 
 
 def on_all_ranks(step: Step, make: Callable[[], Any]) -> Any:
@@ -240,8 +247,11 @@ def on_all_ranks(step: Step, make: Callable[[], Any]) -> Any:
     pipeline = step.pipeline
     tensor = step.groups.tp
     first = step.placement.rank_of(0)
-    made: list[Any] = [Outcome(make) if step.rank == first and tensor.rank() == 0 else None]
+    outcomes: list[Any] = [None]
+    if step.rank == first and tensor.rank() == 0:
+        outcomes = [Outcome(make)]
     if tensor.rank() == 0:
-        dist.broadcast_object_list(made, dist.get_global_rank(pipeline, first), group=pipeline)
-    dist.broadcast_object_list(made, dist.get_global_rank(tensor, 0), group=tensor)
-    return made[0].result()
+        dist.broadcast_object_list(outcomes, dist.get_global_rank(pipeline, first), group=pipeline)
+    dist.broadcast_object_list(outcomes, dist.get_global_rank(tensor, 0), group=tensor)
+    (outcome,) = outcomes
+    return outcome.result()
