@@ -44,9 +44,12 @@ _TEXT = re.compile(r"([0-9]{1,9})([A-Z][A-Z_]*)(?:([0-9]{1,9})(?:\.([0-9]{1,9}))
 def parse_action(text: str) -> Action:
     """The inverse of `str(action)`; also reads `2F3` as `2F3.0`. Raises ValueError for any other text."""
     match = _TEXT.fullmatch(text.strip())
+    # Only actions of a whole model chunk have no micro-batch.
     if match is None or match[2] not in list(Kind) or (match[2] in CHUNK_KINDS) != (match[3] is None):
         shown = reprlib.repr(text)
         raise ValueError(f"not an action: {shown}; expected a form like 2F3.1, or 2REDUCE for a whole model chunk")
     kind = Kind(match[2])
     stage = int(match[1])
-    return Action(kind, stage) if kind in CHUNK_KINDS else Action(kind, stage, int(match[3]), int(match[4] or 0))
+    if kind in CHUNK_KINDS:
+        return Action(kind, stage)
+    return Action(kind, stage, microbatch=int(match[3]), segment=int(match[4] or 0))

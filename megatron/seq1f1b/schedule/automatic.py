@@ -91,7 +91,10 @@ def _plans(shape: Shape, costs: Costs, limits: Sequence[float], split: bool) -> 
     # Order units as if micro-batches started one after another and each ran as fast as alone. A micro-batch with fewer
     # segments starts as if its first segments were missing.
     alone = simulate(FAMILIES["gpipe"](replace(shape, num_microbatches=1, unequal=())).schedule(), costs)
-    starts = {(kind, stage, segment): time for spans in alone.ranks for (kind, stage, _, segment), time, _ in spans}
+    starts = {}
+    for spans in alone.ranks:
+        for (kind, stage, _, segment), start, _ in spans:
+            starts[kind, stage, segment] = start
     busiest = max(map(alone.busy, range(shape.num_ranks)))
 
     for apart, waits in product(_APART, _WAITS):
@@ -164,8 +167,10 @@ class ListScheduler:
         backward = Kind.I if split else Kind.B
         self._kinds = Kind.F, backward
         self._rules = rules_of(shape, costs, (*self._kinds, Kind.W))
-        stages_of = map(shape.placement.stages_of, range(shape.num_ranks))
-        self._whole = [sum(sum(costs.activation[stage]) for stage in stages) for stages in stages_of]
+        # The activation memory of the largest micro-batch on each rank.
+        self._whole = []
+        for rank in range(shape.num_ranks):
+            self._whole.append(sum(sum(costs.activation[stage]) for stage in shape.placement.stages_of(rank)))
         # The actions of each rank, in one line in the order of 1F1B, or in a line for each stage and kind.
         orders = FAMILIES["1f1b"](shape).schedule().ranks
         in_order = [[_as_kind(action, backward) for action in order] for order in orders]
@@ -191,18 +196,16 @@ class ListScheduler:
         rules = self._rules
         costs = self._costs
         changes = memory_changes(costs)
-        ranks: list[_Rank] = []
+        ranks = self._idle_ranks(self._in_order if priority is None else self._free)
         queues: dict[tuple[Any, ...], _Queue] = {}  # by kind and stage
-        for number, lines in enumerate(self._free if priority else self._in_order):
-            own = [_Queue(number, deque(line)) for line in lines]
-            queues |= {action[:2]: queue for queue in own for action in queue.left}
-            held = [0.0] * self._shape.num_microbatches
-            ranks.append(_Rank(self._limits[number], self._whole[number], own, held))
+        for rank in ranks:
+            for queue in rank.queues:
+                queues |= {action[:2]: queue for action in queue.left}
         end_of = pending(self._shape)
         events: list[tuple[float, int]] = []  # (time, rank): when a rank may find an action to run
 
         def release(queue: _Queue) -> None:
-            """Sets the time when the next action can start, if all its dependencies have started."""
+            """Set the time when the next action can start, if all its dependencies have started."""
             if queue.time < inf or not queue.left:
                 return
             kind, stage, microbatch, segment = queue.left[0]
@@ -232,7 +235,8 @@ class ListScheduler:
                 continue
             kind, stage, microbatch, segment = action
             code, duration, _ = rules[kind][stage][segment]
-            rank.free = end_of[code + microbatch * num_segments] = now + duration
+            rank.free = now + duration
+            end_of[code + microbatch * num_segments] = rank.free
             heappush(events, (rank.free, index))
             rank.actions.append(action)
             memory = changes[kind][stage][segment]
@@ -248,19 +252,34 @@ class ListScheduler:
             return None
         return Schedule(self._shape, tuple(tuple(rank.actions) for rank in ranks))
 
+    def _idle_ranks(self, lines_of_ranks: Sequence[Sequence[Sequence[Action]]]) -> list[_Rank]:
+        """The ranks before their first action, with the lines of actions that each of them runs."""
+        ranks = []
+        for number, lines in enumerate(lines_of_ranks):
+            ranks.append(
+                _Rank(
+                    limit=self._limits[number],
+                    whole=self._whole[number],
+                    queues=[_Queue(number, deque(line)) for line in lines],
+                    held=[0.0] * self._shape.num_microbatches,
+                )
+            )
+        return ranks
+
     def _choice(
         self, rank: _Rank, now: float, priority: Callable[[Action], float] | None, hold: float
     ) -> tuple[_Queue | None, float]:
         """The queue that a rank takes from now, or None, and the next time when it could take from another."""
         chosen = None
-        best = inf
-        soonest = inf
-        backward = inf
-        duration = 0.0
+        best = inf  # the smallest priority among those that can start now
+        soonest = inf  # the first moment when another could start
+        backward = inf  # the first moment when a backward could
+        duration = 0.0  # of the chosen one if it is a forward, which may be held back for a backward
         for queue in rank.queues:
             if queue.time == inf:
                 continue
-            kind, stage, microbatch, segment = action = queue.left[0]
+            action = queue.left[0]
+            kind, stage, microbatch, segment = action
             if kind is Kind.F and not rank.admits(microbatch, self._costs.activation[stage][segment]):
                 continue
             if queue.time > now:

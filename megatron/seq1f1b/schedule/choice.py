@@ -77,7 +77,10 @@ class ScheduleChoice:
         """Whether the actions may include W."""
         if self.given is not None:
             return any(action.kind is Kind.W for actions in self.given.ranks for action in actions)
-        return self.split if self.is_auto else FAMILIES[self.name](Shape(Placement(2), 2)).lag is not None
+        if self.is_auto:
+            return self.split
+        of_any_shape = FAMILIES[self.name](Shape(Placement(2), 2))
+        return of_any_shape.lag is not None
 
     @property
     def has_moves(self) -> bool:

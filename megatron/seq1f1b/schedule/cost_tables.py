@@ -3,7 +3,7 @@
 Tested in costs/test_simulator.py.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import inf
@@ -37,8 +37,19 @@ class Costs:
     @classmethod
     def uniform(cls, shape: Shape, f: float = 1.0, i: float = 1.0, w: float = 1.0, message: float = 0.0) -> "Costs":
         """Equal costs everywhere; memory counts the units in flight, from F to B or W."""
-        values = (f, i, w, message, message, 1, 1)
-        return cls(*(((float(value),) * shape.num_segments,) * shape.num_stages for value in values))
+
+        def everywhere(value: float) -> Table:
+            return ((float(value),) * shape.num_segments,) * shape.num_stages
+
+        return cls(
+            f=everywhere(f),
+            i=everywhere(i),
+            w=everywhere(w),
+            message_f=everywhere(message),
+            message_b=everywhere(message),
+            activation=everywhere(1),
+            kept=everywhere(1),
+        )
 
     @classmethod
     def from_mapping(cls, shape: Shape, values: Mapping[str, Any]) -> "Costs":
@@ -110,8 +121,12 @@ def memory_changes(costs: Costs) -> dict[Kind, Table]:
     changes = {}
     for kind in COMPUTE_KINDS:
         rows = zip(costs.held(kind.facts.before), costs.held(kind.facts.after), strict=True)
-        changes[kind] = tuple(tuple(after - before for before, after in zip(*row, strict=True)) for row in rows)
+        changes[kind] = tuple(_differences(before, after) for before, after in rows)
     return changes
+
+
+def _differences(before: Sequence[float], after: Sequence[float]) -> tuple[float, ...]:
+    return tuple(later - earlier for earlier, later in zip(before, after, strict=True))
 
 
 def peak_memory(schedule: Schedule, costs: Costs) -> list[float]:

@@ -30,24 +30,18 @@ def read_csv(path: str | Path) -> Schedule:
     paired: set[Action] = set()
     reader = csv.reader(StringIO(read_text(path), newline=""))
     ranks = []
-    where = ""
+    where = ""  # the row and the cell at which an error is raised
     try:
         for row_number, row in enumerate(reader, start=1):
-            actions = []
-            for number, cell in enumerate(row, start=1):
-                where = f": row {row_number}, cell {number}"
+            actions: list[Action] = []
+            for cell_number, cell in enumerate(row, start=1):
                 if not cell.strip():
                     continue
-                *forward, last = map(parse_action, cell.split(BESIDE))
-                if len(forward) > 1:
-                    raise ValueError(f"{cell!r} is not an action or a pair of two, such as 2F3.1|2B1.0")
-                actions += [*forward, last]
-                paired.update(forward)
-                for action in (*forward, last):
-                    if action.kind not in COMPUTE_KINDS + MOVE_KINDS:
-                        *names, last_name = COMPUTE_KINDS + MOVE_KINDS
-                        words = f"{', '.join(names)} or {last_name}"
-                        raise ValueError(f"{cell!r} is not {words}; lowering adds the others")
+                where = f": row {row_number}, cell {cell_number}"
+                place = _read_place(cell)
+                actions += place
+                if len(place) == 2:
+                    paired.add(place[0])
             if actions:
                 ranks.append(tuple(actions))
             where = ""
@@ -56,6 +50,19 @@ def read_csv(path: str | Path) -> Schedule:
     except (csv.Error, ValueError) as error:
         raise ScheduleError(f"{path}{where}: {error}") from None
     return schedule
+
+
+def _read_place(cell: str) -> list[Action]:
+    """The action of a cell, or the two of a pair. Raises ValueError for any other text, and for kinds that a schedule
+    of the user cannot have."""
+    place = [parse_action(text) for text in cell.split(BESIDE)]
+    if len(place) > 2:
+        raise ValueError(f"{cell!r} is not an action or a pair of two, such as 2F3.1|2B1.0")
+    known = COMPUTE_KINDS + MOVE_KINDS
+    if any(action.kind not in known for action in place):
+        *names, last_name = known
+        raise ValueError(f"{cell!r} is not {', '.join(names)} or {last_name}; lowering adds the others")
+    return place
 
 
 def _shape_of(ranks: list[tuple[Action, ...]]) -> Shape:

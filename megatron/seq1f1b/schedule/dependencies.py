@@ -36,5 +36,7 @@ def outcome(action: Action) -> Action:
 def message_needed(action: Action, shape: Shape) -> Action | None:
     """The dependency at the neighbouring stage if that is on another rank, else None."""
     rank_of = shape.placement.rank_of
-    messages = (each for each in dependencies(action, shape) if rank_of(each.stage) != rank_of(action.stage))
-    return next(messages, None)
+    for needed in dependencies(action, shape):
+        if rank_of(needed.stage) != rank_of(action.stage):
+            return needed
+    return None

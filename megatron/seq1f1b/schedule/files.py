@@ -27,8 +27,10 @@ def read_bytes(path: str | Path) -> bytes:
 def read_text(path: str | Path, content: bytes | None = None) -> str:
     """The text of a UTF-8 file, or of what is known to be its `content`. Raises ValueError, with the name of the file,
     if it cannot be read."""
+    if content is None:
+        content = read_bytes(path)
     try:
-        return (read_bytes(path) if content is None else content).decode("utf-8-sig")
+        return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: {reason(error)}") from error
 
@@ -64,7 +66,9 @@ def written_together(*paths: str | Path) -> Iterator[list[Path]]:
     the earlier ones is removed first, so that even a kill in between leaves no complete mixture."""
     targets = [Path(path).resolve() for path in paths]
     folders = {target.parent: target.parent / f".{os.getpid()}.unfinished" for target in targets}
-    new = [parent for folder in folders for parent in (folder, *folder.parents) if not parent.exists()]
+    new: list[Path] = []  # folders that are made here, and removed if nothing is written to them
+    for folder in folders:
+        new += [parent for parent in (folder, *folder.parents) if not parent.exists()]
     unfinished = [folders[target.parent] / target.name for target in targets]
     try:
         for folder in folders.values():

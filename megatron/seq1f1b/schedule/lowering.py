@@ -84,14 +84,15 @@ def lower(schedule: Schedule, one_queue: bool = False, in_turn: bool = False) ->
     plain = schedule.without_moves()
     shape = schedule.shape
     times = nominal_times(plain) if one_queue or in_turn else None
-    ends = [(rank, other) for rank in range(shape.num_ranks) for other in shape.placement.neighbours_of(rank)]
     orders = [plain.places(rank) for rank in range(shape.num_ranks)]
-    transfers = {each: _transfers(shape, orders, *each) for each in ends}
-    ranks = (
-        _merged(shape, rank, order, actions, transfers, times, in_turn)
-        for rank, (order, actions) in enumerate(zip(orders, schedule.ranks, strict=True))
-    )
-    return Schedule(shape, tuple(map(tuple, ranks)), schedule.paired)
+    transfers = {}
+    for source in range(shape.num_ranks):
+        for destination in shape.placement.neighbours_of(source):
+            transfers[source, destination] = _transfers(shape, orders, source, destination)
+    ranks = []
+    for rank, actions in enumerate(schedule.ranks):
+        ranks.append(tuple(_merged(shape, rank, orders[rank], actions, transfers, times, in_turn)))
+    return Schedule(shape, tuple(ranks), schedule.paired)
 
 
 def lower_rank(source: Schedule | Clock, rank: int, one_queue: bool = False, in_turn: bool = False) -> list[Action]:
@@ -118,8 +119,10 @@ def lower_rank(source: Schedule | Clock, rank: int, one_queue: bool = False, in_
         if needs_times:
             times = nominal_times(plain)
         actions = source.ranks[rank]
-    ends = chain(*(((near, rank), (rank, near)) for near in neighbours))
-    transfers = {each: _transfers(shape, orders, *each) for each in ends}
+    transfers = {}
+    for near in neighbours:
+        transfers[near, rank] = _transfers(shape, orders, near, rank)
+        transfers[rank, near] = _transfers(shape, orders, rank, near)
     return _merged(shape, rank, orders[rank], actions, transfers, times, in_turn)
 
 
@@ -135,20 +138,25 @@ def _merged(
     """The compute `actions` and moves of a rank, in order, with all others around them. `order` has the compute actions
     by their places. `transfers` has the messages from one rank to another; by their nominal `times` they get an order
     for one queue, or in turn."""
-    neighbours = shape.placement.neighbours_of(rank)
-    before: list[list[Action]] = [[] for _ in order]
-    after: list[list[Action]] = [[] for _ in order]
+    before: list[list[Action]] = [[] for _ in order]  # what to add in front of each place
+    after: list[list[Action]] = [[] for _ in order]  # and behind it
     for index, action in _gathers(shape, order):
         before[index].append(action)
-    incoming = [each for near in neighbours for each in transfers[near, rank]]
-    outgoing = [each for near in neighbours for each in transfers[rank, near]]
+    incoming: list[list[Transfer]] = []  # by channel
+    outgoing: list[list[Transfer]] = []
+    for near in shape.placement.neighbours_of(rank):
+        incoming += transfers[near, rank]
+        outgoing += transfers[rank, near]
     if times is not None:
-        for index, action in issue_order([*incoming, *outgoing], rank, times, in_turn):
-            (after[index - 1] if index else before[0]).append(action)
+        for num_before, action in issue_order([*incoming, *outgoing], rank, times, in_turn):
+            if num_before == 0:
+                before[0].append(action)
+            else:
+                after[num_before - 1].append(action)
     else:
-        for transfer in chain(*incoming):
+        for transfer in chain.from_iterable(incoming):
             before[transfer.posted].append(transfer.receive)
-        for transfer in chain(*outgoing):
+        for transfer in chain.from_iterable(outgoing):
             after[transfer.sent].append(transfer.send)
     for index, action in _reductions(shape, order):
         after[index].append(action)
@@ -159,8 +167,12 @@ def _merged(
             before[following].append(action)
         else:
             following = number_of[action] + 1
-    around = zip(before, order, after, strict=True)
-    return [each for first, place, last in around for each in (*first, *place, *last)]
+    merged: list[Action] = []
+    for index, place in enumerate(order):
+        merged += before[index]
+        merged += place
+        merged += after[index]
+    return merged
 
 
 def partition_state(lowered: Sequence[Action]) -> list[Action]:
@@ -169,8 +181,8 @@ def partition_state(lowered: Sequence[Action]) -> list[Action]:
     needing = [action.stage for action in lowered if action.kind.facts.needs_parameters]
     at_work = [stage for stage, _ in groupby(needing)]
     result: list[Action] = []
-    there: list[int] = []
-    turn = -1
+    there: list[int] = []  # the stages of the chunks that have their parameters
+    turn = -1  # the index in `at_work` of the chunk at work
     for action in lowered:
         if action.kind is Kind.GATHER:
             continue
@@ -207,22 +219,23 @@ def _transfers(shape: Shape, orders: Orders, source: int, destination: int) -> l
         receive_kind = receive_kinds[payload]
         receiver = stage + send_kind.facts.hop
         consumer = consumers.pop((receive_kind, receiver, microbatch, segment), None)
-        if consumer is not None:
-            if consumer <= post[payload]:
-                post[payload] = max(consumer - 1, 0)
-            channels[payload].append(
-                Transfer(
-                    send=Action(send_kind, stage, microbatch, segment),
-                    receive=Action(receive_kind, receiver, microbatch, segment),
-                    source=source,
-                    sent=sent,
-                    destination=destination,
-                    posted=post[payload],
-                )
+        if consumer is None:  # the message goes to another rank
+            continue
+        if consumer <= post[payload]:
+            post[payload] = max(consumer - 1, 0)
+        channels[payload].append(
+            Transfer(
+                send=Action(send_kind, stage, microbatch, segment),
+                receive=Action(receive_kind, receiver, microbatch, segment),
+                source=source,
+                sent=sent,
+                destination=destination,
+                posted=post[payload],
             )
+        )
     if consumers:
         raise ValueError(f"rank {destination} needs messages that rank {source} does not send; is this valid?")
-    return [transfers[::-1] for transfers in channels.values() if transfers]
+    return [list(reversed(transfers)) for transfers in channels.values() if transfers]
 
 
 def _numbered(order: Order) -> list[tuple[int, Action]]:

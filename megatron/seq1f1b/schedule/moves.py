@@ -31,6 +31,7 @@ def units_to_move(order: Sequence[Action], share: float, paired: Set[Action] = f
         raise ValueError(f"--offload-activations {share:g} is not between 0 and 1")
     numbered = [(number, action) for number, place in enumerate(places(order, paired)) for action in place]
     backwards = {action.unit: number for number, action in numbered if action.kind.facts.gives_input_gradient}
+    # A forward takes a unit more, and its backward gives it back.
     held = accumulate((action.kind is Kind.F) - action.kind.facts.gives_input_gradient for action in order)
     room = round((1 - share) * max(held, default=0))
     moved: set[Unit] = set()
@@ -53,15 +54,20 @@ def units_to_move(order: Sequence[Action], share: float, paired: Set[Action] = f
 def with_moves(actions: Sequence[Action], units: Collection[Unit], paired: Set[Action] = frozenset()) -> list[Action]:
     """The actions of a rank, lowered or not, with the moves of `units`, which come from `units_to_move`."""
     order = places([action for action in actions if action.kind in COMPUTE_KINDS], paired)
-    before = defaultdict(list)
-    for number, action in ((number, action) for number, place in enumerate(order) for action in place):
-        if action.unit not in units:
-            continue
-        if action.kind is Kind.F:
-            before[order[number + 1][0]].append(action._replace(kind=Kind.OFFLOAD))
-        elif action.kind.facts.gives_input_gradient:
-            before[order[number - AHEAD][0]].append(action._replace(kind=Kind.RELOAD))
-    return [each for action in actions for each in (*before.get(action, ()), action)]
+    before = defaultdict(list)  # the moves to add in front of an action
+    for number, place in enumerate(order):
+        for action in place:
+            if action.unit not in units:
+                continue
+            if action.kind is Kind.F:
+                before[order[number + 1][0]].append(action._replace(kind=Kind.OFFLOAD))
+            elif action.kind.facts.gives_input_gradient:
+                before[order[number - AHEAD][0]].append(action._replace(kind=Kind.RELOAD))
+    result: list[Action] = []
+    for action in actions:
+        result += before.get(action, ())
+        result.append(action)
+    return result
 
 
 def moved(schedule: Schedule, share: float) -> Schedule:

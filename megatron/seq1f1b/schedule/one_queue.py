@@ -49,8 +49,8 @@ NominalTimes = Sequence[Sequence[float]] | Mapping[int, Sequence[float]]
 
 
 class Transfer(NamedTuple):
-    """A message from compute action `sent` of `source`; its receive comes ahead of action `posted` of `destination`. A
-    pair counts as one."""
+    """A message: its send follows compute action number `sent` of rank `source`, and its receive comes ahead of number
+    `posted` of rank `destination`. A pair counts as one action."""
 
     send: Action
     receive: Action
@@ -65,8 +65,11 @@ def nominal_times(schedule: Schedule) -> NominalTimes:
     """When the compute actions of each rank start if all take equally long, and messages a tenth of that: ties would
     put some receives ahead of sends that are sooner in practice. A pair has one time."""
     ranks = run(schedule, Costs.uniform(schedule.shape, message=0.1))
-    starts = [{action: start for action, start, _ in spans} for spans in ranks]
-    return [[starts[rank][place[0]] for place in schedule.places(rank)] for rank in range(len(ranks))]
+    times = []
+    for rank, spans in enumerate(ranks):
+        start_of = {action: start for action, start, _ in spans}
+        times.append([start_of[place[0]] for place in schedule.places(rank)])
+    return times
 
 
 def issue_order(
@@ -76,13 +79,20 @@ def issue_order(
     each of its channels in order."""
     events: list[tuple[_Point, int, Transfer, Action]] = []  # at equal points both ends go by the messages
     for transfers in channels:
-        send = receive = (0.0, -1, -1, _BEFORE)  # of the previous message
-        for n, each in enumerate(transfers):
-            posted = (times[each.destination][each.posted], each.destination, each.posted, _BEFORE)
-            computed = (times[each.source][each.sent], each.source, each.sent, _AFTER)
+        # The points of the previous message of the channel.
+        send: _Point = (0.0, -1, -1, _BEFORE)
+        receive = send
+        for number, message in enumerate(transfers):
+            posted = (times[message.destination][message.posted], message.destination, message.posted, _BEFORE)
+            computed = (times[message.source][message.sent], message.source, message.sent, _AFTER)
+            # Either end comes after the other end of the message before.
             send, receive = max(computed, receive), max(posted, send)
-            here, action = (send, each.send) if each.source == rank else (receive, each.receive)
-            events.append((max(send, receive) if in_turn else here, n, each, action))
+            is_sender = message.source == rank
+            action = message.send if is_sender else message.receive
+            point = send if is_sender else receive
+            if in_turn:
+                point = max(send, receive)
+            events.append((point, number, message, action))
     compute = [(time, rank, index, _ITSELF) for index, time in enumerate(times[rank])]
     for point, _, _, action in sorted(events):
         yield bisect_left(compute, point), action

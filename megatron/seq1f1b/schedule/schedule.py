@@ -122,7 +122,10 @@ class Shape:
     @property
     def units_backward(self) -> list[tuple[int, int]]:
         """All units in the order of backwards: segments descending."""
-        return [(m, segment) for m in range(self.num_microbatches) for segment in reversed(range(self.segments_of(m)))]
+        units: list[tuple[int, int]] = []
+        for m in range(self.num_microbatches):
+            units += [(m, segment) for segment in reversed(range(self.segments_of(m)))]
+        return units
 
     @property
     def num_ranks(self) -> int:

@@ -51,15 +51,22 @@ def rules_of(shape: Shape, costs: Costs, kinds: Iterable[Kind]) -> dict[Kind, li
         needs = tuple((code_of(needed) - code, delay(needed, stage)) for needed in dependencies(action, filled))
         return Rule(code, costs.duration(kind, stage, segment), needs)
 
-    stages = range(shape.num_stages)
-    segments = range(shape.num_segments)
-    return {kind: [[rule_of(Action(kind, stage, 0, n)) for n in segments] for stage in stages] for kind in kinds}
+    def rules_of_kind(kind: Kind) -> list[list[Rule]]:
+        return [
+            [rule_of(Action(kind, stage, 0, segment)) for segment in range(shape.num_segments)]
+            for stage in range(shape.num_stages)
+        ]
+
+    return {kind: rules_of_kind(kind) for kind in kinds}
 
 
 def pending(shape: Shape) -> list[float]:
     """For each code the end of its action: negative until it is known, 0 for segments that a micro-batch lacks."""
-    numbers = range(shape.num_segments)
-    of_stage = [-inf if n < shape.segments_of(m) else 0.0 for m in range(shape.num_microbatches) for n in numbers]
+    of_stage: list[float] = []
+    for microbatch in range(shape.num_microbatches):
+        there = shape.segments_of(microbatch)
+        of_stage += [-inf] * there
+        of_stage += [0.0] * (shape.num_segments - there)
     return of_stage * (len(_OUTCOMES) * shape.num_stages)
 
 

@@ -56,7 +56,7 @@ def _check_complete(schedule: Schedule, rank: int) -> None:
             raise _error(schedule, rank, index, "is repeated")
         kinds.append(action.kind)
     for unit, kinds in kinds_of.items():
-        if {*kinds} not in _WAYS:
+        if set(kinds) not in _WAYS:
             stage, microbatch, segment = unit
             near = [n for n, each in enumerate(actions) if (each.stage, each.microbatch) == (stage, microbatch)]
             place = near[0] if near else max(len(actions) - 1, 0)
@@ -125,7 +125,9 @@ def _check_runs(schedule: Schedule) -> None:
             waits[rank] += f", which runs in {_written(ahead)}"
         rank = owner
     lines = ["the schedule deadlocks; each of these waits for the next, in a cycle:"]
-    lines += [*waits.values()][[*waits].index(rank) :]
+    # The walk may have come to the cycle from outside; it ended at the first rank that it met again.
+    walk = list(waits)
+    lines += [waits[each] for each in walk[walk.index(rank) :]]
     raise ScheduleError("\n".join([*lines, neighbourhood(schedule, rank, done)]))
 
 
@@ -154,11 +156,15 @@ def neighbourhood(schedule: Schedule, rank: int, at: Sequence[int]) -> str:
     """The ranks around `rank`, each around its index in `at`, with that action in brackets."""
     first = max(0, min(rank - _RANKS // 2, len(schedule.ranks) - _RANKS))
     lines = []
-    for other, actions in [*enumerate(schedule.ranks)][first : first + _RANKS]:
+    for other in range(first, min(first + _RANKS, len(schedule.ranks))):
+        actions = schedule.ranks[other]
         low = max(0, at[other] - _AROUND)
         high = min(len(actions), at[other] + _AROUND + 1)
         words = [f"[{actions[n]}]" if n == at[other] else f" {actions[n]} " for n in range(low, high)]
-        dots = ("... " if low > 0 else ""), (" ..." if high < len(actions) else "")
+        if low > 0:
+            words.insert(0, "...")
+        if high < len(actions):
+            words.append("...")
         mark = ">" if other == rank else " "
-        lines.append(f"{mark} rank {other:<3} {dots[0]}{' '.join(words)}{dots[1]}".rstrip())
+        lines.append(f"{mark} rank {other:<3} {' '.join(words)}".rstrip())
     return "\n".join(lines)
