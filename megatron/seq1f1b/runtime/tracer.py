@@ -123,12 +123,14 @@ def collectives_timed(chunks: Iterable[torch.nn.Module], stages: Sequence[int], 
         recorder.collective(Action(kind, stage), begin, getattr(group, handle))
 
     owner = "megatron.core.distributed.param_and_grad_buffer._ParamAndGradBucketGroup"
+    collectives = (
+        ("start_grad_sync", Kind.REDUCE, "grad_reduce_handle"),
+        ("start_param_sync", Kind.GATHER, "param_gather_handle"),
+    )
     with ExitStack() as undo:
         for chunk, stage in zip(chunks, stages, strict=True):
             groups = (*getattr(chunk, "bucket_groups", ()), *getattr(chunk, "expert_parallel_bucket_groups", ()))
-            reduces = partial(start, stage, Kind.REDUCE, "grad_reduce_handle")
-            gathers = partial(start, stage, Kind.GATHER, "param_gather_handle")
-            table = [wrapping(f"{owner}.start_grad_sync", reduces, "starts a collective unseen")]
-            table.append(wrapping(f"{owner}.start_param_sync", gathers, "starts a collective unseen"))
-            undo.enter_context(patched_on(groups, table))
+            for name, kind, handle in collectives:
+                timed = wrapping(f"{owner}.{name}", partial(start, stage, kind, handle), "starts a collective unseen")
+                undo.enter_context(patched_on(groups, [timed]))
         return undo.pop_all()
