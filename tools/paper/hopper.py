@@ -17,7 +17,7 @@ from megatron.seq1f1b.arguments.layer_layout import stages_of_layout
 from megatron.seq1f1b.commands.model_flags import preset
 from megatron.seq1f1b.costs.blocks import model_flops
 from megatron.seq1f1b.costs.machine import GIB, Machine, read_machine
-from megatron.seq1f1b.costs.model_shape import ModelShape
+from megatron.seq1f1b.costs.model_shape import Experts, LatentAttention, Mamba, ModelShape
 from megatron.seq1f1b.costs.simulator import predict
 from megatron.seq1f1b.costs.training_setup import TrainingSetup
 from megatron.seq1f1b.schedule import Placement
@@ -29,12 +29,13 @@ WITHOUT_OFFLOAD = "Kwai without offload"
 WITH_OFFLOAD = "Kwai with offload"
 SUMMARY = "NVIDIA performance summary"
 MIXTURES = "NVIDIA performance summary, mixtures of experts"
+OTHER_MIXTURES = "Other mixtures of experts"
 LONG = "NVIDIA long sequences"
 # Less of the activations than this moves to the host in runs that count as without offload.
 _HARDLY = 0.05
 MEMORY = "Kwai with offload, memory"
 META = "Llama 3 405B"
-_CASTING = 2.75
+_CASTING = 3.1
 _KWAI = {
     "Llama-65B": ModelShape(
         num_layers=80,
@@ -75,6 +76,33 @@ _OF_SUMMARY = {
     "qwen3-235b-a22b": preset("qwen3-235b-a22b"),
     "deepseek-v3": preset("deepseek-v3"),
 }
+# config.json of moonshotai/Moonlight-16B-A3B, and NVIDIA's recipe of Nemotron 3 Nano, 30B-A3B.
+_OTHER_MIXTURES = {name: preset(name) for name in ("deepseek-v3", "mixtral-8x22b", "qwen3-30b-a3b")}
+_OTHER_MIXTURES |= {name: preset(name) for name in ("qwen3-235b-a22b", "qwen3-next-80b")}
+_OTHER_MIXTURES["moonlight-16b-a3b"] = ModelShape(
+    num_layers=27,
+    hidden_size=2048,
+    ffn_hidden_size=11264,
+    num_heads=16,
+    head_dim=128,
+    vocab_size=163840,
+    is_gated=True,
+    latent=LatentAttention(query_rank=0, kv_rank=512, head_dim=128, rotary_head_dim=64, value_head_dim=128),
+    experts=Experts(total=64, active=6, ffn_hidden_size=1408, shared_ffn_hidden_size=2816),
+    expert_layers=tuple(range(1, 27)),
+)
+_OTHER_MIXTURES["nemotron-3-nano"] = ModelShape(
+    num_layers=52,
+    hidden_size=2688,
+    ffn_hidden_size=1856,
+    num_heads=32,
+    head_dim=128,
+    vocab_size=131072,
+    num_kv_heads=2,
+    pattern="MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+    experts=Experts(total=128, active=6, ffn_hidden_size=1856, shared_ffn_hidden_size=3712),
+    mamba=Mamba(heads=64, head_dim=64, groups=8, state_dim=128),
+)
 
 
 def h800(machine: Machine) -> Machine:
@@ -218,13 +246,57 @@ def summary(folder: Path = REFERENCE) -> Iterator[Row]:
             expert_parallel=int(row["ep"]),
             overlaps_data_parallel=True,
             recompute=row["recompute"],
-            dispatches_on_device=row["dispatcher"] == "flex",
+            dispatches_once=row["dispatcher"] != "alltoall",
             hides_experts=row["hides_experts"] == "yes",
         )
         published = scaled(measured(row["tokens_per_second_per_gpu"]), devices)
         release = row["source"].split()[-1]
         label = f"{row['model']}, {devices} GPUs, {row['precision'].split('-')[0]}, batch {row['gbs']}, {release}"
         yield _predicted(SUMMARY if model.experts is None else MIXTURES, label, published, setup)
+
+
+def other_mixtures(folder: Path = REFERENCE) -> Iterator[Row]:
+    """What its source calls norms and activation functions are the modules `layernorm moe_act`."""
+    for row in read("mixtures_h100", folder):
+        model = known(_OTHER_MIXTURES, row["model"])
+        length = int(row["seq_length"])
+        devices = int(row["gpus"])
+        stages = int(row["pp"])
+        batch = int(row["gbs"])
+        setup = _setup(
+            model,
+            length,
+            batch,
+            devices,
+            *(int(row["tp"]), int(row["cp"]), stages),
+            micro_batch_size=int(row["mbs"]),
+            placement=Placement(stages, int(row["vp"])),
+            layers_per_stage=_layers(row["layout"]),
+            expert_parallel=int(row["ep"]),
+            overlaps_data_parallel=True,
+            shards_parameters=row["fsdp"] == "yes",
+            recompute=row["recompute"],
+            dispatches_once=row["dispatcher"] != "alltoall",
+            hides_experts=row["hides_experts"] == "yes",
+            hides_tensor_exchange=row["tp_comm_overlap"] == "yes",
+        )
+        seconds = measured(row["step_seconds"])
+        flops = model_flops(model, length, 1) / length
+        if seconds is None:
+            published = scaled(measured(row["tflops_per_gpu"]), 1e12 * devices / flops)
+        else:
+            published = length * batch / seconds
+        words = [
+            row["model"],
+            f"{length // 1024}K",
+            f"{devices} GPUs",
+            row["precision"],
+            f"TP {row['tp']}, CP {row['cp']}, PP {row['pp']}, EP {row['ep']}",
+            f"{row['dispatcher']} hidden" if setup.hides_experts else row["dispatcher"],
+            row["note"],
+        ]
+        label = ", ".join(word for word in words if word)
+        yield _predicted(OTHER_MIXTURES, label, published, setup)
 
 
 def long(folder: Path = REFERENCE) -> Iterator[Row]:

@@ -57,6 +57,7 @@ def add_every_model_flag(parser: argparse.ArgumentParser) -> None:
     for name, default in {
         **{"num-experts": None, "moe-router-topk": 2, "moe-ffn-hidden-size": None, "mtp-num-layers": None},
         **{"moe-shared-expert-intermediate-size": None, "max-position-embeddings": None},
+        **{"moe-router-num-groups": None, "moe-router-group-topk": None},
         **{"q-lora-rank": None, "kv-lora-rank": 32, "qk-head-dim": 128, "qk-pos-emb-head-dim": 64, "v-head-dim": 128},
         **{"linear-num-key-heads": 16, "linear-num-value-heads": 32, "linear-key-head-dim": 128},
         **{"linear-value-head-dim": 128, "linear-conv-kernel-dim": 4},
@@ -117,6 +118,13 @@ def settings_of(launch: argparse.Namespace) -> dict[str, Any]:
     if experts := sizes.get("num_experts"):
         if launch.moe_router_topk > experts:
             raise ValueError(f"--moe-router-topk {launch.moe_router_topk} is more than --num-experts {experts}")
+        groups = launch.moe_router_num_groups or 1
+        chosen = launch.moe_router_group_topk or 1
+        if experts % groups or chosen > groups or launch.moe_router_topk > experts // groups * chosen:
+            raise ValueError(
+                f"--moe-router-num-groups {groups} with --moe-router-group-topk {chosen} gives no --moe-router-topk "
+                f"{launch.moe_router_topk} of --num-experts {experts}; change one"
+            )
         if isinstance(each := launch.moe_layer_freq, list) and len(each) != sizes["num_layers"]:
             raise ValueError(f"--moe-layer-freq has {len(each)} entries, --num-layers is {sizes['num_layers']}")
     usual = int(4 * hidden * 2 / 3) // 64 * 64 if launch.swiglu else 4 * hidden

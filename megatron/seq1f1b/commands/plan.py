@@ -133,7 +133,7 @@ def question(args: argparse.Namespace, rules: LaunchRules) -> Question:
         memory_gib=None if args.device_memory is None else max(0.0, args.device_memory - OUTSIDE_GIB),
         host_gib=machine.device.host_memory_gib if args.host_memory is None else args.host_memory,
         partitions_state=args.launch.partition_state or None,
-        dispatches_on_device=args.launch.moe_token_dispatcher_type == "flex",
+        dispatches_once=args.launch.moe_token_dispatcher_type == "flex",
         accepts=rules.accept,
         accepts_of_megatron=rules.accept_of_megatron,
     )

@@ -16,7 +16,7 @@ Ranks share the heads of segments, so that earlier keys never travel again (mode
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache, singledispatch
-from math import gcd, lcm
+from math import ceil, gcd, lcm
 from operator import add
 from typing import NamedTuple
 
@@ -158,10 +158,22 @@ def _routed_time(setup: TrainingSetup, machine: Machine, blocks: Sequence[Block]
     router = device.matmul_time(tokens, block.experts, hidden)
     # Sorting tokens by expert and back, each a read and a write; the activation function.
     other = device.moving_time(BYTES * routed * (4 * hidden + first.outputs + last.inputs), 12)
-    sent = 2 * machine.all_to_all_time(Group(setup.expert_parallel, 1), BYTES * routed * hidden)  # there and back
-    other += 0.0 if setup.dispatches_on_device else machine.host.expert * here
-    forward = NOTHING._replace(matmul=matmul + router, other=other, dispatch=sent)
+    other += machine.host.expert * here
+    forward = NOTHING._replace(matmul=matmul + router, other=other, dispatch=_dispatch_time(setup, machine, tokens))
     return LayerTime(forward, forward._replace(other=2 * other), max(weight, adding) + router)
+
+
+def _dispatch_time(setup: TrainingSetup, machine: Machine, tokens: float) -> float:
+    """Tokens of a rank on the way to their experts and back."""
+    group = Group(setup.expert_parallel, 1)
+    experts = setup.model.experts
+    if experts is None or group.size == 1:
+        return 0.0
+    sent = BYTES * tokens * setup.model.hidden_size
+    if not setup.dispatches_once:
+        return 2 * machine.all_to_all_time(group, experts.active * sent)
+    nodes = ceil(group.size / group.in_node(machine))
+    return 2 * machine.multicast_time(group, sent, experts.reached(nodes), experts.reached(group.size))
 
 
 def repeated_time(

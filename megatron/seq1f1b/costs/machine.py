@@ -110,7 +110,7 @@ class Host(Struct, frozen=True, forbid_unknown_fields=True):
     action: _Seconds  # per forward or backward of a model chunk: data, loss, bookkeeping of the schedule
     step: _Seconds  # per iteration, outside the pipeline
     # Per expert of a rank in the forward of a layer, twice that in the backward: launches that wait for the counts of
-    # tokens, which the `alltoall` dispatcher brings to the host.
+    # tokens, which every dispatcher of Megatron brings to the host.
     expert: _Seconds = 0.0
 
 
@@ -178,6 +178,18 @@ class Machine:
             return inside + self.node.latency * ceil(log2(here))
         share = min(self.network.bandwidth / self.devices_per_node, self.network.message_bandwidth)
         outside = num_bytes * (group.size - here) / group.size / share
+        return max(inside, outside) + self.network.latency * ceil(log2(group.size / here))
+
+    def multicast_time(self, group: Group, num_bytes: float, nodes: float, ranks: float) -> float:
+        """Every rank holds tokens of `num_bytes`, and sends each to `ranks` ranks of the group in `nodes` nodes, itself
+        and its own among them, in the mean: once to a node, and there to the ranks. Both run at once."""
+        here = group.in_node(self)
+        inside = num_bytes * ranks * (here - 1) / here / self.node.bandwidth
+        if here == group.size:
+            return inside + self.node.latency * ceil(log2(here))
+        others = 1 - here / group.size
+        share = min(self.network.bandwidth / self.devices_per_node, self.network.message_bandwidth)
+        outside = num_bytes * nodes * others / share
         return max(inside, outside) + self.network.latency * ceil(log2(group.size / here))
 
     def message_time(self, source: int, destination: int, num_bytes: float, senders: int) -> float:

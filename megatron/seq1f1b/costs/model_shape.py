@@ -5,6 +5,7 @@ Tested in commands/test_launch_flags.py.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from math import comb
 from typing import Any
 
 from ..arguments.megatron_run import hybrid_stages
@@ -22,12 +23,33 @@ def hash_once(self: Any) -> int:
 @dataclass(frozen=True)
 class Experts:
     """A mixture of experts in place of a feed-forward block: every token goes through `active` of `total` experts of
-    `ffn_hidden_size`, and through shared experts, which together have `shared_ffn_hidden_size` (0: none)."""
+    `ffn_hidden_size`, in `active_groups` of `groups` equal groups, and through shared experts, which together have
+    `shared_ffn_hidden_size` (0: none)."""
 
     total: int
     active: int
     ffn_hidden_size: int
     shared_ffn_hidden_size: int = 0
+    groups: int = 1
+    active_groups: int = 1
+
+    def reached(self, parts: int) -> float:
+        """The number of `parts` equal parts of the experts that a token goes to, in the mean over all choices."""
+        choices = self.total * self.active_groups // self.groups
+
+        def chance(there: int) -> float:
+            """That a token goes to one of `there` of the experts in its groups."""
+            return 1 - comb(choices - there, self.active) / comb(choices, self.active)
+
+        if parts >= self.groups:
+            # Ranks that share an expert all receive its tokens.
+            return parts * self.active_groups / self.groups * chance(max(1, self.total // parts))
+        of_part = self.groups // parts
+        mean = 0.0
+        for chosen in range(min(of_part, self.active_groups) + 1):
+            ways = comb(of_part, chosen) * comb(self.groups - of_part, self.active_groups - chosen)
+            mean += ways / comb(self.groups, self.active_groups) * chance(chosen * self.total // self.groups)
+        return parts * mean
 
 
 @dataclass(frozen=True)
@@ -133,6 +155,8 @@ def model_shape(settings: Mapping[str, Any]) -> ModelShape:
             settings["moe_router_topk"],
             settings["moe_ffn_hidden_size"] or settings["ffn_hidden_size"],
             settings["moe_shared_expert_intermediate_size"] or 0,
+            settings.get("moe_router_num_groups") or 1,
+            settings.get("moe_router_group_topk") or 1,
         )
     window = settings.get("window_size")
     skipped = settings.get("window_attn_skip_freq")

@@ -59,7 +59,7 @@ def choices_of(settings: Mapping[str, Any], layers_per_stage: tuple[int, ...], k
         "recomputed_share": share,
         "distributed_optimizer": bool(settings.get("use_distributed_optimizer")),
         "hides_tensor_exchange": bool(settings.get("tp_comm_overlap")),
-        "dispatches_on_device": settings.get("moe_token_dispatcher_type") == "flex",
+        "dispatches_once": settings.get("moe_token_dispatcher_type") == "flex",
     }
 
 
@@ -110,7 +110,7 @@ class TrainingSetup:
     shards_parameters: bool = False
     keeps_logits: bool = False  # the loss is never taken in pieces
     cp_comm_type: str | None = None  # how context-parallel ranks exchange whole sequences; None: the fastest way
-    dispatches_on_device: bool = False  # --moe-token-dispatcher-type flex
+    dispatches_once: bool = False  # a token goes once to a node or rank (--moe-token-dispatcher-type flex)
     hides_experts: bool = False  # --overlap-moe-expert-parallel-comm
     hides_tensor_exchange: bool = False  # --tp-comm-overlap, for segments of one length; needs `sequence_parallel`
     recomputed_share: float = 1.0  # the part of the layers of a stage, with FULL (--recompute-method block)

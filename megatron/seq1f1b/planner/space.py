@@ -46,9 +46,9 @@ class Question:
     `memory_gib`; None: all that a device has, less what lies outside the allocator. Activations of a device may take
     `host_gib` of the memory of its host. The tuples are the choices of the search. With `by_megatron` Megatron's own
     schedules run, not those of this package. With `partitions_state` replicas keep shares of weights and gradients;
-    None: under `breadth-first`, where a configuration does not fit otherwise. With
-    `dispatches_on_device` the counts of experts' tokens never come to the host. `accepts` tells whether a configuration
-    is allowed, whatever its lengths; `accepts_of_megatron` is for Megatron's own schedules."""
+    None: under `breadth-first`, where a configuration does not fit otherwise. With `dispatches_once` a token goes once
+    to each node or rank that has some of its experts. `accepts` tells whether a configuration is allowed, whatever its
+    lengths; `accepts_of_megatron` is for Megatron's own schedules."""
 
     model: ModelShape
     machine: Machine
@@ -64,7 +64,7 @@ class Question:
     recomputes: tuple[str, ...] = (*_SELECTIVE, ALL_BUT_ATTENTION, FULL)
     by_megatron: bool = False
     partitions_state: bool | None = False
-    dispatches_on_device: bool = False
+    dispatches_once: bool = False
     accepts: "Callable[[Candidate], bool]" = lambda candidate: True
     accepts_of_megatron: "Callable[[Candidate], bool]" = lambda candidate: True
 
@@ -137,7 +137,7 @@ def parallel_sizes(question: Question) -> Iterator[TrainingSetup]:
             choices = dict.fromkeys(("sequence_parallel", "hides_tensor_exchange"), tensor > 1)
             choices |= {"distributed_optimizer": True, "overlaps_data_parallel": data * context > 1}
             setup = question.setup(sizes, 1, micro_batch, keeps_logits=question.by_megatron, **choices)
-            setup = replace(setup, dispatches_on_device=question.dispatches_on_device)
+            setup = replace(setup, dispatches_once=question.dispatches_once)
             setup = replace(setup, cp_comm_type=fastest_cp_comm_type(setup.alone, question.machine))
             for expert in expert_sizes(question.model, tensor * context * data):
                 yield replace(setup, expert_parallel=expert)

@@ -100,20 +100,20 @@ def test_the_checkpoints_of_fsdp_are_those_of_its_runs_only():
     assert read_launch([*sharded.split(), "--lr", "1"]).passed_through == ["--lr 1"]
 
 
-def test_a_dispatcher_that_stays_on_the_device_is_read():
+def test_a_dispatcher_that_sends_tokens_once_is_read():
     words = [*EXPERTS.split(), "--tensor-model-parallel-size", "2"]
     question = small(model=model_of(read_model(EXPERTS.split())), num_devices=8)
-    for more, stays in (([], False), (["--moe-token-dispatcher-type", "flex"], True)):
+    for more, once in (([], False), (["--moe-token-dispatcher-type", "flex"], True)):
         candidate = as_given(read_launch([*words, *more]), question)
-        assert candidate is not None and candidate.setup.dispatches_on_device == stays
-    on_device = replace(question, dispatches_on_device=True)
-    assert all(each.setup.dispatches_on_device for each in candidates(on_device))
+        assert candidate is not None and candidate.setup.dispatches_once == once
+    flex = replace(question, dispatches_once=True)
+    assert all(each.setup.dispatches_once for each in candidates(flex))
 
 
 def test_sizes_of_all_kinds_of_layers_are_read():
     model = preset("deepseek-v3")
     assert model.latent == LatentAttention(1536, 512, 128, 64, 128) and model.prediction_depth == 1
-    assert model.experts == Experts(256, 8, 2048, 2048)
+    assert model.experts == Experts(256, 8, 2048, 2048, 8, 4)
     assert preset("qwen3-next-80b").delta_net == DeltaNet(16, 32, 128, 128)
     assert preset("gpt-oss-120b").window_layers == tuple(range(0, 36, 2))
 

@@ -1,8 +1,12 @@
 """What context-parallel ranks exchange and attention hides; what mixtures of experts take."""
 
 from dataclasses import replace
+from itertools import combinations
+from statistics import mean
 
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 from msgspec import structs
 
 from megatron.seq1f1b.commands.model_flags import PRESETS, preset
@@ -82,14 +86,60 @@ def test_whole_sequences_go_the_fastest_way(tensor, length, kind):
     assert free == named
 
 
-def test_each_expert_costs_launches_unless_counts_stay_there():
-    setup = TrainingSetup(preset("deepseek-v3"), 4096, 8, expert_parallel=64, data_parallel=64)
-    device, host = (
-        layer_time(replace(setup, dispatches_on_device=stays), MACHINE, 0, 4096, 5) for stays in (True, False)
+@pytest.mark.parametrize("dispatches_once", [False, True])
+def test_each_expert_costs_launches(dispatches_once):
+    """Every dispatcher brings the counts of tokens to the host (transformer/moe/fused_a2a.py, experts.py)."""
+    setup = TrainingSetup(
+        preset("deepseek-v3"), 4096, 8, expert_parallel=64, data_parallel=64, dispatches_once=dispatches_once
     )
+    at_once = replace(MACHINE, host=structs.replace(MACHINE.host, expert=0.0))
+    free, launched = (layer_time(setup, machine, 0, 4096, 5) for machine in (at_once, MACHINE))
     launches = 256 / 64 * MACHINE.host.expert
-    assert host.forward.other - device.forward.other == pytest.approx(launches) and launches > 0
-    assert host.input.other - device.input.other == pytest.approx(2 * launches)
+    assert launched.forward.other - free.forward.other == pytest.approx(launches) and launches > 0
+    assert launched.input.other - free.input.other == pytest.approx(2 * launches)
+
+
+def dispatched(setup: TrainingSetup) -> list[float]:
+    """Seconds of the exchange of experts: to all of them, and once to each rank or node."""
+    setups = [replace(setup, dispatches_once=once) for once in (False, True)]
+    return [layer_time(each, MACHINE, 0, 4096, 5).forward.dispatch for each in setups]
+
+
+def test_a_token_may_go_once_to_a_node():
+    """DeepSeek-V3 on 8 nodes, one group of experts each: 3.6 of them have the experts of a token, which are 8."""
+    setup = TrainingSetup(preset("deepseek-v3"), 4096, 8, expert_parallel=64, data_parallel=64)
+    to_all, once = dispatched(setup)
+    sent = 2 * 4096 * 7168 * 7 / 8 / 45e9  # to other nodes, 45 GB/s a device
+    assert to_all == pytest.approx(2 * (8 * sent + 3 * 20e-6))
+    assert once == pytest.approx(2 * (setup.model.experts.reached(8) * sent + 3 * 20e-6))
+    inside = replace(setup, expert_parallel=8)
+    to_all, once = (
+        layer_time(replace(inside, dispatches_once=once), MACHINE, 0, 4096, 5).forward.dispatch
+        for once in (False, True)
+    )
+    assert 0.4 < once / to_all < 0.5  # 3.6 ranks, each a group, for 8 experts
+
+
+@given(
+    st.integers(0, 3).flatmap(lambda n: st.tuples(st.just(2**n), st.integers(1, 2**n))),
+    st.integers(1, 4),
+    st.integers(0, 5),
+)
+def test_parts_of_the_experts_that_a_token_reaches(groups, active, log_parts):
+    """By counting all choices of 16 experts, in groups."""
+    number, chosen = groups
+    parts = 2**log_parts
+    size = 16 // number
+    choices = [
+        {*experts}
+        for these in combinations(range(number), chosen)
+        for experts in combinations([group * size + each for group in these for each in range(size)], active)
+    ]
+    assume(choices)
+    reached = [len({expert * parts // 16 for expert in experts}) for experts in choices]
+    found = Experts(16, active, 64, groups=number, active_groups=chosen).reached(parts)
+    # Parts smaller than an expert all have it.
+    assert found == pytest.approx(mean(reached) * max(1, parts // 16))
 
 
 def test_tensor_parallelism_hides_behind_products_at_most():
