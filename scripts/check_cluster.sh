@@ -9,7 +9,9 @@ set -euo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
 # shellcheck source=scripts/checks.sh
 source scripts/checks.sh
-: "${PYTHON:=$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}"
+# shellcheck source=scripts/python.sh
+source scripts/python.sh
+check_modules torch
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 if [ -z "${GPUS_PER_NODE:-}" ]; then
     GPUS_PER_NODE=${SLURM_GPUS_ON_NODE:-$({ nvidia-smi -L 2>/dev/null || true; } | grep -c ^GPU || true)}

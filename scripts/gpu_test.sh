@@ -9,8 +9,9 @@ set -euo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
 # shellcheck source=scripts/checks.sh
 source scripts/checks.sh
+# shellcheck source=scripts/python.sh
+source scripts/python.sh
 
-PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
 PACKED=${PACKED:-}
 export PYTHONPATH=$PWD:$PWD/tests${PYTHONPATH:+:$PYTHONPATH}
 
@@ -30,8 +31,5 @@ if [ -n "$PACKED" ]; then
         preload=("LD_PRELOAD=$unpacked/libnccl.so.2")
     fi
 fi
-for package in torch megatron.core msgspec greenlet; do
-    "$PYTHON" -c 'import sys; from importlib.util import find_spec; find_spec(sys.argv[1]).name' "$package" 2>/dev/null ||
-        die "$PYTHON has no ${package/./-}: run bash scripts/setup.sh, or set PYTHON."
-done
+check_modules torch megatron.core msgspec greenlet
 env "${preload[@]}" "$PYTHON" -m gpu_tests.run "$@"

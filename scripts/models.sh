@@ -5,6 +5,8 @@
 
 # shellcheck source=scripts/checks.sh
 source scripts/checks.sh
+# shellcheck source=scripts/python.sh
+source scripts/python.sh
 
 # ----------------------------------------------------------------------------------- the model
 # Shapes, TP x PP and sequence lengths of the 2.7b to 30b are those of the Seq1F1B paper
@@ -112,23 +114,6 @@ fi
 PYTORCH_CUDA_ALLOC_CONF=$PYTORCH_ALLOC_CONF # its name before PyTorch 2.9
 : "${OMP_NUM_THREADS:=1}"
 export CUDA_DEVICE_MAX_CONNECTIONS CUDA_MODULE_LOADING PYTORCH_ALLOC_CONF PYTORCH_CUDA_ALLOC_CONF OMP_NUM_THREADS
-: "${PYTHON:=$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}"
-
-# Set `installed` to those of the modules that $PYTHON finds, without importing them.
-find_modules() {
-    installed=" $("$PYTHON" - "$@" 2>/dev/null <<'EOF'
-import sys
-from importlib.util import find_spec
-
-for name in sys.argv[1:]:
-    try:
-        if find_spec(name):
-            print(name, end=" ")
-    except ModuleNotFoundError:
-        pass
-EOF
-    )" || die "PYTHON=$PYTHON does not run: run bash scripts/setup.sh, or set PYTHON."
-}
 
 check_python() {
     find_modules torch megatron.core transformer_engine apex \

@@ -7,9 +7,11 @@ set -euo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
 
 version=314.0.7
-: "${PYTHON:=.venv/bin/python}"
 # shellcheck source=scripts/checks.sh
 source scripts/checks.sh
+# shellcheck source=scripts/python.sh
+source scripts/python.sh
+check_modules mkdocs material mkdocs_glightbox mkdocstrings
 own_folder "${1:-build/site}" # MkDocs empties it but for hidden files
 if ! grep -qs "\"version\": \"$version\"" build/pyodide/package.json; then
     emptied_folder build/pyodide

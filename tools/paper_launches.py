@@ -23,7 +23,7 @@ def main(argv: list[str] | None = None) -> int:
     runs = launches(args.table)
     for launch in runs:
         if args.predict:
-            print(_with_prediction(launch), flush=True)
+            print(_with_prediction(args.table, launch), flush=True)
         else:
             print(launch.log, launch.gpus, " ".join(launch.flags), sep="\t")
     if args.predict:
@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _with_prediction(launch: Launch) -> str:
+def _with_prediction(table: str, launch: Launch) -> str:
     """What is predicted for a run, and what is published."""
     row = launch.row
     seconds, memory, fits = predicted(launch)
@@ -39,11 +39,16 @@ def _with_prediction(launch: Launch) -> str:
     tokens = row.setup.global_batch_size * row.setup.sequence_length / seconds
     verdict = f"{seconds:8.3f} s {tokens:9.0f} tokens/s {memory:6.1f} GiB" if fits else "out of memory"
     unit = "bubble ratio" if row.unit == "bubble" else row.unit
-    published = "" if row.published is None else f"  published: {_figure(row.published)} {unit}"
+    if row.published is not None:
+        published = f"  published: {_figure(row.published)} {unit}"
+    elif table in WITHOUT_FIGURE:
+        published = ""
+    else:
+        published = "  published: out of memory"
     if row.error is not None:
         published += f", predicted: {_figure(row.predicted)}, "
         published += f"{row.error:+.3f} off" if row.unit == "bubble" else f"{100 * row.error:+.1f} % off"
-    return f"{row.label:60} {launch.gpus:5} GPUs  {verdict:42}{published}"
+    return f"{row.label:60} {launch.gpus:5} GPUs  {verdict:42}{published}".rstrip()
 
 
 def _figure(value: float) -> str:
@@ -61,7 +66,7 @@ def errors_of(table: str, runs: list[Launch]) -> str:
         mean, worst = (f"{unit * error:.3g}{'' if unit == 1 else ' %'}" for error in (errors.mean, errors.worst))
         parts.append(f"{len(rows)} rows with a published figure: {mean} off in the mean, {worst} at worst.")
     if others:
-        reason = WITHOUT_FIGURE.get(table, "the run or the prediction is out of memory")
+        reason = WITHOUT_FIGURE.get(table, "published or predicted, they are out of memory")
         parts.append(f"{others} rows without a comparison: {reason}.")
     return "\n".join(parts)
 

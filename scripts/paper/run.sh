@@ -8,13 +8,15 @@
 
 # shellcheck source=scripts/checks.sh
 source scripts/checks.sh
+# shellcheck source=scripts/python.sh
+source scripts/python.sh
 : "${LOGS:=logs/paper}"
 : "${GPUS_PER_NODE:=8}"
 check_numbers 9999 GPUS_PER_NODE
-: "${PYTHON:=$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}"
 
 run_table() {
     local table=$1 mode=${2:-} pattern=.
+    check_modules megatron.seq1f1b
     if [ "$mode" = --predict ]; then
         exec "$PYTHON" tools/paper_launches.py "$table" --predict
     fi

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ def place(tmp_path: Path) -> Path:
 
 def all_scripts(place: Path) -> list[str]:
     paths = [*place.glob("scripts/*.sh"), *place.glob("scripts/paper/*.sh"), *place.glob("scripts/slurm/*.sbatch")]
-    sourced = ("checks.sh", "models.sh", "run.sh", "test.sh")  # test.sh needs the whole repository
+    sourced = ("checks.sh", "models.sh", "python.sh", "run.sh", "test.sh")  # test.sh needs the whole repository
     return sorted(str(path.relative_to(place)) for path in paths if path.name not in sourced)
 
 
@@ -124,6 +125,30 @@ def test_a_checkout_that_cannot_be_written_is_one_sentence(script, sentence, pla
     assert (
         done.returncode == 1 and done.stderr.startswith(sentence.format(place=place)) and done.stderr.count("\n") == 1
     )
+
+
+@pytest.mark.parametrize(
+    "script, missing",
+    [
+        ("scripts/paper/terapipe.sh", "megatron-seq1f1b"),
+        ("scripts/check_cluster.sh", "torch"),
+        ("scripts/gpu_test.sh", "torch"),
+        ("scripts/pretrain.sh", "torch or no megatron-core"),
+        ("scripts/site.sh", "mkdocs"),
+    ],
+)
+def test_a_python_without_what_a_script_needs_is_one_sentence(script, missing, place):
+    """As after a clone, before anything is set up; the folder `megatron` of the clone is no installed package."""
+    bare = place.parent / "bare"
+    bare.write_text(f'#!/usr/bin/env bash\nexec {sys.executable} -S "$@"\n')
+    bare.chmod(0o755)
+    (place / "megatron" / "seq1f1b").mkdir()
+    done = run(place, script, "--predict", PYTHON=str(bare))
+    sentence = f"error: {bare} has no {missing}: run bash scripts/setup.sh, or set PYTHON.\n"
+    assert (done.returncode, done.stderr) == (1, sentence)
+    bare.write_text("#!/usr/bin/env bash\nexit 1\n")  # as one that is too old answers
+    done = run(place, script, "--predict", PYTHON=str(bare))
+    assert done.returncode == 1 and done.stderr.startswith(f"error: PYTHON={bare} does not run, or is older than 3.12")
 
 
 def obeying_permissions(place: Path) -> list[str]:

@@ -15,7 +15,7 @@ STAND_INS = {
     "python": """
         case "$*" in
             *sysconfig*) echo . ;;
-            "- "*) printf 'torch megatron.core ' ;;
+            "-P - "*) printf '%s ' torch megatron.core megatron.seq1f1b mkdocs material mkdocs_glightbox mkdocstrings ;;
             *paper_launches.py*) printf 'run\\t8\\t--num-layers 1\\n' ;;
             *mkdocs*) while [ "$1" != --site-dir ]; do shift; done; rm -rf "$2"/*; touch "$2/index.html" ;;
             *torch.distributed.run*) echo 'elapsed time per iteration' ;;
