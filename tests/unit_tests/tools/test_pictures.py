@@ -16,3 +16,9 @@ def test_a_picture_of_the_docs_is_drawn_as_now(name, tmp_path):
     pictures.draw(name, tmp_path)
     drawn, there = (re.findall("<!-- (.*) -->", (folder / name).read_text()) for folder in (tmp_path, pictures.IMAGES))
     assert drawn == there and "sequences held, bubble" in drawn
+
+
+def test_the_word_of_all_pictures_is_bubble():
+    """Of traced steps, too, which are not drawn anew."""
+    for path in pictures.IMAGES.glob("*.svg"):
+        assert "<!-- idle -->" not in path.read_text(), path.name
