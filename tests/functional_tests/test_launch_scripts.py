@@ -100,7 +100,10 @@ def test_a_hybrid_model_in_segments_has_the_same_losses(launch, tmp_path):
         ({"GPUS_PER_NODE": "3"}, "not a multiple of TP=1 x PP=2"),
         ({"MODEL_SIZE": "30b", "GPUS_PER_NODE": "8"}, "make 8 processes, which is not a multiple of TP=8 x PP=8"),
         ({"MODEL_SIZE": "7b", "GPUS_PER_NODE": "none"}, "set GPUS_PER_NODE, or try MODEL_SIZE=tiny"),
-        ({"PYTHON": "no/such/python"}, "PYTHON=no/such/python does not run, or is older than 3.12: run bash scripts/setup.sh"),
+        (
+            {"PYTHON": "no/such/python"},
+            "PYTHON=no/such/python does not run, or is older than 3.12: run bash scripts/setup.sh",
+        ),
         ({"DATA_PATH": "no/such/data"}, "there is no no/such/data.idx"),
         ({"PRECISION": "fp4"}, "PRECISION=fp4 is unknown"),
         *(({name: value}, f"{name}={value} is not a positive integer.") for name, value in NO_COUNTS),
