@@ -65,8 +65,6 @@ class _RepeatedExperts:
         again = ScheduleNode(under(self._routed_again), get_comp_stream, plan_of_layer.event, name="route again")
         again.backward_func = under(again.backward_func)
         self._route_again = again
-        patches = (wrapping(f"{_MOE}.{name}", self._without_graph, "runs twice") for name in _ON_ITS_INPUT)
-        self._patches = tuple(patches)
         self._keep = keep
         self._normed: Tensor | None = None  # the input of the mixture of experts, until its node has run
         self._input: Any = None  # the same, kept and without a graph
@@ -103,7 +101,9 @@ class _RepeatedExperts:
     # The first forward.
 
     def _first_before(self, hidden_states: Any) -> Any:
-        with patched_on([self._moe], self._patches):
+        # Were they kept, no part of this object would be freed before the garbage collector runs.
+        patches = tuple(wrapping(f"{_MOE}.{name}", self._without_graph, "runs twice") for name in _ON_ITS_INPUT)
+        with patched_on([self._moe], patches):
             routed = self._before.forward(hidden_states)
         node = self._before
         residual, *shared = node.detached

@@ -4,6 +4,7 @@ The reference has the whole model on one pipeline stage, with Megatron's own att
 tensor-parallel size: Megatron computes the cross entropy in fp32, which rounds differently when the vocabulary is cut.
 """
 
+import gc
 from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
+from megatron.core.pipeline_parallel.utils import ScheduleNode
 
 from functional_tests.equality.cases import Case, Layout
 from functional_tests.equality.layout import build, groups_of, has_loss, replicas_of, use_ranks
@@ -140,6 +142,17 @@ def counted_attention() -> Iterator[list]:
         yield calls
 
 
+@contextmanager
+def without_collector() -> Iterator[None]:
+    """Inside, only what nothing refers to is freed."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 def compare(references: References, model: Model, layout: Layout, cases: Iterable[Case]) -> Iterator[dict[str, float]]:
     """Run the cases, consecutive steps of one model in one layout; of each, the relative errors of all that this rank
     finds, by name, infinite for what is wrong in another way."""
@@ -160,8 +173,9 @@ def compare(references: References, model: Model, layout: Layout, cases: Iterabl
             keeps_attention=model.keeps_attention,
         )
         evaluated, _ = step(executor, case=replace(case, m=1), forward_only=True)
-        with counted_attention() as calls:
+        with counted_attention() as calls, without_collector():
             reports, grads = step(executor, case=case)
+            left = [each for each in gc.get_objects() if isinstance(each, ScheduleNode)]
         logs = logged(case.m, model.layers, model.auxiliary)
         evaluated_again, _ = step(executor, case=case, forward_only=True)
 
@@ -182,6 +196,8 @@ def compare(references: References, model: Model, layout: Layout, cases: Iterabl
         for name, value in expected_logs.items():
             if not isclose(logs[name], value, rel_tol=2e-6):  # Megatron keeps what it logs in fp32
                 errors[name] = inf
+        if left:
+            errors[f"{len(left)} nodes of plans are left to the garbage collector"] = inf
         if model.pairs and case.packed != "units":
             errors |= dict.fromkeys(wrong_number_of_pairs(executor, choice, case, layout), inf)
         if model.offloads:
