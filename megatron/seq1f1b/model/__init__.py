@@ -10,7 +10,8 @@ from .attach import (
 )
 from .kernels import KernelChoice
 from .layers.prediction_heads import LookAhead, PredictionHeads
-from .memory.host_memory import HostMemory, link_rate, tensor_of
+from .memory.copies import link_rate
+from .memory.host_memory import HostMemory, tensor_of
 from .memory.loss_pieces import PIECE, compute_loss_in_pieces
 from .memory.token_logits import PieceLogits, token_log_probs, token_log_probs_and_entropy
 from .memory.weight_gradient import add_up_all_weight_gradients, defer_weight_gradients

@@ -21,7 +21,7 @@ import pretrain_gpt
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.training import checkpointing, get_args
 
-from megatron.seq1f1b.model.memory import host_memory
+from megatron.seq1f1b.model.memory import copies
 from megatron.seq1f1b.runtime import interpreter
 
 
@@ -39,7 +39,7 @@ def places() -> dict[str, list[tuple[object, str]]]:
     return {
         "forward": [(pretrain_gpt, "forward_step")],
         "backward": [(interpreter, "backward_step")],
-        "copy": [(host_memory, "_copy")],
+        "copy": [(copies, "copy_pairs")],
         "save": [(checkpointing.dist_checkpointing, "save")],
         "optimizer": [(kind, "step") for kind in subclasses(MegatronOptimizer) if "step" in vars(kind)],
     }

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only  # noqa: E402
 from megatron.seq1f1b.costs.machine import bytes_outside  # noqa: E402
 from megatron.seq1f1b.launch.overlay import installed  # noqa: E402
 from megatron.seq1f1b.model import HostMemory  # noqa: E402
-from megatron.seq1f1b.model.memory.host_memory import mapped_buffer  # noqa: E402
+from megatron.seq1f1b.model.memory.host_blocks import mapped_buffer  # noqa: E402
 from megatron.seq1f1b.rehearsal.ledger import Ledger  # noqa: E402
 from megatron.seq1f1b.rehearsal.stage import RehearsedStage  # noqa: E402
 from megatron.seq1f1b.runtime import Surroundings  # noqa: E402

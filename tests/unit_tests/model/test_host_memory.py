@@ -7,7 +7,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from megatron.seq1f1b.model.memory import host_memory
+from megatron.seq1f1b.model.memory import copies, host_blocks
 from megatron.seq1f1b.model.memory.host_memory import HostMemory
 from megatron.seq1f1b.platform import stand_ins
 
@@ -24,7 +24,7 @@ def made():
 def memory(monkeypatch, made):
     def new_buffer(size):
         made.append(size)
-        return host_memory.mapped_buffer(size)
+        return host_blocks.mapped_buffer(size)
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
     return HostMemory(new_buffer=new_buffer)
@@ -96,8 +96,8 @@ def test_units_of_unequal_sizes_share_blocks(memory, made):
         went_away_and_back(memory, xs)
         for x in xs:
             assert torch.allclose(x.grad, (x.exp() * (x.cos() - x.sin())).detach())
-    assert memory.most_bytes > 2 * host_memory._BLOCK
-    assert sum(made) < memory.most_bytes + 2 * host_memory._BLOCK
+    assert memory.most_bytes > 2 * host_blocks.BLOCK
+    assert sum(made) < memory.most_bytes + 2 * host_blocks.BLOCK
 
 
 def test_blocks_of_the_host_serve_again(memory, made):
@@ -107,7 +107,7 @@ def test_blocks_of_the_host_serve_again(memory, made):
     abandoned = left(memory, "unit", x)
     memory.offload("unit", nullcontext())
     memory.clear()  # a step that fails leaves its blocks to the next
-    assert len(memory._unused) == len(made) == 2
+    assert memory.blocks.num_unused == len(made) == 2
     del abandoned
 
 
@@ -117,7 +117,7 @@ def kinds(monkeypatch):
     made = []
     for name in ("pinned_buffer", "pageable_buffer"):
         make = lambda size, name=name: made.append(name) or torch.empty(size, dtype=torch.uint8)  # noqa: E731
-        monkeypatch.setattr(host_memory, name, make)
+        monkeypatch.setattr(host_blocks, name, make)
     for name, new in (("Stream", stand_ins.Stream), ("current_stream", stand_ins.Stream), ("stream", stand_ins.stream)):
         monkeypatch.setattr(torch.cuda, name, new)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cuda")
@@ -137,19 +137,19 @@ def test_nothing_is_pinned_in_a_later_step(kinds):
         went_away_and_back(memory, [x] * units)
         assert kinds == within
         memory.clear()
-        assert kinds == within + at_end and len(memory._unused) == units
+        assert kinds == within + at_end and memory.blocks.num_unused == units
         kinds.clear()
     assert torch.allclose(x.grad, (11 * x.exp() * (x.cos() - x.sin())).detach())
 
 
 def test_the_link_is_measured(monkeypatch):
     """Copies go each way once all ranks are ready, first as a warm-up."""
-    copied, ready, copy = [], [], host_memory._copy
+    copied, ready, copy = [], [], copies.copy_pairs
     counting = lambda pairs, *rest: copied.extend(pairs) or copy(pairs, *rest)  # noqa: E731
-    monkeypatch.setattr(host_memory, "_copy", counting)
-    monkeypatch.setattr(host_memory, "_PROBE", 1 << 20)
-    assert host_memory.link_rate(torch.device("cpu"), lambda: ready.append(len(copied))) > 1e6
-    assert ready == [0, 2] and len(copied) == 2 + 2 * host_memory._ROUNDS
+    monkeypatch.setattr(copies, "copy_pairs", counting)
+    monkeypatch.setattr(copies, "_PROBE", 1 << 20)
+    assert copies.link_rate(torch.device("cpu"), lambda: ready.append(len(copied))) > 1e6
+    assert ready == [0, 2] and len(copied) == 2 + 2 * copies._ROUNDS
 
 
 def test_what_is_away_cannot_be_read(memory):
