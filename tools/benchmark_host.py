@@ -51,7 +51,7 @@ from megatron.seq1f1b.model import Segment, SegmentContext  # noqa: E402
 from megatron.seq1f1b.model.attention.latents import LatentCache  # noqa: E402
 from megatron.seq1f1b.model.attention.segment_attention import SegmentAttention  # noqa: E402
 from megatron.seq1f1b.model.kernels import DocumentKernel, Gradients, Kernel  # noqa: E402
-from megatron.seq1f1b.model.kernels.adapted import Padded  # noqa: E402
+from megatron.seq1f1b.model.kernels.padded import Padded  # noqa: E402
 from megatron.seq1f1b.model.memory.loss_pieces import Logits  # noqa: E402
 from megatron.seq1f1b.runtime.call import Calls  # noqa: E402
 from megatron.seq1f1b.runtime.forward_segments import SegmentForwards  # noqa: E402

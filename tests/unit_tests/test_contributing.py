@@ -190,7 +190,7 @@ def test_the_new_layer_carries_its_state_over_segments(tmp_path):
     (package / files[0]).write_text(layer)
     attach = package / files[1]
     edited(attach, "from .segment import SegmentContext", imported)
-    lines = attach.read_text().splitlines(keepends=True)
-    attach.write_text("".join(follows if line.startswith("_PATCHES = ") else line for line in lines))
+    table = re.search(r"^_PATCHES = \(\n.*?^\)\n", attach.read_text(), re.MULTILINE | re.DOTALL)[0]
+    attach.write_text(attach.read_text().replace(table, follows))
     (tmp_path / "my_model.py").write_text(MY_MODEL)
     python(tmp_path, "-c", SHIFTED)

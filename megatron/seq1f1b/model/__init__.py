@@ -13,7 +13,8 @@ from .layers.prediction_heads import LookAhead, PredictionHeads
 from .memory.copies import link_rate
 from .memory.host_memory import HostMemory, tensor_of
 from .memory.loss_pieces import PIECE, compute_loss_in_pieces
-from .memory.token_logits import PieceLogits, token_log_probs, token_log_probs_and_entropy
+from .memory.token_log_probs import token_log_probs, token_log_probs_and_entropy
+from .memory.token_logits import PieceLogits
 from .memory.weight_gradient import add_up_all_weight_gradients, defer_weight_gradients
 from .packed_documents import Documents, differs
 from .segment import Segment, SegmentContext

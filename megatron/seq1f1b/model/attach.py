@@ -20,12 +20,16 @@ from .attention.head_exchange import HeadExchange
 from .attention.latents import keep_latents
 from .attention.segment_attention import SegmentAttention
 from .kernels import KernelChoice
-from .layers import experts
-from .layers import recurrent as recurrent_layers
+from .layers import experts, gated_delta_net, mamba
 from .segment import SegmentContext
 
 # Modules that depend on the running segment, with their patches.
-_PATCHES = (*experts.SEGMENT_PATCHES, *recurrent_layers.SEGMENT_PATCHES, *rotary.SEGMENT_PATCHES)
+_PATCHES = (
+    *experts.SEGMENT_PATCHES,
+    *gated_delta_net.SEGMENT_PATCHES,
+    *mamba.SEGMENT_PATCHES,
+    *rotary.SEGMENT_PATCHES,
+)
 _PATCHED = tuple({owner_of(patch.target)[0] for patch in _PATCHES})
 
 KernelsOf = Callable[[TransformerConfig], KernelChoice]  # the choice for a model, by its configuration
@@ -59,11 +63,12 @@ def _follow(module: Any, context: SegmentContext, path: str) -> None:
 
 def recompute_behind_frozen_weights(chunks: Iterable[torch.nn.Module]) -> None:
     """Let layers that are recomputed get gradients, also if an embedding before them is frozen."""
-    for module in (module for chunk in chunks for module in chunk.modules()):
-        if not isinstance(module, (TransformerBlock, HybridStack)) or not module.config.recompute_granularity:
-            continue
-        if _with_gradient not in module._forward_pre_hooks.values():
-            module.register_forward_pre_hook(_with_gradient, with_kwargs=True)
+    for chunk in chunks:
+        for module in chunk.modules():
+            if not isinstance(module, (TransformerBlock, HybridStack)) or not module.config.recompute_granularity:
+                continue
+            if _with_gradient not in module._forward_pre_hooks.values():
+                module.register_forward_pre_hook(_with_gradient, with_kwargs=True)
 
 
 def use_segment_attention(
@@ -73,47 +78,57 @@ def use_segment_attention(
     schedules, too: without a running segment ours is plain causal attention. Returns the chunks."""
     chunks: list[Any] = list(model)
     kernels = None
+    target = "megatron.core.transformer.attention.Attention.core_attention"
     for chunk in chunks:
+        # DistributedDataParallel hooks every module while it gathers parameters ahead.
         hooks: dict[Any, Any] = getattr(chunk, "remove_forward_pre_hook_handles", {})
         for _, layer in _attention_layers(chunk):
-            if not _is_causal(layer) or isinstance(layer.core_attention, SegmentAttention):
-                continue
-            config = layer.config
             old = layer.core_attention
-            kernels = kernels or kernels_of(config)
-            scale = getattr(layer, "softmax_scale", None)  # multi-latent attention has its own
-            has_window = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer.layer_number)
-            window = config.window_size[0] if has_window and config.window_size[0] >= 0 else None
-            sink = getattr(old, "softmax_offset", None)
-            group = layer.pg_collection.cp
-            shared_by = gcd(group.size(), layer.num_attention_heads_per_partition)
-            exchange = HeadExchange(group, shared_by) if group.size() > 1 else None
-            new = SegmentAttention(
-                config=config,
-                softmax_scale=scale,
-                kernels=kernels,
-                window=window,
-                sink=sink,
-                exchange=exchange,
-            ).train(layer.training)
-            if old in hooks:  # DistributedDataParallel hooks every module while it gathers parameters ahead
+            if not _is_causal(layer) or isinstance(old, SegmentAttention):
+                continue
+            if kernels is None:
+                kernels = kernels_of(layer.config)
+            new = _segment_attention_for(layer, kernels)
+            if old in hooks:
                 for part in old.modules():
                     hooks.pop(part).remove()
                 hooks[new] = new.register_forward_pre_hook(chunk._make_forward_pre_hook())
-            target = "megatron.core.transformer.attention.Attention.core_attention"
             patched_on([layer], [Patch(target, new, "attends to the keys of its own input only")])
     return chunks
 
 
+def _segment_attention_for(layer: Any, kernels: KernelChoice) -> SegmentAttention:
+    """What takes the place of the `core_attention` of a layer: of the same scale, window and sink."""
+    config = layer.config
+    window = None
+    if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer.layer_number):
+        before = config.window_size[0]
+        window = before if before >= 0 else None  # -1: all tokens before
+    exchange = None
+    group = layer.pg_collection.cp
+    if group.size() > 1:
+        exchange = HeadExchange(group, row_size=gcd(group.size(), layer.num_attention_heads_per_partition))
+    attention = SegmentAttention(
+        config=config,
+        softmax_scale=getattr(layer, "softmax_scale", None),  # multi-latent attention has its own
+        kernels=kernels,
+        window=window,
+        sink=getattr(layer.core_attention, "softmax_offset", None),
+        exchange=exchange,
+    )
+    return attention.train(layer.training)
+
+
 def refuse_attention_to_later_tokens(chunks: Iterable[torch.nn.Module]) -> None:
     """Raise ValueError if the model has attention layers other than causal self-attention."""
-    for name, layer in (found for chunk in chunks for found in _attention_layers(chunk)):
-        if not _is_causal(layer):
-            raise ValueError(
-                f"{name} is a {type(layer).__name__} with a mask of type {layer.attn_mask_type.name}, whose tokens "
-                "need later ones (an encoder, a vision tower), so that its sequences cannot be cut; drop "
-                "--sequence-splits"
-            )
+    for chunk in chunks:
+        for name, layer in _attention_layers(chunk):
+            if not _is_causal(layer):
+                raise ValueError(
+                    f"{name} is a {type(layer).__name__} with a mask of type {layer.attn_mask_type.name}, whose tokens "
+                    "need later ones (an encoder, a vision tower), so that its sequences cannot be cut; drop "
+                    "--sequence-splits"
+                )
 
 
 def _attention_layers(chunk: torch.nn.Module) -> Iterator[tuple[str, Attention]]:

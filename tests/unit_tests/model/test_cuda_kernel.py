@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from megatron.seq1f1b.model.kernels import AttentionRule, Saved, on_parts
-from megatron.seq1f1b.model.kernels.adapted import Padded
 from megatron.seq1f1b.model.kernels.flash import CudaFlash
+from megatron.seq1f1b.model.kernels.padded import Padded
 from megatron.seq1f1b.model.kernels.unfused import Unfused
 from megatron.seq1f1b.model.packed_documents import CumulativeLengths
 from support import segments

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megatron.seq1f1b.model.kernels import AttentionRule, KernelChoice, kernel_choice
-from megatron.seq1f1b.model.kernels.adapted import Padded
 from megatron.seq1f1b.model.kernels.flash import FlashAttention4
+from megatron.seq1f1b.model.kernels.padded import Padded
 from support.kernel_packages import flash_attention_4, transformer_engine
 
 RULE = AttentionRule(0.125)

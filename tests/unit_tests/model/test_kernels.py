@@ -8,8 +8,8 @@ import torch
 
 from megatron.seq1f1b.model.attention import kv_cache
 from megatron.seq1f1b.model.attention import segment_attention as attention_module
-from megatron.seq1f1b.model.kernels.adapted import Padded
 from megatron.seq1f1b.model.kernels.flash import CpuFlash
+from megatron.seq1f1b.model.kernels.padded import Padded
 from megatron.seq1f1b.model.kernels.unfused import Unfused
 from support.segments import HEADS, attention, expected, inputs, run, segments_of, worst_error
 

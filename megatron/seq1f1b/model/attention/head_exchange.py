@@ -36,37 +36,49 @@ class HeadExchange:
         [n·a/c, b, h/a, d] and all keys and values [n, b, g/a, d] with its heads."""
         copies = lcm(key.shape[2], self._row_size) // key.shape[2]
         if copies > 1:
-            key, value = (tensor.repeat_interleave(copies, dim=2) for tensor in (key, value))
-        queries, keys, values = (
-            tensor.unflatten(2, (self._row_size, -1)).flatten(3).movedim(2, 0) for tensor in (query, key, value)
-        )
+            key = key.repeat_interleave(copies, dim=2)
+            value = value.repeat_interleave(copies, dim=2)
+        queries = self._by_share(query)
+        keys = self._by_share(key)
+        values = self._by_share(value)
         keys_and_values = torch.cat((keys, values), dim=-1)
         of_keys = keys_and_values[0].numel()
         of_queries = queries[0].numel()
         row = self._row()
+        # To every rank go the keys and values of its heads, to those of this row the queries, too.
         sent = []
+        sizes = []
         for rank in range(self._size):
-            heads = rank % self._row_size
-            sent += [keys_and_values[heads].flatten()] + ([queries[heads].flatten()] if rank in row else [])
-        sizes = [of_keys + (of_queries if rank in row else 0) for rank in range(self._size)]
+            share = rank % self._row_size
+            sent.append(keys_and_values[share].flatten())
+            size = of_keys
+            if rank in row:
+                sent.append(queries[share].flatten())
+                size += of_queries
+            sizes.append(size)
         arrived = all_to_all(self._group, torch.cat(sent), sizes, sizes).split(sizes)
-        queries = _in_order([arrived[rank][of_keys:].view(queries.shape[1:]) for rank in row])
-        tokens = _in_order([part[:of_keys].view(keys_and_values.shape[1:]) for part in arrived])
-        keys, values = tokens.split((keys.shape[-1], values.shape[-1]), dim=-1)
-        return tuple(
-            part.unflatten(-1, (-1, whole.shape[-1]))
-            for part, whole in zip((queries, keys, values), (query, key, value), strict=True)
+        own_queries = _in_order([arrived[rank][of_keys:].view(queries.shape[1:]) for rank in row])
+        own_keys_and_values = _in_order([part[:of_keys].view(keys_and_values.shape[1:]) for part in arrived])
+        own_keys, own_values = own_keys_and_values.split((keys.shape[-1], values.shape[-1]), dim=-1)
+        return (
+            own_queries.unflatten(-1, (-1, query.shape[-1])),
+            own_keys.unflatten(-1, (-1, key.shape[-1])),
+            own_values.unflatten(-1, (-1, value.shape[-1])),
         )
 
     def to_tokens(self, output: Tensor) -> Tensor:
         """Exchange its row's tokens with its heads, [n·a/c, b, h/a·d], for its own with all heads, [n/c, b, h·d]."""
+        # Of 2a parts of the row's tokens, the r-th rank of the row has the r-th and the (2a−1−r)-th.
         parts = output.chunk(2 * self._row_size)
-        pairs = zip(parts[: self._row_size], reversed(parts), strict=False)
-        sent = torch.cat([part for pair in pairs for part in pair])
+        sent_parts = []
+        for rank in range(self._row_size):
+            sent_parts += [parts[rank], parts[-1 - rank]]
+        sent = torch.cat(sent_parts)
         row = self._row()
         of_rank = len(output) // self._row_size
         sizes = [of_rank if rank in row else 0 for rank in range(self._size)]
-        return all_to_all(self._group, sent, sizes, sizes).unflatten(0, (self._row_size, -1)).movedim(0, 2).flatten(2)
+        arrived = all_to_all(self._group, sent, sizes, sizes)
+        return arrived.unflatten(0, (self._row_size, -1)).movedim(0, 2).flatten(2)
 
     def own_heads(self, of_heads: Tensor) -> Tensor:
         """This rank's part of a tensor [h] with an element for each query head."""
@@ -81,6 +93,10 @@ class HeadExchange:
         part = length // (2 * rows)
         return tuple((index * part, (index + 1) * part) for index in (row, 2 * rows - 1 - row))
 
+    def _by_share(self, tensor: Tensor) -> Tensor:
+        """The heads of [n/c, b, h, d] divided among the ranks of a row: [a, n/c, b, h/a·d]."""
+        return tensor.unflatten(2, (self._row_size, -1)).flatten(3).movedim(2, 0)
+
     def _row(self) -> range:
         """The ranks that share the heads with this one."""
         first = self._group.rank() // self._row_size * self._row_size
@@ -89,5 +105,7 @@ class HeadExchange:
 
 def _in_order(of_ranks: Sequence[Tensor]) -> Tensor:
     """The tokens of consecutive ranks in the order of the sequence: first parts, then second parts reversed."""
-    firsts, seconds = zip(*(tensor.chunk(2) for tensor in of_ranks), strict=True)
-    return torch.cat((*firsts, *reversed(seconds)))
+    halves = [tensor.chunk(2) for tensor in of_ranks]
+    firsts = [first for first, _ in halves]
+    seconds = [second for _, second in halves]
+    return torch.cat([*firsts, *reversed(seconds)])

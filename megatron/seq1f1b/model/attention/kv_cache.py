@@ -34,7 +34,9 @@ class Rows:
         self._rows = rows
 
     def write(self, start: int, end: int, rows: Tensor) -> None:
-        self._rows = rows.new_empty((self._length, *rows.shape[1:])) if self._rows is None else tensor_of(self._rows)
+        if self._rows is None:
+            self._rows = rows.new_empty((self._length, *rows.shape[1:]))
+        self._rows = tensor_of(self._rows)
         self._rows[start:end].copy_(rows)
 
     def read(self, start: int, end: int) -> Tensor:
@@ -103,10 +105,14 @@ class WindowRows(Rows):
     def trim(self, keeps_earlier: bool) -> None:
         """Forget what later segments do not see: rows of the latest segment, and earlier segments unless
         `keeps_earlier`. For forwards without a backward, or with one only after a repeated forward."""
-        end, rows = next(reversed(self._kept.items()))
-        first = max(0, end - self._window, end - len(rows) if keeps_earlier else 0)
-        kept = self._between(first, end).clone()
-        self._kept = (self._kept if keeps_earlier else {}) | {end: kept}
+        end, rows = next(reversed(self._kept.items()))  # of the latest segment
+        first = max(0, end - self._window)
+        if keeps_earlier:
+            first = max(first, end - len(rows))
+        last_rows = self._between(first, end).clone()
+        if not keeps_earlier:
+            self._kept.clear()
+        self._kept[end] = last_rows
 
     def exchange(self, start: int, end: int, grad: Tensor) -> Tensor:
         del self._kept[end]
@@ -132,7 +138,7 @@ class KVCache(Carried):
     """
 
     def __init__(self, length: int, window: int | None = None, side_by_side: bool = False) -> None:
-        self.rows = tuple(Rows(length) if window is None else WindowRows(length, window) for _ in range(2))
+        self.rows = (_rows(length, window), _rows(length, window))  # of keys, and of values
         self.prefix: Tensor | None = None  # that of the running segment if it is a part of the graph, to get gradients
         self._length = length
         self._waits_for_place = side_by_side and window is None
@@ -173,6 +179,10 @@ class KVCache(Carried):
         of the segment are not needed any more."""
         keys, values = self.rows
         return keys.exchange(start, end, grads.key), values.exchange(start, end, grads.value), None
+
+
+def _rows(length: int, window: int | None) -> Rows:
+    return Rows(length) if window is None else WindowRows(length, window)
 
 
 def _added(grad: Tensor, left: Tensor | None) -> Tensor:

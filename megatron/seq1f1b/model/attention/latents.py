@@ -31,14 +31,13 @@ def keep_latents(layer: torch.nn.Module) -> None:
     config = layer.config
     attention = layer.core_attention
     projection = layer.linear_kv_up_proj
-    modules = set(config.recompute_modules or ()) if config.recompute_granularity == "selective" else set()
-    if (
-        not {"core_attn", "mla_up_proj"} & modules
-        and not (config.sequence_parallel or config.fp8 or config.fp4)
-        and attention.exchange is None
-        and attention.training_rule.window is None
-        and "forward" not in vars(projection)
-    ):
+    recomputed = set(config.recompute_modules or ()) if config.recompute_granularity == "selective" else set()
+    recomputes_a_part = not recomputed.isdisjoint(("core_attn", "mla_up_proj"))
+    shares_tokens = config.sequence_parallel or attention.exchange is not None
+    in_few_bits = config.fp8 or config.fp4
+    has_window = attention.training_rule.window is not None
+    is_patched = "forward" in vars(projection)  # by an earlier call
+    if not (recomputes_a_part or shares_tokens or in_few_bits or has_window or is_patched):
         reason = "projects the latents of its own segment only"
         patched_on([projection], [wrapping("torch.nn.Module.forward", partial(_with_prefix, layer), reason)])
 
@@ -64,10 +63,9 @@ def _with_prefix(
         config = layer.config
         if share_of_projection(config, segment.length) <= LARGEST_SHARE:
             return LatentCache(segment.sequence_length, forward, config.qk_head_dim)
-        query, value = (
-            latent.new_empty(0, 1, 1, size)
-            for size in (config.qk_head_dim + config.qk_pos_emb_head_dim, config.v_head_dim)
-        )
+        # Only the sizes of heads, types and device count.
+        query = latent.new_empty(0, 1, 1, config.qk_head_dim + config.qk_pos_emb_head_dim)
+        value = latent.new_empty(0, 1, 1, config.v_head_dim)
         return attention.new_cache(segment, query, value)
 
     cache = context.carried(attention, make)  # chosen with the first segment

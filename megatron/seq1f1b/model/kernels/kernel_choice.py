@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ...process.megatron_versions import flash_attention_version
 from ...process.ranks import warn_on_rank_0
-from .adapted import Padded
 from .flash import CpuFlash, CudaFlash, FlashAttention4, why_not_3
 from .interface import AttentionRule, Kernel
+from .padded import Padded
 from .transformer_engine import TransformerEngineFused
 from .unfused import Unfused
 

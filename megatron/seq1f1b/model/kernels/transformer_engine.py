@@ -23,8 +23,7 @@ class TransformerEngineFused(DocumentKernel):
 
         self._package = fused_attn
         self._rule = rule
-        # Cumulative lengths of equal sequences, the same in all layers and micro-batches.
-        self._ends = cache(lambda end, step, device: torch.arange(0, end, step, dtype=torch.int32, device=device))
+        self._ends = cache(_cumulative_lengths)  # the same in all layers and micro-batches
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, documents: CumulativeLengths | None = None
@@ -34,19 +33,24 @@ class TransformerEngineFused(DocumentKernel):
                 "--attention-backend fused cannot keep packed documents apart on this GPU, since Transformer Engine "
                 "needs Hopper or later for that; use --attention-backend flash"
             )
-        tensors = {name: x.contiguous() for name, x in zip("qkv", (query, key, value), strict=True)}
         output, statistics, *_ = self._package.fused_attn_fwd(
-            is_training=True, **tensors, **self._common(query, key, documents)
+            is_training=True,
+            q=query.contiguous(),
+            k=key.contiguous(),
+            v=value.contiguous(),
+            **self._common(query, key, documents),
         )
         return output, tuple(statistics)
 
     def backward(self, grad_output: Tensor, saved: Saved, documents: CumulativeLengths | None = None) -> Gradients:
-        *tensors, statistics = saved
-        names = ("q", "k", "v", "o", "d_o")
         common = self._common(saved.query, saved.key, documents)
         grads = self._package.fused_attn_bwd(
-            **{name: x.contiguous() for name, x in zip(names, (*tensors, grad_output), strict=True)},
-            aux_ctx_tensors=list(statistics),
+            q=saved.query.contiguous(),
+            k=saved.key.contiguous(),
+            v=saved.value.contiguous(),
+            o=saved.output.contiguous(),
+            d_o=grad_output.contiguous(),
+            aux_ctx_tensors=list(saved.statistics),
             do_format=common["o_format"],
             dqkv_layout=common["qkv_layout"],
             deterministic=torch.are_deterministic_algorithms_enabled(),
@@ -60,7 +64,7 @@ class TransformerEngineFused(DocumentKernel):
             layout = "sbhd"
             lengths: Sequence[int] = (len(query), len(key))
             starts: Sequence[Tensor | None] = (None, None)
-            ends = [self._ends((query.shape[1] + 1) * length, length, query.device) for length in lengths]
+            ends = [self._ends(query.shape[1], length, query.device) for length in lengths]
         else:  # one after the other in memory, too
             layout = "thd"
             ends = [documents.query_ends, documents.key_ends]
@@ -84,3 +88,8 @@ class TransformerEngineFused(DocumentKernel):
             "attn_mask_type": "causal_bottom_right" if documents is None else "padding_causal_bottom_right",
             "window_size": (-1 if window is None else window, 0),
         }
+
+
+def _cumulative_lengths(num_sequences: int, length: int, device: torch.device) -> Tensor:
+    """The ends of equal sequences, one after the other, with a 0 in front."""
+    return torch.arange(0, (num_sequences + 1) * length, length, dtype=torch.int32, device=device)

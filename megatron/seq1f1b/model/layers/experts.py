@@ -44,8 +44,9 @@ class _Tally(Carried):
         self._loss: Tensor | float = 0.0
 
     def tensors(self) -> Iterable[Tensor]:
-        sums = self._before, self._microbatches, self._probabilities, self._loss
-        return [*self.counts.values(), *(each for each in sums if isinstance(each, Tensor))]
+        sums = (self._before, self._microbatches, self._probabilities, self._loss)
+        tensors = [each for each in sums if isinstance(each, Tensor)]  # numbers before the first segment
+        return [*self.counts.values(), *tensors]
 
     def chosen(self) -> Tensor:
         """Tokens of each expert, averaged over micro-batches; complete once all segments have gone forward."""
@@ -156,7 +157,10 @@ def _noted(router: TopKRouter, balance: str, routing_map: Tensor, sequences: int
             return _Tally()
         router.ga_steps += 1
         dtype = torch.promote_types(router.ga_steps.dtype, torch.float32)  # 16-bit models have both in 16 bits
-        return _Tally(*(x.to(dtype, copy=True) for x in (router.global_tokens_per_expert, router.ga_steps)))
+        return _Tally(
+            before=router.global_tokens_per_expert.to(dtype, copy=True),
+            microbatches=router.ga_steps.to(dtype, copy=True),
+        )
 
     tally = router.segment_context.carried((router, balance), make)
     segment = router.segment_context.segment

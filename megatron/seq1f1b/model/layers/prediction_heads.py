@@ -45,14 +45,13 @@ class PredictionHeads:
         models = "megatron.core.models"
         shifts = "fills the end of a segment with zeros"
         loss = "divides by the tokens of a segment"
-        logs = f"{module}.MTPLossLoggingHelper.save_metrics_to_tracker"
-        log = "averages what adds up to the loss"
+        logging = f"{module}.MTPLossLoggingHelper.save_metrics_to_tracker"
         return (
             Patch(f"{module}.roll_tensor", self._shifted, shifts),
             wrapping(f"{module}.MultiTokenPredictionLayer._get_embeddings", self._embeddings, shifts),
             wrapping(f"{models}.gpt.gpt_model.process_mtp_loss", self._loss, loss),
             wrapping(f"{models}.hybrid.hybrid_model.process_mtp_loss", self._loss, loss),
-            wrapping(logs, lambda save, loss, *args, **of: save(loss * self._num_shares, *args, **of), log),
+            wrapping(logging, self._log, "averages what adds up to the loss"),
         )
 
     def _shifted(self, tensor: Tensor | None, *_: Any, **__: Any) -> tuple[Tensor | None, Tensor | None]:
@@ -66,8 +65,10 @@ class PredictionHeads:
             return None, None
         ahead = self._now()
         following = ahead.entries[name][..., shift - 1 : shift].to(tensor.dtype)
-        runs = zip(tensor.chunk(len(following), dim=1), following, strict=True)
-        shifted = torch.cat([part for run, next_token in runs for part in (run[:, 1:], next_token)], dim=1)
+        parts = []
+        for run, next_token in zip(tensor.chunk(len(following), dim=1), following, strict=True):
+            parts += [run[:, 1:], next_token]
+        shifted = torch.cat(parts, dim=1)
         if ahead.ends_document is not None:
             shifted = shifted.masked_fill_(ahead.ends_document, 0)
         return shifted, ahead.counts[shift].to(tensor.dtype)
@@ -88,7 +89,11 @@ class PredictionHeads:
         config.mtp_loss_scaling_factor = config.mtp_loss_scaling_factor * factor
         return upstream(labels=labels, config=config, **options)
 
+    def _log(self, upstream: Callable[..., None], loss: Tensor, *args: Any, **options: Any) -> None:
+        upstream(loss * self._num_shares, *args, **options)
+
     def _now(self) -> LookAhead:
+        """The LookAhead of the running segment."""
         segment = self._context.running_segment
         if self._ahead is None or self._segment is not segment:
             self._segment = segment

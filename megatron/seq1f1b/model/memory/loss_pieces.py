@@ -35,8 +35,10 @@ def compute_loss_in_pieces(chunks: Iterable[torch.nn.Module], num_tokens: int, p
     pieces for the `num_tokens` of a micro-batch on this context-parallel rank, keeps them. The latest call wins."""
     for chunk in chunks:
         model = unwrap_model(chunk)
-        layer = getattr(model, "output_layer", None)
-        if not (isinstance(model, LanguageModule) and isinstance(layer, ColumnParallelLinear)) or layer.gather_output:
+        if not isinstance(model, LanguageModule):
+            continue
+        layer: Any = getattr(model, "output_layer", None)
+        if not isinstance(layer, ColumnParallelLinear) or layer.gather_output:
             continue
         if not hasattr(layer, "logits_of_piece"):
             patched_on([layer], [wrapping("torch.nn.Module.forward", _logits, "computes all logits at once")])
@@ -116,9 +118,14 @@ class Logits:
     def max(self, dim: int) -> tuple[Tensor, ...]:
         """The largest logit of each token and its index [n, b], from which Megatron counts correct predictions."""
         weight = self._weight_of_kept()
-        found = [self.of(hidden, weight).max(dim=dim) for hidden in self.hidden.split(self.length)]
-        of_runs = ([each.unflatten(0, (self.num_runs, -1)) for each in pieces] for pieces in zip(*found, strict=True))
-        return tuple(torch.cat(each, dim=1).flatten(0, 1) for each in of_runs)
+        values = []
+        indices = []
+        for hidden in self.hidden.split(self.length):
+            largest, index = self.of(hidden, weight).max(dim=dim)
+            values.append(largest.unflatten(0, (self.num_runs, -1)))
+            indices.append(index.unflatten(0, (self.num_runs, -1)))
+        # A piece has some tokens of every run, so each run is joined by itself.
+        return torch.cat(values, dim=1).flatten(0, 1), torch.cat(indices, dim=1).flatten(0, 1)
 
     def size(self, dim: int) -> int:
         return self.shape[dim]
@@ -165,9 +172,12 @@ class Logits:
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         options = kwargs or {}
-        if func is torch.argmax and len(args) == 1 and [*options] == ["dim"]:  # as Megatron calls it
-            return args[0].max(**options)[1]
-        return func(*(each.whole() if isinstance(each, Logits) else each for each in args), **options)
+        is_argmax = func is torch.argmax and len(args) == 1 and list(options) == ["dim"]  # as Megatron calls it
+        if is_argmax:
+            _, indices = args[0].max(**options)
+            return indices
+        whole = [each.whole() if isinstance(each, Logits) else each for each in args]
+        return func(*whole, **options)
 
 
 class _AddedToMainGrad(torch.autograd.Function):

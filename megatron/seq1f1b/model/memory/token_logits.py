@@ -2,8 +2,8 @@
 
 Post-training takes log-probabilities of given tokens, and entropies, from the logits of a whole micro-batch. These take
 b·s·V/t numbers, in 32 bits for models in 16, and as many for their gradient. `PieceLogits` stands for them: a tensor to
-any program, with hidden states, b·s·h numbers, behind it. `token_log_probs` computes pieces of logits from these, and
-again in its backward; any other operation computes all logits, once.
+any program, with hidden states, b·s·h numbers, behind it. `token_log_probs` (token_log_probs.py) computes pieces of
+logits from these, and again in its backward; any other operation computes all logits, once.
 
 The program's backward ends at the joined hidden states, before those of the segments begin. The weight gradient is
 complete then; it goes to `main_grad` past the hooks of Megatron's DistributedDataParallel, and the hooks fire when the
@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.tensor_parallel import layers
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -166,10 +165,10 @@ class PieceLogits(torch.Tensor):
         if func is torch.ops.aten.detach.default:
             logits = args[0]
             return cls(logits.hidden.detach(), logits.head, logits.dtype, logits._whole)
-        given = tree_map_only(cls, cls.whole, (args, kwargs or {}))
-        result = func(*given[0], **given[1])
+        whole_args, whole_kwargs = tree_map_only(cls, cls.whole, (args, kwargs or {}))
+        result = func(*whole_args, **whole_kwargs)
         # An operation in place returns what it has changed.
-        is_in_place = args and isinstance(args[0], cls) and result is given[0][0]
+        is_in_place = args and isinstance(args[0], cls) and result is whole_args[0]
         return args[0] if is_in_place else result
 
 
@@ -203,157 +202,3 @@ class _AsLogits(torch.autograd.Function):
         rows = hidden.flatten(0, -2)
         gradient = grad_logits.flatten(0, -2)
         return ctx.head.backward([rows], lambda number, piece: gradient).view(hidden.shape), None, None
-
-
-def token_log_probs(logits: Tensor, tokens: Tensor, temperature: float = 1.0, gathered: bool = False) -> Tensor:
-    """The log-probabilities [b, s] of tokens [b, s], in fp32 or more, by logits [b, s, V/t] over a temperature.
-
-    The vocabulary is divided among Megatron's tensor-parallel ranks, unless the logits are `gathered`. Tokens outside
-    of it, such as -100, get 0. Raises ValueError for tokens of another shape.
-    """
-    return _values(logits, tokens, temperature, gathered, has_entropy=False)[0]
-
-
-def token_log_probs_and_entropy(
-    logits: Tensor, tokens: Tensor, temperature: float = 1.0, gathered: bool = False
-) -> tuple[Tensor, Tensor]:
-    """What `token_log_probs` returns, and the entropy [b, s] of each token's distribution in nats, at one go."""
-    log_probs, entropy = _values(logits, tokens, temperature, gathered, has_entropy=True)
-    return log_probs, entropy
-
-
-def _values(
-    logits: Tensor, tokens: Tensor, temperature: float, gathered: bool, has_entropy: bool
-) -> tuple[Tensor, ...]:
-    if tokens.shape != logits.shape[:-1]:
-        raise ValueError(
-            f"log-probabilities are asked for tokens of shape {list(tokens.shape)} by logits of shape "
-            f"{list(logits.shape)}; give one token for each position of the logits"
-        )
-    if isinstance(logits, PieceLogits):
-        group = logits.head.group
-        if not logits.is_whole:
-            source = _OfHidden(logits.head, logits.dtype)
-            return _Values.apply(logits.hidden, tokens, source, group, 1 / temperature, has_entropy)
-    else:
-        is_divided = parallel_state.model_parallel_is_initialized() and not gathered
-        group = parallel_state.get_tensor_model_parallel_group() if is_divided else None
-    length = max(1, PIECE // logits.shape[-1])
-    return _Values.apply(logits, tokens, _OfLogits(length), group, 1 / temperature, has_entropy)
-
-
-class _OfLogits:
-    """Pieces of logits that are there: `length` rows each."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def logits(self, rows: Tensor) -> Tensor:
-        return rows
-
-    def backward(self, pieces: Sequence[Tensor], gradient_of: Callable[[int, Tensor], Tensor]) -> Tensor:
-        found = pieces[0].new_empty((sum(map(len, pieces)), pieces[0].shape[1]))
-        for number, (piece, of_piece) in enumerate(zip(pieces, found.split(self.length), strict=True)):
-            of_piece.copy_(gradient_of(number, piece))
-        return found
-
-
-class _OfHidden:
-    """Pieces of logits that hidden states give, of a type."""
-
-    def __init__(self, head: Head, dtype: torch.dtype) -> None:
-        self.length = max(1, head.piece // head.weight.shape[0])
-        self.backward = head.backward
-        self._head = head
-        self._dtype = dtype
-
-    def logits(self, rows: Tensor) -> Tensor:
-        return self._head.logits(rows).to(self._dtype)
-
-
-class _Values(torch.autograd.Function):
-    """Log-probabilities of tokens, and entropies, by pieces of logits `z = source.logits(rows)` of [..., features].
-
-    With p = exp(z - log_sum), the gradient of a log-probability is 1 - p at the token and -p elsewhere, and that of the
-    entropy H is -p·(log p + H).
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, tensor: Tensor, tokens: Tensor, source: Any, group: Group, scale: float, has_entropy: bool
-    ) -> tuple[Tensor, ...]:
-        rows = tensor.detach().flatten(0, -2)
-        flat = tokens.flatten()
-        pieces = zip(rows.split(source.length), flat.split(source.length), strict=True)
-        found = [_values_of_piece(_scaled(source.logits(piece), scale), of, group, has_entropy) for piece, of in pieces]
-        log_probs, entropies, log_sums, are_known = (torch.cat(each) for each in zip(*found, strict=True))
-        ctx.source = source
-        ctx.group = group
-        ctx.scale = scale
-        ctx.has_entropy = has_entropy
-        ctx.save_for_backward(tensor, flat, log_sums, entropies, are_known)
-        log_probs = log_probs.view(tokens.shape)
-        return (log_probs, entropies.view(tokens.shape)) if has_entropy else (log_probs,)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        tensor, tokens, log_sums, entropies, are_known = ctx.saved_tensors
-        source = ctx.source
-        scale = ctx.scale
-        rows = tensor.detach().flatten(0, -2)
-        parts = [each.flatten().split(source.length) for each in (tokens, log_sums, entropies, are_known, *gradients)]
-
-        def gradient_of(number: int, piece: Tensor) -> Tensor:
-            of_piece, log_sum, entropy, is_known, of_log_prob, *of_entropy = (each[number] for each in parts)
-            logits = _scaled(source.logits(piece), scale)
-            place, is_here = _place(of_piece, logits.shape[-1], ctx.group)
-            probs = (logits - log_sum[:, None]).exp_()
-            of_log_prob = of_log_prob * is_known
-            found = probs * -of_log_prob[:, None]
-            found.scatter_add_(-1, place[:, None], (of_log_prob * is_here)[:, None])
-            if ctx.has_entropy:
-                found += (torch.special.entr(probs) - probs * entropy[:, None]) * of_entropy[0][:, None]
-            return found if scale == 1.0 else found.mul_(scale)
-
-        found = source.backward(rows.split(source.length), gradient_of)
-        return found.view(tensor.shape), None, None, None, None, None
-
-
-def _scaled(logits: Tensor, scale: float) -> Tensor:
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return logits if scale == 1.0 else logits * scale
-
-
-def _values_of_piece(logits: Tensor, tokens: Tensor, group: Group, has_entropy: bool) -> tuple[Tensor, ...]:
-    """For logits [n, V/t] the log-probabilities of tokens and the entropies, zeros if not asked for, the logarithms of
-    the sums of powers, and whether the vocabulary has the token: [n] each."""
-    largest = logits.amax(-1)
-    if _is_divided(group):
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-    logits = logits - largest[:, None]
-    place, is_here = _place(tokens, logits.shape[-1], group)
-    of_tokens = torch.where(is_here, logits.gather(-1, place[:, None])[:, 0], 0)
-    powers = logits.exp_()  # in place, as nothing reads the differences again
-    sums = [powers.sum(-1), of_tokens, is_here.to(of_tokens)]
-    if has_entropy:
-        sums.append(torch.special.entr(powers).sum(-1))  # 0, not NaN, where a logit is -inf
-    total = torch.stack(sums)
-    if _is_divided(group):
-        dist.all_reduce(total, group=group)
-    log_sum = total[0].log()
-    is_known = total[2] > 0
-    log_probs = torch.where(is_known, total[1] - log_sum, 0)
-    entropy = log_sum + total[3] / total[0] if has_entropy else torch.zeros_like(log_sum)
-    return log_probs, entropy, largest + log_sum, is_known
-
-
-def _place(tokens: Tensor, size: int, group: Group) -> tuple[Tensor, Tensor]:
-    """The place of each token in this rank's part of the vocabulary, 0 for others, and whether it has one."""
-    place = tokens - size * (group.rank() if group is not None else 0)
-    is_here = (place >= 0) & (place < size)
-    return torch.where(is_here, place, 0), is_here
-
-
-def _is_divided(group: Group) -> bool:
-    return group is not None and group.size() > 1

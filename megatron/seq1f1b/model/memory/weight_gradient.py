@@ -166,17 +166,21 @@ def _aliased(layer: Any) -> list[str]:
     """The parameters with gradients from the product: the weight, and the bias if the layer adds it itself."""
     if hasattr(layer, "num_gemms"):
         return [f"weight{expert}" for expert in range(layer.num_gemms)]
+    names = list(layer.weight_names)
     adds_bias = layer.use_bias and layer.apply_bias and not layer.gemm_bias_unfused_add
-    return [*layer.weight_names, *(layer.bias_names if adds_bias else ())]
+    if adds_bias:
+        names += layer.bias_names
+    return names
 
 
 def add_up_all_weight_gradients(chunks: Iterable[torch.nn.Module]) -> None:
     """Make Transformer Engine's layers add the gradient of every unit to `main_grad`. With
     `gradient_accumulation_fusion` they overwrite it with that of the unit that goes forward first, which in Megatron's
     schedules also goes backward first. In that unit they also convert the weights to 8 bits for the step."""
-    for module in (module for chunk in chunks for module in chunk.modules()):
-        if hasattr(module, "is_first_microbatch") and _as_any_unit not in module._forward_pre_hooks.values():
-            module.register_forward_pre_hook(_as_any_unit)
+    for chunk in chunks:
+        for module in chunk.modules():
+            if hasattr(module, "is_first_microbatch") and _as_any_unit not in module._forward_pre_hooks.values():
+                module.register_forward_pre_hook(_as_any_unit)
 
 
 def _as_any_unit(layer: Any, _: tuple) -> None:
