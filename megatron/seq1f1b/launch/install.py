@@ -42,12 +42,15 @@ def bind(
     flags: dict[str, Any], keep_documents_apart: bool = False, add_flags: bool = False, looks_for_gpu: bool = True
 ) -> None:
     """What `install` does. If it does not look for a GPU, Megatron moves to the CPU with `device="cpu"` only."""
-    keywords = flags | ({"keep_documents_apart": True} if keep_documents_apart else {})
-    if (before := installed()) is not None:
-        if keywords not in ({}, before.keywords):
+    keywords = dict(flags)
+    if keep_documents_apart:
+        keywords["keep_documents_apart"] = True
+    before = installed()
+    if before is not None:
+        if keywords and keywords != before.keywords:
             raise ValueError("install was called before with other keywords; call it once, or uninstall in between")
         return
-    options = parse_options(flags) if keywords else None
+    options = parse_options(flags) if keywords else None  # None for a script with Megatron's arguments
     is_rehearsal = options is None and "--dry-run" in sys.argv[1:]
     net = Net()
     patches = ExitStack()
@@ -58,14 +61,7 @@ def bind(
             rehearsal.prepare(os.environ)
         else:
             net.connect()
-    words = sys.argv[1:] if options is None else ["--device", options.device]
-    if is_rehearsal:
-        moves_to_cpu = True
-    elif looks_for_gpu:
-        moves_to_cpu = cpu.wanted(words)
-    else:
-        moves_to_cpu = options is not None and options.device == "cpu"
-    if moves_to_cpu:
+    if is_rehearsal or _wants_cpu(options, looks_for_gpu):
         _silence_imports()
         cpu.activate()
     from megatron.core import package_info
@@ -90,6 +86,13 @@ def bind(
         patches.enter_context(patched(rehearsal.patches(overlay.rehearse_in, bytes_outside)))
 
 
+def _wants_cpu(options: Namespace | None, looks_for_gpu: bool) -> bool:
+    """Whether a program with these `options`, or the script of this command line, trains on the CPU."""
+    if looks_for_gpu:
+        return cpu.wanted(sys.argv[1:] if options is None else ["--device", options.device])
+    return options is not None and options.device == "cpu"
+
+
 def _silence_imports() -> None:
     """Suppress warnings about packages for GPUs."""
     warnings.filterwarnings("ignore", r".*(Apex|transformer-engine)", UserWarning, r"megatron\.(core|training)")
@@ -100,20 +103,23 @@ def _silence_imports() -> None:
 
 def uninstall() -> None:
     """Undo `install`; without it, do nothing. If Megatron runs on the CPU, it stays there."""
-    if (overlay := installed()) is not None:
+    overlay = installed()
+    if overlay is not None:
         overlay.patches.close()
 
 
 def validate(args: Namespace) -> PipelineConfig:
     """The configuration of the parsed arguments, Megatron's and ours; raises ValueError for what is unsupported."""
     config = validated(args)
-    if (overlay := installed()) is not None:
+    overlay = installed()
+    if overlay is not None:
         overlay.use(config)
     return config
 
 
 def pipeline_config() -> PipelineConfig:
     """The configuration of this process, as `validate` returned it. Raises ValueError before `install`."""
-    if (overlay := installed()) is None:
+    overlay = installed()
+    if overlay is None:
         raise ValueError("the script must call megatron.seq1f1b.install before it asks for the configuration")
     return overlay.pipeline_config()

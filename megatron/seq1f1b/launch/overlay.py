@@ -190,7 +190,7 @@ def _equal_on_all_ranks(args: Namespace) -> dict[str, str]:
 
 
 def patches_of_megatron(version: str) -> list[Patch]:
-    """Those that every process needs with this version of megatron-core."""
+    """The patches that every process needs with this version of megatron-core."""
     from ..platform import without_te
     from .training_loop import optimizer_state
 
@@ -202,12 +202,22 @@ def patches_of_megatron(version: str) -> list[Patch]:
         # A spawned Python imports Megatron and the script again, but with CUDA a fork is not safe.
         return get_queue(mp_mode or ("fork" if cpu.is_active() else "spawn"))
 
-    writing = "megatron.core.dist_checkpointing.strategies.filesystem_async.get_write_results_queue"
-    name = "megatron.core.datasets.utils.compile_helpers"
-    reason = "fails in a wheel, which ships them compiled"
-    rows = [wrapping(name, compile_unless_shipped, reason)]
-    rows.append(wrapping(writing, queue, "starts a new Python, which imports all again, on the CPU, too"))
-    starting = "multiprocessing.process.BaseProcess.start"
-    rows.append(wrapping(starting, start_process, "starts processes that outlive a killed rank"))
-    rows += optimizer_state.repairs(version)
-    return rows if cpu.is_active() else [*rows, *without_te.repairs()]  # the CPU's patches include the repairs
+    rows = [
+        wrapping(
+            "megatron.core.datasets.utils.compile_helpers",
+            compile_unless_shipped,
+            "fails in a wheel, which ships them compiled",
+        ),
+        wrapping(
+            "megatron.core.dist_checkpointing.strategies.filesystem_async.get_write_results_queue",
+            queue,
+            "starts a new Python, which imports all again, on the CPU, too",
+        ),
+        wrapping(
+            "multiprocessing.process.BaseProcess.start", start_process, "starts processes that outlive a killed rank"
+        ),
+        *optimizer_state.repairs(version),
+    ]
+    if not cpu.is_active():  # whose patches include the repairs
+        rows += without_te.repairs()
+    return rows

@@ -15,10 +15,27 @@ import torch
 from megatron.seq1f1b.platform import recurrent, stand_ins
 from megatron.seq1f1b.process.patches import Patch, patched, wrapping
 
+# Functions of torch that make tensors.
 _FACTORIES = (
-    *("arange", "as_tensor", "empty", "eye", "full", "linspace", "ones", "rand", "randint"),
-    *("randn", "randperm", "tensor", "zeros"),
-    *("empty_like", "full_like", "ones_like", "rand_like", "randn_like", "zeros_like"),
+    "arange",
+    "as_tensor",
+    "empty",
+    "eye",
+    "full",
+    "linspace",
+    "ones",
+    "rand",
+    "randint",
+    "randn",
+    "randperm",
+    "tensor",
+    "zeros",
+    "empty_like",
+    "full_like",
+    "ones_like",
+    "rand_like",
+    "randn_like",
+    "zeros_like",
 )
 
 _NOW = "memory_allocated", "memory_reserved", "device_memory_used"

@@ -36,7 +36,10 @@ def no(*args, **kwargs):
 class Stream:
     """A stream on which everything is already done."""
 
-    wait_stream = wait_event = synchronize = __init__ = nothing
+    __init__ = nothing
+    synchronize = nothing
+    wait_event = nothing
+    wait_stream = nothing
 
     def query(self, *args, **kwargs):
         return True
@@ -50,7 +53,8 @@ class Stream:
 class Event:
     """The moment at which it was recorded, in milliseconds."""
 
-    wait = synchronize = nothing
+    synchronize = nothing
+    wait = nothing
     query = Stream.query
 
     def __init__(self, *args, **kwargs):
@@ -96,10 +100,11 @@ def forget_peak(*args, **kwargs):
 
 
 def memory_stats(*args, **kwargs):
-    found = {"allocation.all.current": 0}
+    stats = {"allocation.all.current": 0}
     for kind in ("allocated_bytes.all", "reserved_bytes.all"):
-        found |= {f"{kind}.current": resident_bytes(), f"{kind}.peak": peak_resident_bytes()}
-    return found
+        stats[f"{kind}.current"] = resident_bytes()
+        stats[f"{kind}.peak"] = peak_resident_bytes()
+    return stats
 
 
 def get_rng_state(*args, **kwargs):
@@ -164,8 +169,9 @@ def _devices_of(process):
     threads do not survive a fork."""
     make = dist.ProcessGroupGloo
     interfaces = os.environ.get("GLOO_SOCKET_IFNAME")
-    names = interfaces.split(",") if interfaces else []
-    return [make.create_device(interface=name) for name in names] or [make.create_default_device()]
+    if not interfaces:
+        return [make.create_default_device()]
+    return [make.create_device(interface=name) for name in interfaces.split(",")]
 
 
 # (attribute of Megatron's parsed arguments, value on a CPU, reason). Upstream's defaults are for a GPU.

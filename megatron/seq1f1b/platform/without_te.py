@@ -38,9 +38,11 @@ def _marked_norm(new: Callable, cls: type, config: Any, hidden_size: int, *args:
     return norm
 
 
-def _made_for_any_rank(init: Callable, attention: Any, config: Any, *args: Any, v_channels: int = 0, **of: Any) -> None:
-    of.pop("k_channels", None)
-    init(attention, _with(config, context_parallel_size=1), *args, **of)
+def _made_for_any_rank(
+    init: Callable, attention: Any, config: Any, *args: Any, v_channels: int = 0, **options: Any
+) -> None:
+    options.pop("k_channels", None)
+    init(attention, _with(config, context_parallel_size=1), *args, **options)
     attention.config = config
     if v_channels:
         attention.hidden_size_per_partition = attention.num_attention_heads_per_partition * v_channels

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..files import read_json
 from ..process.child_processes import end_with_parent
@@ -21,13 +21,25 @@ from ..process.patches import Patch, PatchTable, wrapping
 from ..report import plot_memory
 from ..schedule import written_whole
 
+if TYPE_CHECKING:
+    from .report import RehearsalReport
+
 # Arguments of Megatron that a rehearsal switches off: it reads no checkpoint and no values, and writes no file.
 _OFF = (
-    *("load", "pretrained_checkpoint", "save", "async_save", "run_workload_inspector_server", "tp_comm_overlap"),
-    *("check_weight_hash_across_dp_replicas_interval", "gpu_sniff_test_interval", "log_num_zeros_in_grad"),
-    *("log_progress", "log_straggler", "profile"),
+    "async_save",
+    "check_weight_hash_across_dp_replicas_interval",
+    "gpu_sniff_test_interval",
+    "load",
+    "log_num_zeros_in_grad",
+    "log_progress",
+    "log_straggler",
     # The optimizer's step before the rehearsed one would gather parameters that no forward waits for.
     "overlap_param_gather_with_optimizer_step",
+    "pretrained_checkpoint",
+    "profile",
+    "run_workload_inspector_server",
+    "save",
+    "tp_comm_overlap",
 )
 _GPT2_WORDS = 50257
 _LONGEST = 4000  # characters of a stage's output
@@ -73,7 +85,8 @@ def _build_empty_tokenizer(build_tokenizer: Callable, args: Namespace) -> Any:
     """Megatron's empty tokenizer in place of the launch's, if its flags have the size of the vocabulary."""
     kind = args.tokenizer_type
     file = Path(args.vocab_file or "")
-    if kind == "GPT2BPETokenizer" and not args.vocab_size:  # Megatron looks it up at a hub
+    if kind == "GPT2BPETokenizer" and not args.vocab_size:
+        # Megatron looks up at a hub what the flag for the file does not name.
         args.vocab_size = len(read_json(file, dict[str, int])) if file.is_file() else _GPT2_WORDS
     if args.vocab_size:
         args.tokenizer_type = "NullTokenizer"
@@ -102,17 +115,14 @@ def _rehearse(
 
     launch = get_args()
     check(launch)
-    vars(launch).update({"fake_process_group": True, "rerun_mode": "disabled", **dict.fromkeys(_OFF)})
-    num_stages = launch.pipeline_model_parallel_size
-    apart = launch.world_size // num_stages
-    if launch.use_tp_pp_dp_mapping:
-        apart = launch.tensor_model_parallel_size * launch.context_parallel_size
-    ranks = range(0, apart * num_stages, apart)  # of one pipeline, from its first stage to its last
+    vars(launch).update(dict.fromkeys(_OFF))
+    launch.fake_process_group = True
+    launch.rerun_mode = "disabled"
 
     def run_stage() -> StageReport:
         return RehearsedStage(launch, rehearse_in, bytes_outside).run(partial(pretrain, *args, **kwargs))
 
-    stages = run_stages(run_stage, launch, ranks)
+    stages = run_stages(run_stage, launch, _ranks_of_a_pipeline(launch))
     report = RehearsalReport(
         launch=in_words(launch),
         device_memory=int(launch.device_memory * GIB),
@@ -120,17 +130,31 @@ def _rehearse(
         notes=stood_for(launch),
     )
     print(report.as_text(), flush=True)
-    if (folder := launch.dry_run_output) is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        with written_whole(folder / "rehearsal.json") as unfinished:
-            unfinished.write_text(json.dumps(report.as_json()) + "\n")
-        if find_spec("matplotlib") is None:
-            print(f"No picture in {folder}: matplotlib is not installed.")
-        else:
-            plot_memory(report.as_json(), folder / "memory.png")
+    if launch.dry_run_output is not None:
+        _write(report, launch.dry_run_output)
     for problem in report.problems:
         print(f"error: {problem}.", file=sys.stderr)
     raise SystemExit(1 if report.problems else 0)
+
+
+def _ranks_of_a_pipeline(launch: Namespace) -> Sequence[int]:
+    """The global ranks of one pipeline of the launch, from its first stage to its last."""
+    num_stages = launch.pipeline_model_parallel_size
+    apart = launch.world_size // num_stages
+    if launch.use_tp_pp_dp_mapping:
+        apart = launch.tensor_model_parallel_size * launch.context_parallel_size
+    return range(0, apart * num_stages, apart)
+
+
+def _write(report: "RehearsalReport", folder: Path) -> None:
+    """Write the report as JSON, and as a picture if matplotlib is there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with written_whole(folder / "rehearsal.json") as unfinished:
+        unfinished.write_text(json.dumps(report.as_json()) + "\n")
+    if find_spec("matplotlib") is None:
+        print(f"No picture in {folder}: matplotlib is not installed.")
+    else:
+        plot_memory(report.as_json(), folder / "memory.png")
 
 
 def run_stages(run_stage: Callable[[], Any], args: Namespace, ranks: Sequence[int]) -> list[Any]:
@@ -157,11 +181,10 @@ def run_stages(run_stage: Callable[[], Any], args: Namespace, ranks: Sequence[in
         except ProcessExitedException as failure:
             log = files[failure.error_index].with_suffix(".log").read_text(errors="replace")
             sys.stderr.write(log[-_LONGEST:])  # it ends with the error
-            raise SystemExit(
-                f"error: the process of rank {ranks[failure.error_index]} was ended by {failure.signal_name}."
-                if failure.signal_name
-                else failure.exit_code
-            ) from None
+            if not failure.signal_name:
+                raise SystemExit(failure.exit_code) from None
+            rank = ranks[failure.error_index]
+            raise SystemExit(f"error: the process of rank {rank} was ended by {failure.signal_name}.") from None
         return [pickle.loads(file.read_bytes()) for file in files]
 
 

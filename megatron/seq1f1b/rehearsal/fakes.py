@@ -100,9 +100,12 @@ class _FakeSource(SequenceSource):
         lengths: Sequence[int],
         readers: Sequence[int],
     ) -> Mapping[int, Mapping[str, Tensor]]:
-        own = [number for number, owner in owners.items() if owner == step.groups.dp.rank()]
         types = {name: leaf.dtype for name, leaf in sample.items() if name not in BOUNDS}
-        return {number: {name: torch.empty(lengths[number], dtype=types[name]) for name in types} for number in own}
+        own = {}
+        for number, owner in owners.items():
+            if owner == step.groups.dp.rank():
+                own[number] = {name: torch.empty(lengths[number], dtype=dtype) for name, dtype in types.items()}
+        return own
 
 
 def _fake_group(new_group: Callable, *args: Any, **options: Any) -> Any:
@@ -113,9 +116,11 @@ def _own_object_everywhere(object_list: list[Any], obj: Any, *_: Any, **__: Any)
     object_list[:] = [obj] * len(object_list)
 
 
-def _own_counts_of_all(gather: Callable, input_: Tensor, group: dist.ProcessGroup, *args: Any, **of: Any) -> Tensor:
+def _own_counts_of_all(
+    gather: Callable, input_: Tensor, group: dist.ProcessGroup, *args: Any, **options: Any
+) -> Tensor:
     if input_.is_meta or group.size() == 1:
-        return gather(input_, group, *args, **of)
+        return gather(input_, group, *args, **options)
     return input_.repeat(group.size(), *[1] * (input_.dim() - 1))
 
 
@@ -184,6 +189,13 @@ _FOR_FAKES = (
 _ON_A_GPU = (Patch("torch.nn.functional.rms_norm", _fused_norm, "keeps more than the kernels of a GPU do"),)
 # Functions that Megatron compiles for a GPU.
 _COMPILED = (
-    *("gelu.bias_gelu", "gelu.bias_gelu_back", "dropout.bias_dropout_add_fused_train"),
-    *(f"swiglu.{of}swiglu{back}" for of in ("", "bias_", "weighted_") for back in ("", "_back")),
+    "dropout.bias_dropout_add_fused_train",
+    "gelu.bias_gelu",
+    "gelu.bias_gelu_back",
+    "swiglu.bias_swiglu",
+    "swiglu.bias_swiglu_back",
+    "swiglu.swiglu",
+    "swiglu.swiglu_back",
+    "swiglu.weighted_swiglu",
+    "swiglu.weighted_swiglu_back",
 )

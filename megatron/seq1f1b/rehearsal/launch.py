@@ -114,4 +114,5 @@ def _is_packed(args: Namespace) -> bool:
 
 
 def _runs_megatrons_own_schedule(args: Namespace) -> bool:
-    return args.sequence_splits is args.unit_tokens is args.pipeline_schedule is args.pipeline_schedule_file is None
+    ours = (args.sequence_splits, args.unit_tokens, args.pipeline_schedule, args.pipeline_schedule_file)
+    return all(flag is None for flag in ours)

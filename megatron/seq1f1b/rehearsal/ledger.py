@@ -106,15 +106,21 @@ class Ledger(TorchDispatchMode, StepTracer, StepRecorder):
     def label(self, tree: Any, category: Category | None) -> None:
         """Set the category of the tensors in `tree`, from their births on; None is for tensors of the host."""
         for leaf in tree_leaves(tree):
-            if isinstance(leaf, torch.Tensor) and (found := self._alive.get(leaf.untyped_storage()._cdata)):
-                found[0].category = category
+            if not isinstance(leaf, torch.Tensor):
+                continue
+            alive = self._alive.get(leaf.untyped_storage()._cdata)
+            if alive is not None:
+                allocation, _ = alive
+                allocation.category = category
 
     def resize(self, resize: Callable, storage: torch.UntypedStorage, size: int) -> Any:
         """`torch.UntypedStorage.resize_`, which no operator shows, counted."""
-        if found := self._alive.get(storage._cdata):
-            category = found[0].category
-            self._dies(found[0])
-            self._alive[storage._cdata] = self._is_born(size, category), found[1]
+        alive = self._alive.get(storage._cdata)
+        if alive is not None:
+            allocation, reference = alive
+            category = allocation.category  # as it was: what dies young becomes a temporary
+            self._dies(allocation)
+            self._alive[storage._cdata] = self._is_born(size, category), reference
         return resize(storage, size)
 
     def as_one_kernel(self, function: Callable, *args: Any, **options: Any) -> Any:
@@ -122,14 +128,17 @@ class Ledger(TorchDispatchMode, StepTracer, StepRecorder):
         events = self._moments[-1][1]
         first = len(events)
         result = function(*args, **options)
-        born, died = ({each for each, sign in events[first:] if sign == wanted} for wanted in (1, -1))
-        events[first:] = [event for event in events[first:] if event[0] not in born & died]
+        born = {allocation for allocation, sign in events[first:] if sign > 0}
+        died = {allocation for allocation, sign in events[first:] if sign < 0}
+        within = born & died
+        events[first:] = [(allocation, sign) for allocation, sign in events[first:] if allocation not in within]
         return result
 
     def moments(self) -> list[Moment]:
+        """The moments in order, with what is held in each."""
         held = dict.fromkeys(Category, 0)
         in_all = 0
-        found = []
+        moments = []
         for name, events in self._moments:
             highest = in_all
             peak = dict(held)
@@ -141,8 +150,9 @@ class Ledger(TorchDispatchMode, StepTracer, StepRecorder):
                 if in_all > highest:
                     highest = in_all
                     peak = dict(held)
-            found.append(Moment(name, {category: size for category, size in peak.items() if size}, in_all))
-        return found
+            used = {category: size for category, size in peak.items() if size}
+            moments.append(Moment(name, peak=used, end=in_all))
+        return moments
 
     @contextmanager
     def step(
@@ -246,7 +256,11 @@ class Ledger(TorchDispatchMode, StepTracer, StepRecorder):
 def _carried_by_layers(chunks: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
     """Keys, values and their gradients, and all else that layers carry from segment to segment."""
     contexts = {context for context in map(context_of, chunks) if context is not None}
-    return [tensor for context in contexts for carried in context.all_carried() for tensor in carried.tensors()]
+    tensors: list[torch.Tensor] = []
+    for context in contexts:
+        for carried in context.all_carried():
+            tensors += carried.tensors()
+    return tensors
 
 
 def workspace_bytes(args: Sequence[Any]) -> int:

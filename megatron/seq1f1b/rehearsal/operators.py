@@ -47,7 +47,7 @@ class WithoutValues:
         if not without and (tensors or _is_short_range(function, args)):
             return function(*args, **kwargs)
         if not all(tensor.is_meta for tensor in tensors):
-            args = tree_map_only(Tensor, lambda each: each if each.is_meta else _made(*_form_of(each)), args)
+            args = tree_map_only(Tensor, _without_value, args)
         if function is _aten._local_scalar_dense.default:
             dtype = args[0].dtype
             if not (dtype.is_floating_point or dtype is torch.bool):
@@ -63,16 +63,16 @@ class WithoutValues:
         if function in self._runs_always:
             return function(*args, **kwargs)
         key = function, _form_of(args), _form_of(tuple(kwargs.items()))
-        if key not in self._results:
-            result = function(*args, **kwargs)
-            made = result if isinstance(result, tuple) else (result,)
-            if result is not None and all(item is None or _fills_new_storage(item, args) for item in made):
-                self._results[key] = [item if item is None else _form_of(item) for item in made]
-            else:
-                self._runs_always.add(function)
-            return result
-        made = tuple(form if form is None else _made(*form) for form in self._results[key])
-        return made[0] if len(made) == 1 else made
+        if key in self._results:
+            results = tuple(None if form is None else _made(*form) for form in self._results[key])
+            return results[0] if len(results) == 1 else results
+        result = function(*args, **kwargs)
+        results = result if isinstance(result, tuple) else (result,)
+        if result is not None and all(item is None or _fills_new_storage(item, args) for item in results):
+            self._results[key] = [None if item is None else _form_of(item) for item in results]
+        else:
+            self._runs_always.add(function)
+        return result
 
     def _before(self, num_experts: int, num_tokens: int) -> int:
         """How often the first `num_experts` experts are chosen by `num_tokens` tokens."""
@@ -103,6 +103,11 @@ def _made(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) ->
     return torch.empty_strided(size, stride, dtype=dtype, device=_META)
 
 
+def _without_value(tensor: Tensor) -> Tensor:
+    """A tensor of the same form without values."""
+    return tensor if tensor.is_meta else _made(*_form_of(tensor))
+
+
 def _form_of(value: Any) -> Any:
     """The size, strides and type of a tensor; types and values of all else."""
     if isinstance(value, Tensor):
@@ -121,5 +126,9 @@ def _fills_new_storage(item: Any, args: tuple) -> bool:
 
 
 def _tensors_in(args: tuple) -> list[Tensor]:
-    items = (item for argument in args for item in (argument if isinstance(argument, (list, tuple)) else (argument,)))
-    return [item for item in items if isinstance(item, Tensor)]
+    """The tensors among arguments, and in lists of tensors among these."""
+    tensors = []
+    for argument in args:
+        items = argument if isinstance(argument, (list, tuple)) else (argument,)
+        tensors += [item for item in items if isinstance(item, Tensor)]
+    return tensors

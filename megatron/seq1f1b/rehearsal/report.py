@@ -85,32 +85,42 @@ class RehearsalReport:
     def as_text(self) -> str:
         """The table, the verdict, and what they do not cover."""
         lines = [f"Rehearsed: {self.launch}", "", *self._table(), "", *self._verdict(), ""]
-        for title, notes in ("Replaced in this rehearsal:", self.notes), ("Not proved by a rehearsal:", CANNOT_PROVE):
-            lines += [title, *(f"  - {note}." for note in notes)] if notes else []
+        if self.notes:
+            lines.append("Replaced in this rehearsal:")
+            lines += [f"  - {note}." for note in self.notes]
+        lines.append("Not proved by a rehearsal:")
+        lines += [f"  - {note}." for note in CANNOT_PROVE]
         return "\n".join(lines)
 
     def _table(self) -> Iterator[str]:
         one, unit = (GIB, "GiB") if max(stage.needed for stage in self.stages) >= GIB else (MIB, "MiB")
         used = [category for category in Category if any(category in stage.fullest.peak for stage in self.stages)]
         titles = ["rank", "stages", "parameters", *used, "outside", "in all", "fullest at"]
+        # A title has a line for each of its words, the last one above the numbers.
         words = [title.split(" ") for title in titles]
         height = max(map(len, words))
-        header = [[""] * (height - len(title)) + title for title in words]
-        rows = [
-            [
-                str(number),
-                ",".join(map(str, stage.stages)),
-                f"{stage.num_parameters / 1e9:.3f} B" if stage.num_parameters >= 1e7 else f"{stage.num_parameters:,}",
-                *(f"{stage.fullest.peak.get(category, 0) / one:.2f}" for category in used),
-                f"{stage.outside / one:.2f}",
-                f"{stage.needed / one:.2f}" + ("" if stage.needed <= self.device_memory else " !"),
-                stage.fullest.name,
-            ]
-            for number, stage in enumerate(self.stages)
-        ]
-        text = aligned([*zip(*header, strict=True), *rows])
-        text.insert(height, "─" * max(map(len, text)))
-        yield from text
+        columns = [[""] * (height - len(title)) + title for title in words]
+        header = list(zip(*columns, strict=True))
+        rows = []
+        for number, stage in enumerate(self.stages):
+            parameters = f"{stage.num_parameters:,}"
+            if stage.num_parameters >= 1e7:
+                parameters = f"{stage.num_parameters / 1e9:.3f} B"
+            mark = " !" if stage.needed > self.device_memory else ""
+            rows.append(
+                (
+                    str(number),
+                    ",".join(map(str, stage.stages)),
+                    parameters,
+                    *(f"{stage.fullest.peak.get(category, 0) / one:.2f}" for category in used),
+                    f"{stage.outside / one:.2f}",
+                    f"{stage.needed / one:.2f}{mark}",
+                    stage.fullest.name,
+                )
+            )
+        lines = aligned([*header, *rows])
+        lines.insert(height, "─" * max(map(len, lines)))
+        yield from lines
         yield (
             f"{unit} at the fullest moment of each pipeline rank; 'outside' is by formula: CUDA context, NCCL, cuBLAS."
         )
@@ -131,7 +141,8 @@ class RehearsalReport:
         else:
             all_gib = f"{self.device_memory / GIB:.4g} GiB"
             yield f"Memory: fits. At most {self._most}; {in_words(self._free)} of {all_gib} stay free."
-        if on_host := max(stage.host_bytes for stage in self.stages):
+        on_host = max(stage.host_bytes for stage in self.stages)
+        if on_host:
             yield f"Memory of the host: up to {in_words(on_host)} a rank, for activations."
 
 
@@ -147,11 +158,22 @@ def at(moment: str) -> str:
 
 def mismatches(sent: Iterable[MessageEnd], received: Iterable[MessageEnd]) -> list[str]:
     """A sentence, without its full stop, for each channel on which both ends disagree."""
-    ends: dict[tuple[int, int, str], tuple[list[MessageEnd], list[MessageEnd]]] = defaultdict(lambda: ([], []))
-    for side, messages in enumerate((sent, received)):
-        for message in messages:
-            ends[message.source, message.destination, message.channel][side].append(message)
-    return [sentence for queue, both in sorted(ends.items()) if (sentence := _mismatch(*queue, *both))]
+    sent_on = _by_channel(sent)
+    received_on = _by_channel(received)
+    sentences = []
+    for channel in sorted(sent_on.keys() | received_on.keys()):
+        sentence = _mismatch(*channel, sent_on.get(channel, []), received_on.get(channel, []))
+        if sentence is not None:
+            sentences.append(sentence)
+    return sentences
+
+
+def _by_channel(messages: Iterable[MessageEnd]) -> dict[tuple[int, int, str], list[MessageEnd]]:
+    """The messages in order by source, destination and channel."""
+    by_channel = defaultdict(list)
+    for message in messages:
+        by_channel[message.source, message.destination, message.channel].append(message)
+    return by_channel
 
 
 def _mismatch(

@@ -57,7 +57,8 @@ class IterationLog:
         """Megatron prints the first iteration but keeps its loss for the next line, even if an interval ends there; and
         0 for the losses of an interval that has none."""
         if not losses and not sums.get("advanced iterations"):
-            for name in [name for name, value in sums.items() if isinstance(value, torch.Tensor)]:
+            of_losses = [name for name, value in sums.items() if isinstance(value, torch.Tensor)]
+            for name in of_losses:
                 del sums[name]
         is_end = (self._args().curr_iteration + 1) % self._args().log_interval == 0
         return upstream(losses, sums, *args, is_first_iteration=is_first_iteration and not is_end, **more)
@@ -71,19 +72,22 @@ class IterationLog:
             return
         args = self._args()
         executor = self._executor()
-        recorder = executor and executor.recorder  # of the last training step, by our schedules
+        recorder = None if executor is None else executor.recorder  # of the last training step, by our schedules
         tokens = self._tokens or int(line["batch"]) * args.seq_length
         per_second = tokens / (float(line["milliseconds"]) / 1e3) / args.world_size
         values = {"tokens-per-second-per-gpu": per_second}
         unit = "GPU" if torch.device(torch.cuda.current_device()).type == "cuda" else "process"
         message += f" tokens/s per {unit}: {per_second:.1f} |"
-        if readings := _of_all_stages(recorder.reading()) if recorder else []:
+        readings = _of_all_stages(recorder.reading()) if recorder else []
+        if readings:
             step = max(reading.duration for reading in readings)
             ratios = [1 - reading.busy / step for reading in readings]
             memory = [reading.peak_memory for reading in readings]
-            values |= {"bubble-ratio": sum(ratios) / len(ratios)}
-            values |= {f"bubble-ratio/pipeline-rank-{rank}": ratio for rank, ratio in enumerate(ratios)}
-            values |= {f"peak-activation-bytes/pipeline-rank-{rank}": size for rank, size in enumerate(memory)}
+            values["bubble-ratio"] = sum(ratios) / len(ratios)
+            for rank, ratio in enumerate(ratios):
+                values[f"bubble-ratio/pipeline-rank-{rank}"] = ratio
+            for rank, size in enumerate(memory):
+                values[f"peak-activation-bytes/pipeline-rank-{rank}"] = size
             message += f" bubble ratio by pipeline rank (%): {_few([100 * ratio for ratio in ratios])} |"
             message += f" peak activations by pipeline rank (MB): {_few([size / 2**20 for size in memory])} |"
         upstream(message)
@@ -111,7 +115,9 @@ class IterationLog:
 
     def report_experts(self, upstream: Callable, tracker: Any, loss_scale: float, *rest: Any, **more: Any) -> str:
         """Average over the micro-batches that ran if documents are kept apart."""
-        return upstream(tracker, 1 / self._microbatches if self._microbatches else loss_scale, *rest, **more)
+        if self._microbatches:
+            loss_scale = 1 / self._microbatches
+        return upstream(tracker, loss_scale, *rest, **more)
 
     def report_memory(self, upstream: Callable, args: Namespace, *rest: Any, **more: Any) -> None:
         """Megatron's own schedules only: the block at the start estimates ours."""
@@ -140,8 +146,10 @@ def _write(values: dict[str, float], iteration: int) -> None:
     """Write to Megatron's TensorBoard and wandb writers, which only the last rank has."""
     from megatron.training import get_tensorboard_writer, get_wandb_writer
 
-    if writer := get_tensorboard_writer():
+    tensorboard = get_tensorboard_writer()
+    if tensorboard:
         for name, value in values.items():
-            writer.add_scalar(name, value, iteration)
-    if wandb := get_wandb_writer():
+            tensorboard.add_scalar(name, value, iteration)
+    wandb = get_wandb_writer()
+    if wandb:
         wandb.log(values, iteration)

@@ -80,9 +80,9 @@ def _pairs(current: Sequence[Group], saved: Sequence[Group]) -> Iterator[tuple[G
     def rate(group: Group) -> float:
         return group.get("max_lr") or 0.0
 
-    for each in {kind(group): None for group in current}:
-        of_run = sorted((group for group in current if kind(group) == each), key=rate)
-        of_checkpoint = sorted((group for group in saved if kind(group) == each), key=rate)
+    for one_kind in dict.fromkeys(map(kind, current)):
+        of_run = sorted((group for group in current if kind(group) == one_kind), key=rate)
+        of_checkpoint = sorted((group for group in saved if kind(group) == one_kind), key=rate)
         if len(of_run) == len(of_checkpoint):  # Megatron tells of others
             yield from zip(of_run, of_checkpoint, strict=True)
 

@@ -56,11 +56,18 @@ class SkippedIterations:
         of_chunks = data_iterator if isinstance(data_iterator, list) else [data_iterator]
         machine = get_rerun_state_machine()
         while machine.should_run_forward_backward(data_iterator):
-            for each in of_chunks:
-                for _ in range(get_num_microbatches() if each is not None else 0):
-                    next(each)
+            for iterator in of_chunks:
+                if iterator is None:  # of a chunk without data
+                    continue
+                for _ in range(get_num_microbatches()):
+                    next(iterator)
         self._args().skipped_train_samples += get_current_running_global_batch_size()
+        no_losses: dict[str, Any] = {}
         is_skipped = 1
-        saves = exits = False
-        # No losses, and neither a norm of gradients nor their zeros nor the largest logit.
-        return {}, is_skipped, saves, exits, 0, None, None, None
+        saves = False
+        exits = False
+        exit_code = 0
+        gradient_norm = None
+        num_zeros = None
+        largest_logit = None
+        return no_losses, is_skipped, saves, exits, exit_code, gradient_norm, num_zeros, largest_logit
