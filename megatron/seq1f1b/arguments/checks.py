@@ -7,7 +7,9 @@ import math
 import os
 import tempfile
 from argparse import Namespace
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 
 def check_late_mistakes(args: Namespace) -> None:
@@ -29,9 +31,11 @@ def check_late_mistakes(args: Namespace) -> None:
             raise ValueError(f"{flag} {layers} must be at most --num-layers {args.num_layers}")
     if args.pipeline_trace is not None:
         first = min(args.pipeline_trace_iterations)
-        # The first iteration of a run that continues from a checkpoint is not known yet.
-        for flag, last in (("--train-iters", args.train_iters), ("--exit-interval", args.exit_interval)):
-            if last and first > last and not (args.load and flag == "--exit-interval"):
+        ends = {"--train-iters": args.train_iters}
+        if not args.load:  # else the iteration from which the interval counts is not known yet
+            ends["--exit-interval"] = args.exit_interval
+        for flag, last in ends.items():
+            if last and first > last:
                 raise ValueError(f"--pipeline-trace-iterations {first} is beyond {flag} {last}; choose earlier ones")
     if args.dry_run_output is not None and not args.dry_run:
         raise ValueError("--dry-run-output needs --dry-run")
@@ -39,7 +43,12 @@ def check_late_mistakes(args: Namespace) -> None:
     if not args.dry_run and os.environ.get("LOCAL_RANK", "0") == "0":
         # Megatron fails at the first save only; a trace is written after the third step.
         written |= {"--save": given("save"), "--pipeline-trace": args.pipeline_trace}
-    for flag, path in written.items():
+    _require_writable(written)
+
+
+def _require_writable(folders: Mapping[str, Any]) -> None:
+    """Raise ValueError for a folder, by the flag that names it, into which nothing can be written."""
+    for flag, path in folders.items():
         if path is None or "://" in str(path):
             continue
         try:

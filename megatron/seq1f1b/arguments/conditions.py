@@ -121,10 +121,14 @@ def repeats_embeddings_on_a_rank(settings: Settings) -> bool:
     if layout is None or settings.get("pipeline_placement") == "v":
         return False
     stages = stages_of_layout(layout)
-    is_tied = ties_embeddings(settings)
-    holding = [number for number, stage in enumerate(stages) if {"E", "m"} & {*stage} or (is_tied and "L" in stage)]
+    if not any("m" in stage for stage in stages):
+        return False
+    with_weights = {"E", "m"}
+    if ties_embeddings(settings):
+        with_weights.add("L")
+    holding = [number for number, stage in enumerate(stages) if not with_weights.isdisjoint(stage)]
     ranks = {number % settings["pipeline_model_parallel_size"] for number in holding}
-    return any("m" in stage for stage in stages) and len(ranks) < len(holding)
+    return len(ranks) < len(holding)
 
 
 def sees_later_tokens(settings: Settings) -> bool:

@@ -16,7 +16,7 @@ from .supported import OurFeature, first_unsupported, unsupported
 
 @dataclass(frozen=True)
 class PipelineConfig:
-    """All settings of our schedules in this process; `pipeline_config` makes it once.
+    """All settings of our schedules in this process; `pipeline_config` makes them once.
 
     `flags` are ours, as given. `schedule` is None if Megatron's own is to run. `lengths` are the tokens of each segment
     of a sequence of `run.sequence_length` tokens, with `--unit-tokens` the longest possible. `offloads` is the share of
@@ -125,11 +125,7 @@ def pipeline_config(flags: argparse.Namespace, run: MegatronRun, costs: Predicti
     if schedule is not None:
         _check(flags, schedule, run)
         if flags.sequence_splits == AUTO and partition.file is None:
-            if schedule.given is not None:
-                number = schedule.given.shape.num_segments
-            else:
-                number = costs.best_num_segments(schedule, lambda number: partition.cut(run.sequence_length, number))
-            partition = replace(partition, num_segments=number)
+            partition = replace(partition, num_segments=_best_num_segments(schedule, partition))
         if schedule.is_auto and schedule.placement == "v":
             partition = replace(partition, planned=schedule)
         lengths = partition.cut(run.sequence_length)
@@ -157,15 +153,25 @@ def pipeline_config(flags: argparse.Namespace, run: MegatronRun, costs: Predicti
     )
 
 
+def _best_num_segments(schedule: ScheduleChoice, partition: SequencePartition) -> int:
+    """The number of segments of `--sequence-splits auto`: that of a given schedule, else that of the shortest step."""
+    if schedule.given is not None:
+        return schedule.given.shape.num_segments
+    length = partition.run.sequence_length
+    return partition.costs.best_num_segments(schedule, lambda number: partition.cut(length, number))
+
+
 def _schedule(flags: argparse.Namespace, settings: Mapping[str, Any]) -> ScheduleChoice | None:
     if flags.pipeline_schedule_file is not None:
         return ScheduleChoice.of(read_csv(flags.pipeline_schedule_file))
     name = flags.pipeline_schedule
     if name is None:
-        cuts = flags.sequence_splits, flags.sequence_split_file, flags.unit_tokens, flags.segment_tokens
-        if all(each is None for each in cuts) and flags.sequence_split_strategy != "terapipe":
+        cuts = (flags.sequence_splits, flags.sequence_split_file, flags.unit_tokens, flags.segment_tokens)
+        finds_a_number = flags.sequence_split_strategy == "terapipe"  # of segments, by itself
+        if all(cut is None for cut in cuts) and not finds_a_number:
             return None
         name = "1f1b"
+    # A family splits backwards or not; `auto` splits them where that is supported.
     split = name != "auto" or first_unsupported(settings, {OurFeature.SPLIT_BACKWARDS}) is None
     pairs = bool(settings.get("overlap_moe_expert_parallel_comm"))
     return ScheduleChoice(name, flags.pipeline_placement, split, pairs)
@@ -200,15 +206,18 @@ def _refuse(settings: Mapping[str, Any], uses: set[OurFeature]) -> None:
 
 
 def _check(flags: argparse.Namespace, schedule: ScheduleChoice, run: MegatronRun) -> None:
-    of_program = "keep_documents_apart" if run.settings.get("keep_documents_apart") else None
-    if attends := of_program or ("--recompute-keeps-attention" if flags.recompute_keeps_attention else None):
+    attending = []  # what needs the attention of segments, even if sequences stay whole
+    if run.settings.get("keep_documents_apart"):
+        attending.append("keep_documents_apart")
+    if flags.recompute_keeps_attention:
+        attending.append("--recompute-keeps-attention")
+    for name in attending:
         for row in unsupported(run.settings, {OurFeature.SEGMENTS}):
-            raise ValueError(f"{attends} attends as segments do, and {row.feature} {row.because}; drop one of the two")
-    for name in ("unit_tokens", "segment_tokens"):
-        if (vars(flags)[name] or 0) % run.segment_multiple:
+            raise ValueError(f"{name} attends as segments do, and {row.feature} {row.because}; drop one of the two")
+    for flag, tokens in (("--unit-tokens", flags.unit_tokens), ("--segment-tokens", flags.segment_tokens)):
+        if tokens is not None and tokens % run.segment_multiple:
             raise ValueError(
-                f"--{name.replace('_', '-')} {vars(flags)[name]} is no multiple of {run.segment_multiple}, as tensor "
-                "and context parallelism need it"
+                f"{flag} {tokens} is no multiple of {run.segment_multiple}, as tensor and context parallelism need it"
             )
     if flags.pipeline_placement != "looped" and run.num_chunks == 1:
         raise ValueError(
@@ -232,9 +241,10 @@ def _partition(flags: argparse.Namespace, run: MegatronRun, costs: Predictions) 
     """The partition that the flags select; its number of segments is None if it has to be found."""
     strategy = flags.sequence_split_strategy
     num_segments = None if flags.sequence_splits == AUTO else flags.sequence_splits
-    if most := flags.unit_tokens or flags.segment_tokens:
+    most_tokens = flags.unit_tokens or flags.segment_tokens
+    if most_tokens is not None:
         strategy = "even"
-        num_segments = -(-run.sequence_length // most)
+        num_segments = -(-run.sequence_length // most_tokens)
     elif strategy is None:
         # A program may bring a model whose segments have no known costs.
         wants_equal = flags.means_equal_lengths or run.settings.get("tp_comm_overlap")

@@ -24,8 +24,10 @@ AUTO = "auto"
 # those that Megatron lacks.
 EQUAL_SPLITS = ("--pipe-sp-splits", "--chunked-pipeline-model-parallel-splits")
 _REMOVED = (
-    *("--no-async-tensor-model-parallel-allreduce", "--DDP-impl", "--data-impl"),
+    "--DDP-impl",
+    "--data-impl",
     "--moe-load-balancing-loss-mode-for-chunked-sequence",
+    "--no-async-tensor-model-parallel-allreduce",
 )
 
 
@@ -38,7 +40,8 @@ def number_type(
         if text == accepted:
             return text
         with suppress(ValueError):
-            if is_valid(number := kind(text)):
+            number = kind(text)
+            if is_valid(number):
                 return number
         raise argparse.ArgumentTypeError(f"{text!r} is {problem}{_in_digits(text)}")
 
@@ -50,7 +53,8 @@ def _in_digits(text: str) -> str:
     found = re.fullmatch("([0-9]+)([km])", text, re.IGNORECASE)
     if found is None:
         return ""
-    number = int(found[1]) * (1024 if found[2].lower() == "k" else 1024**2)
+    unit = 1024 if found[2].lower() == "k" else 1024**2
+    number = int(found[1]) * unit
     return f" (did you mean {number}?)"
 
 
@@ -115,8 +119,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     for flag in _REMOVED:
         if flag not in parser._option_string_actions:
             add(flag, action=_Removed, nargs="*", **hidden)
-    for action in parser._actions:  # Megatron 0.19 has a bare percent sign in a help text, so --help fails
-        action.help = action.help and re.sub(r"(?<!%)%(?![%(])", "%%", action.help)
+    for action in parser._actions:
+        if action.help is not None:  # Megatron 0.19 has a bare percent sign in a help text, so --help fails
+            action.help = re.sub(r"(?<!%)%(?![%(])", "%%", action.help)
     parser.error = partial(refuse, parser)  # type: ignore[method-assign]
     return parser
 

@@ -8,7 +8,7 @@ from argparse import Namespace
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from math import gcd, prod
+from math import gcd
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -63,9 +63,12 @@ def run_of_arguments(args: Namespace) -> MegatronRun:
     settings = dict(vars(args))
     if settings.get("dry_run") and args.device != "cpu":
         settings |= args.replaced_on_cpu
-    sizes = "global_batch_size", "micro_batch_size", "data_parallel_size"
-    batch, *share = (settings.get(name) or 0 for name in sizes)
-    return run_of_settings(settings, max(1, batch // prod(share)) if all(share) else 1)
+    num_microbatches = 1
+    batch = settings.get("global_batch_size") or 0
+    at_once = (settings.get("micro_batch_size") or 0) * (settings.get("data_parallel_size") or 0)
+    if at_once:
+        num_microbatches = max(1, batch // at_once)
+    return run_of_settings(settings, num_microbatches)
 
 
 def run_of_program(
@@ -95,9 +98,11 @@ def run_of_program(
         # The calls of the model tell the lengths; features are checked, and costs predicted, for a usual one.
         "seq_length": _USUAL_LENGTH if fields.get("variable_seq_lengths") or not seq_length else seq_length,
     }
-    for name, attribute in (("padded_vocab_size", "vocab_size"), ("position_embedding_type",) * 2):
-        with suppress(RuntimeError):
-            settings[name] = get_attr_wrapped_model(chunks[0], attribute)
+    # What the configuration lacks; a model that is no Megatron's has neither.
+    with suppress(RuntimeError):
+        settings["padded_vocab_size"] = get_attr_wrapped_model(chunks[0], "vocab_size")
+    with suppress(RuntimeError):
+        settings["position_embedding_type"] = get_attr_wrapped_model(chunks[0], "position_embedding_type")
     return run_of_settings(settings, num_microbatches)
 
 
@@ -108,13 +113,16 @@ def _have_transformer_engine(chunks: "list[Module]") -> bool:
 
 def run_of_settings(settings: Mapping[str, Any], num_microbatches: int) -> MegatronRun:
     """The run of settings by the names of Megatron's arguments."""
-    ways = settings.get("cp_comm_type") or "p2p"  # Transformer Engine's default
-    tensor = settings["tensor_model_parallel_size"] if settings["sequence_parallel"] else 1
-    if settings.get("fp8") and (block := BLOCKS.get(settings.get("fp8_recipe") or "")):  # stays whole in a segment
-        sequences = (settings.get(f"{of}micro_batch_size") or block for of in ("", "eval_"))
-        tensor *= block // gcd(block, *sequences)
+    cp_comm_type = settings.get("cp_comm_type") or "p2p"  # Transformer Engine's default
+    rows_multiple = settings["tensor_model_parallel_size"] if settings["sequence_parallel"] else 1
+    block = BLOCKS.get(settings.get("fp8_recipe") or "")
+    if settings.get("fp8") and block is not None:
+        # Tokens that share a scale stay in one segment: a rank's rows times sequences are a multiple of the block.
+        sequences = settings.get("micro_batch_size") or block
+        in_evaluation = settings.get("eval_micro_batch_size") or block
+        rows_multiple *= block // gcd(block, sequences, in_evaluation)
     return MegatronRun(
-        settings=MappingProxyType({**settings, "cp_comm_type": ways}),
+        settings=MappingProxyType({**settings, "cp_comm_type": cp_comm_type}),
         layers_per_stage=layers_per_stage(settings) if settings.get("padded_vocab_size") is not None else (),
         sequence_length=settings["seq_length"],
         num_microbatches=num_microbatches,
@@ -122,7 +130,7 @@ def run_of_settings(settings: Mapping[str, Any], num_microbatches: int) -> Megat
         pipeline_parallel_size=settings["pipeline_model_parallel_size"],
         num_chunks=settings.get("virtual_pipeline_model_parallel_size") or 1,
         tensor_parallel_size=settings["tensor_model_parallel_size"],
-        segment_multiple=segment_multiple(tensor, settings.get("context_parallel_size") or 1),
+        segment_multiple=segment_multiple(rows_multiple, settings.get("context_parallel_size") or 1),
     )
 
 
@@ -136,14 +144,19 @@ def layers_per_stage(settings: Mapping[str, Any]) -> tuple[int, ...]:
     parts = hybrid_stages(settings)
     if len(parts) > 1:
         return tuple(map(len, parts))
-    first, last = (settings.get(f"decoder_{end}_pipeline_num_layers") for end in ("first", "last"))
-    embedding, loss = (bool(settings.get(f"account_for_{part}_in_pipeline_split")) for part in ("embedding", "loss"))
+    first = settings.get("decoder_first_pipeline_num_layers")
+    last = settings.get("decoder_last_pipeline_num_layers")
+    # The embedding and the loss may count as a layer each.
+    embedding = bool(settings.get("account_for_embedding_in_pipeline_split"))
+    loss = bool(settings.get("account_for_loss_in_pipeline_split"))
     rest = settings["num_layers"] + embedding + loss - (first or 0) - (last or 0)
     usual = rest // max(1, num_ranks - (first is not None) - (last is not None))
     ranks = [usual] * num_ranks
-    ranks[0] = usual if first is None else first
-    ranks[-1] = ranks[-1] if last is None else last
-    stages = [layers // num_chunks for _ in range(num_chunks) for layers in ranks]
+    if first is not None:
+        ranks[0] = first
+    if last is not None:
+        ranks[-1] = last
+    stages = [layers // num_chunks for layers in ranks] * num_chunks
     stages[0] -= embedding
     stages[-1] -= loss
     return tuple(stages)

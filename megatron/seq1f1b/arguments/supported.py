@@ -798,10 +798,13 @@ UNSUPPORTED: Mapping[OurFeature, tuple[Unsupported, ...]] = {
 
 def unsupported(settings: Settings, uses: Collection[OurFeature]) -> Iterator[Unsupported]:
     """The features in `settings` that do not go with these uses."""
-    return (row for use in OurFeature if use in uses for row in UNSUPPORTED[use] if row.holds(settings))
+    for use in OurFeature:  # in the order of the table, whatever that of `uses`
+        if use in uses:
+            yield from (row for row in UNSUPPORTED[use] if row.holds(settings))
 
 
 def first_unsupported(settings: Settings, uses: Collection[OurFeature]) -> str | None:
     """One sentence, without its full stop, on the first feature that is not supported; None if all are."""
-    row = next(unsupported(settings, uses), None)
-    return row and f"{row.feature} {row.because}; {row.way_out}"
+    for row in unsupported(settings, uses):
+        return f"{row.feature} {row.because}; {row.way_out}"
+    return None

@@ -48,7 +48,9 @@ def read_histogram(path: str | Path) -> Mapping[int, int]:
         return found
     for number, line in enumerate(read_text(path, content).splitlines(), start=1):
         words = line.replace(",", " ").split()
-        if not words or words[0].startswith("#") or (number == 1 and words[0].isalpha()):
+        is_comment = not words or words[0].startswith("#")
+        is_heading = number == 1 and bool(words) and words[0].isalpha()
+        if is_comment or is_heading:
             continue
         if len(words) > 2:
             raise ValueError(f"{path}: line {number}: {line.strip()!r} is not 'tokens,sequences'")

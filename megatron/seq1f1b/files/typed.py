@@ -101,7 +101,8 @@ def converted[T](source: str | Path, data: Any, kind: type[T], place: str = "", 
         steps = re.findall(r"\[(?:\d+|\.\.\.)\]|[^.\[\]`]+", path)
         inside = "".join(step if step.startswith("[") else f".{step}" for step in steps).removeprefix(".")
         where = (place + inside).rstrip(".: ")
-        raise ValueError(": ".join(filter(None, (str(source), where, _in_words(message, data, kind, steps))))) from None
+        parts = [str(source), where, _in_words(message, data, kind, steps)]
+        raise ValueError(": ".join(part for part in parts if part)) from None
     except RecursionError as error:
         raise ValueError(f"{source}: {reason(error)}") from None
 

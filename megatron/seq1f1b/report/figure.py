@@ -2,8 +2,8 @@
 
 The colour of a box stands for the kind of action, its shade for the segment (dark is late), its number for the
 micro-batch, the bar below it for the model chunk; idle time stays white. The two actions of a pair share the height of
-a row, the forward above. Lines above a row are collectives, which
-gather parameters (hollow) or reduce gradients (filled); below it are copies to the host (filled) or back (hollow).
+a row, the forward above. Lines above a row are collectives, which gather parameters (hollow) or reduce gradients
+(filled); below it are copies to the host (filled) or back (hollow).
 """
 
 from collections.abc import Sequence
@@ -48,15 +48,19 @@ def plot_timelines(
             axes.set_xlim(0, longest * 1.002)  # the last edge shows
             _draw(axes, timeline, (width - margin) / longest if has_labels else 0.0)
             if width >= _NARROW:
-                makespan = timeline.makespan
-                ranks = range(len(timeline.ranks))
-                ratios = [1 - timeline.busy(rank) / makespan if makespan else 0.0 for rank in ranks]
-                held = [sequences_held((span.action for span in spans), timeline.shape) for spans in timeline.ranks]
-                write_right(axes, [f"{most:.2f}      {ratio:.3f}" for most, ratio in zip(held, ratios, strict=True)])
+                write_right(axes, [_numbers_of(timeline, rank) for rank in range(len(timeline.ranks))])
                 axes.text(1, 1, "sequences held, bubble", transform=axes.transAxes, ha="left", va="bottom")
         unit = timelines[0].time_unit
         panels[-1].set_xlabel(f"time [{unit}]" if unit else "time", labelpad=1)
         _add_legend(figure, timelines, max(2, int(width / 1.3)))
+
+
+def _numbers_of(timeline: Timeline, rank: int) -> str:
+    """The most sequences that a rank holds, and its bubble ratio."""
+    held = sequences_held((span.action for span in timeline.ranks[rank]), timeline.shape)
+    makespan = timeline.makespan
+    bubble = 1 - timeline.busy(rank) / makespan if makespan else 0.0
+    return f"{held:.2f}      {bubble:.3f}"
 
 
 def _title(timeline: Timeline) -> str:
@@ -74,24 +78,25 @@ def _draw(axes: Any, timeline: Timeline, inches: float) -> None:
     from matplotlib.collections import PolyCollection
 
     shape = timeline.shape
+    # Rectangles, each with the colours of its edge and its face and the width of its edge; lines lie over boxes.
     boxes = []
-    lines = []  # each with its edge, face and width of the edge
+    lines = []
     for rank, spans in enumerate(timeline.ranks):
         paired = timeline.paired(rank)
         for action, start, end in spans:
             left = start - timeline.start
             right = end - timeline.start
+            if action.kind in LINES:
+                look = LINES[action.kind]
+                top = rank + 0.42 if action.kind in MOVE_KINDS else rank - 0.5
+                lines.append((_rectangle(left, right, top, top + 0.08), look.edge, look.face, 0.5))
+                continue
             high = rank - 0.46
             low = rank + 0.46
             if action in paired and action.kind is Kind.F:
                 low = rank
             elif action in paired:
                 high = rank
-            if action.kind in LINES:
-                look = LINES[action.kind]
-                top = rank + 0.42 if action.kind in MOVE_KINDS else rank - 0.5
-                lines.append((_rectangle(left, right, top, top + 0.08), look.edge, look.face, 0.5))
-                continue
             face = shade(action.kind, action.segment, shape.num_segments)
             boxes.append((_rectangle(left, right, high, low), _DARK, face, 0.3))
             text = str(action.microbatch)
@@ -106,7 +111,8 @@ def _draw(axes: Any, timeline: Timeline, inches: float) -> None:
                     va="center_baseline",
                     clip_on=True,
                 )
-            if chunk := shape.placement.chunk_of(action.stage):
+            chunk = shape.placement.chunk_of(action.stage)
+            if chunk > 0:
                 bar = _rectangle(left, right, low - 0.16 * chunk / (shape.num_chunks - 1), low)
                 boxes.append((bar, _DARK, _DARK, 0.0))
     places, edges, faces, widths = zip(*boxes, *lines, strict=True)
@@ -128,7 +134,10 @@ def _add_legend(figure: Any, timelines: Sequence[Timeline], num_columns: int) ->
     def box(face: str, edge: str = _DARK) -> Patch:
         return Patch(facecolor=face, edgecolor=edge, linewidth=0.5)
 
-    used = {span.action.kind for timeline in timelines for spans in timeline.ranks for span in spans}
+    used: set[Kind] = set()
+    for timeline in timelines:
+        for spans in timeline.ranks:
+            used.update(span.action.kind for span in spans)
     entries: dict[str, Any] = {look.name: box(shade(kind, 1, 3)) for kind, look in BOXES.items() if kind in used}
     entries |= {look.name: box(look.face, look.edge) for kind, look in LINES.items() if kind in used}
     if any(timeline.shape.num_segments > 1 for timeline in timelines):

@@ -36,7 +36,11 @@ def plot_memory(report: Mapping[str, Any], path: str | Path) -> None:
     highest = max(sum(stage["fullest"]["peak"].values()) for stage in stages) / GIB
     capacity = report["device_memory"] / GIB
     top = 1.05 * (max(highest, capacity) if capacity < 3 * highest else highest)
-    names = [name for name in _COLOURS if any(name in moment["peak"] for s in stages for moment in s["moments"])]
+    used: set[str] = set()
+    for stage in stages:
+        for moment in stage["moments"]:
+            used.update(moment["peak"])
+    names = [name for name in _COLOURS if name in used]
     with picture(path, 4.2 * num_columns, 1.9 * num_rows + 0.7) as figure:
         panels = figure.subplots(num_rows, num_columns, sharey=True, squeeze=False).flat
         for number, (stage, axes) in enumerate(zip(stages, panels, strict=False)):

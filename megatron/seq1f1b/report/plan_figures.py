@@ -48,9 +48,19 @@ def plot_frontier(
         signs = zip(marked.items(), ("*", "s", "P"), (8, 12, 12), strict=False)
         for number, ((what, point), sign, size) in enumerate(signs):
             label = f"{what}: {point.name}"
-            axes.plot(*point[:2], sign, markersize=size, markeredgecolor="white", zorder=9 - number, label=label)
-        best = frontier([*chain(*groups.values())])
-        axes.step(*zip(*(point[:2] for point in best), strict=True), where="post", color="black", lw=1)
+            axes.plot(
+                point.memory,
+                point.throughput,
+                sign,
+                markersize=size,
+                markeredgecolor="white",
+                zorder=9 - number,
+                label=label,
+            )
+        best = frontier(list(chain.from_iterable(groups.values())))
+        memory = [point.memory for point in best]
+        throughput = [point.throughput for point in best]
+        axes.step(memory, throughput, where="post", color="black", lw=1)
         axes.axvline(limit, color="#b03030", lw=1, ls="--", label="a device holds")
         axes.set_xlim(left=0)
         # Slower points have no name where it would overlap that of a faster one.
@@ -60,7 +70,8 @@ def plot_frontier(
             if point.throughput <= lowest - gap:
                 lowest = point.throughput
                 # Below and to the right, where the frontier leaves room near the axis.
-                axes.annotate(point.name, point[:2], xytext=(4, -9), textcoords="offset points")
+                place = (point.memory, point.throughput)
+                axes.annotate(point.name, place, xytext=(4, -9), textcoords="offset points")
         axes.set(xlabel="memory of the fullest device, GiB", ylabel="tokens/s of all devices", title=title)
         axes.legend()
 

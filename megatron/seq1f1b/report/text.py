@@ -12,11 +12,14 @@ GIB = 2**30
 def aligned(rows: Sequence[Sequence[str]], sides: str = "", gap: int = 2) -> list[str]:
     """A line for each row, its cells in columns: flush left or right by the l or r in `sides`, right beyond these."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    put = [str.ljust if side == "l" else str.rjust for side in sides.ljust(len(widths), "r")]
-    return [
-        (" " * gap).join(side(cell, width) for side, cell, width in zip(put, row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+    sides = sides.ljust(len(widths), "r")
+    lines = []
+    for row in rows:
+        cells = []
+        for cell, width, side in zip(row, widths, sides, strict=True):
+            cells.append(cell.ljust(width) if side == "l" else cell.rjust(width))
+        lines.append((" " * gap).join(cells).rstrip())
+    return lines
 
 
 def in_words(size: float) -> str:

@@ -29,11 +29,23 @@ def to_trace(timeline: Timeline) -> dict[str, Any]:
         events += (_name("thread_name", rank, row, name) for row, name in enumerate(aside, start=1))
         for action, start, end in spans:
             row = 0 if action.kind in COMPUTE_KINDS else aside.index(_aside(action)) + 1
-            event = {"ph": "X", "pid": rank, "tid": row, "name": str(action), "cat": action.kind.value}
-            event |= {"ts": (start - timeline.start) * scale, "dur": (end - start) * scale}
-            args = {"stage": action.stage, "chunk": timeline.shape.placement.chunk_of(action.stage)}
-            args |= {"microbatch": action.microbatch, "segment": action.segment}
-            events.append(event | {"args": args})
+            events.append(
+                {
+                    "ph": "X",
+                    "pid": rank,
+                    "tid": row,
+                    "name": str(action),
+                    "cat": action.kind.value,
+                    "ts": (start - timeline.start) * scale,
+                    "dur": (end - start) * scale,
+                    "args": {
+                        "stage": action.stage,
+                        "chunk": timeline.shape.placement.chunk_of(action.stage),
+                        "microbatch": action.microbatch,
+                        "segment": action.segment,
+                    },
+                }
+            )
         events += _held(timeline, rank, scale)
     events += _arrows(timeline, scale)
     return {"traceEvents": events, "otherData": dict(timeline.meta)}
@@ -66,12 +78,16 @@ def _held(timeline: Timeline, rank: int, scale: float) -> Iterator[dict[str, Any
 
 
 def _arrows(timeline: Timeline, scale: float) -> Iterator[dict[str, Any]]:
-    found = {outcome(span.action): (rank, span) for rank, spans in enumerate(timeline.ranks) for span in spans}
+    """An arrow for each message: two events of one number, at the sender's slice and at the receiver's."""
+    slices = {}
+    for rank, spans in enumerate(timeline.ranks):
+        for span in spans:
+            slices[outcome(span.action)] = rank, span
     numbers = count(1)
-    for action, (rank, span) in found.items():
+    for action, (rank, span) in slices.items():
         needed = message_needed(action, timeline.shape) if action.kind in COMPUTE_KINDS else None
-        if needed in found:
-            there, sent = found[needed]
+        if needed in slices:
+            there, sent = slices[needed]
             leaves = sent.start + _INSIDE * (sent.end - sent.start)
             common = {"id": next(numbers), "name": "message", "cat": "message", "tid": 0}
             yield {"ph": "s", "pid": there, "ts": (leaves - timeline.start) * scale, **common}
