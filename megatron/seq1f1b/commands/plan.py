@@ -196,7 +196,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     row = partial(plan_text.row_of_units, search) if in_units else plan_text.row
     print("", *plan_text.ranking(found, megatron, given, row), sep="\n")
     if given is not None:
-        print(plan_text.of_launch(given, found[0], asked.memory_limit))
+        print(plan_text.of_launch(given, best, asked.memory_limit))
     print("", plan_text.verdict(gain, megatron, in_units), sep="\n")
     if megatron is not None and not in_units:
         print(plan_text.reason(found[0], megatron, gain))
@@ -212,8 +212,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in map(name_of, launch.unread):
         if name in ("--fp8-format", "--fp4-format"):
             print(f"{name} is not modelled: times and memory are those of 16 bit.")
-    if launch.unread:
-        print(f"These flags come back as given and change no prediction: {', '.join(launch.unread)}.")
+    if unread := [name_of(flag) for flag in launch.unread if flag in flags]:
+        print(f"These flags come back as given and change no prediction: {', '.join(unread)}.")
     if in_units:
         if not {*_APART} & {*map(name_of, flags)}:
             print(f"Units are for sequences that are kept apart: add one of {', '.join(_APART)}.")

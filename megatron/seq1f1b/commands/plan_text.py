@@ -79,13 +79,13 @@ def ranking(
     return with_header([{"": str(name), **row(each)} for name, each in named if each is not None])
 
 
-def of_launch(given: Plan, best: Plan, limit: float) -> str:
-    """Whether the launch as given fits, and how it compares with the best."""
+def of_launch(given: Plan, advised: Plan, limit: float) -> str:
+    """Whether the launch as given fits, and how it compares with what is advised."""
     if given.memory_gib > limit:
         fullest = max(given.prediction.memory, key=lambda rank: rank.total)
         return f"As given it does not fit: the fullest rank takes {by_use(fullest)}."
-    longer = given.seconds / best.seconds - 1
-    return f"As given it fits, and takes {100 * longer:.1f} % longer than the best."
+    longer = advised.tokens_per_second / given.tokens_per_second - 1
+    return f"As given it fits, and takes {100 * longer:.1f} % longer than what is advised."
 
 
 def parallel_sizes(setup: TrainingSetup) -> dict[str, str]:
@@ -212,7 +212,7 @@ def reason(ours: Plan, megatron: Plan, gain: Gain) -> str:
     more = {name: of_slower.get(name, 0.0) - of_faster.get(name, 0.0) for name in of_faster | of_slower}
     most = max(more, key=more.__getitem__)
     cure = f"; {_CURES[most]} that shrinks" if most in _CURES else ""
-    return f"{hours} Most of the difference: {loser_spends} {more[most]:.3f} s more on {most}{cure}."
+    return f"{hours} The largest part of the difference: {loser_spends} {more[most]:.3f} s more on {most}{cure}."
 
 
 def _gpu_hours(plan: Plan) -> float:

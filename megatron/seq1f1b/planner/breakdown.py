@@ -40,7 +40,7 @@ def breakdown(prediction: Prediction) -> dict[str, float]:
     # Collectives and recomputation are listed only where they take time.
     parts = {name: seconds for name, seconds in named.items() if seconds or name in _OF_LAYERS[:3]}
     # The device waits for the host where kernels end faster than the host launches them.
-    parts["embedding, head, host"] = busy[rank] - sum(parts.values())
+    parts["embedding, loss and host overhead"] = busy[rank] - sum(parts.values())
     parts["bubble and messages"] = prediction.pipeline - busy[rank]
     parts["optimizer"] = max(end.update for end in prediction.ends)
     rest = prediction.seconds - prediction.pipeline - parts["optimizer"] - machine.host.step

@@ -193,7 +193,8 @@ def parse_with_cpu_defaults(parse_args, *args, **kwargs):
     the result keeps the replaced ones."""
     parsed = parse_args(*args, **kwargs)
     flags_given = {word.partition("=")[0] for word in sys.argv[1:]}
-    is_rehearsal = getattr(parsed, "dry_run", False)
+    # Megatron also parses for itself, without our flags.
+    is_rehearsal = getattr(parsed, "dry_run", "--dry-run" in flags_given)
     if is_rehearsal:
         parsed.replaced_on_cpu = {name: getattr(parsed, name) for name, _, _ in FLAGS}
     elif parsed.profile and not parsed.use_pytorch_profiler:  # ends the program at --profile-step-start

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ..process.megatron_versions import checks_for_inference_layers
 from ..process.patches import Patch, PatchTable, wrapping
@@ -30,9 +31,39 @@ def _no(*_: Any) -> bool:
     return False
 
 
-def _marked_norm(new: Callable, cls: type, config: Any, hidden_size: int, *args: Any, **kwargs: Any) -> torch.nn.Module:
-    """A norm with marked parameters: Megatron sums their gradients over the tensor-parallel ranks."""
-    norm = new(cls, _with(config, sequence_parallel=False), hidden_size, *args, **kwargs)  # else Megatron refuses it
+class LayerNormAroundOne(torch.nn.LayerNorm):
+    """A layer norm that multiplies by 1 + `weight`."""
+
+    def reset_parameters(self) -> None:
+        torch.nn.init.zeros_(self.weight)
+        torch.nn.init.zeros_(self.bias)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.layer_norm(input, self.normalized_shape, 1 + self.weight, self.bias, self.eps)
+
+
+class RMSNormAroundOne(torch.nn.RMSNorm):
+    """An RMS norm that multiplies by 1 + `weight`."""
+
+    def reset_parameters(self) -> None:
+        torch.nn.init.zeros_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.normalized_shape, 1 + self.weight, self.eps)
+
+
+_AROUND_ONE = {"LayerNorm": LayerNormAroundOne, "RMSNorm": RMSNormAroundOne}
+
+
+def _local_norm(
+    new: Callable, cls: type, config: Any, hidden_size: int, eps: float = 1e-5, *args: Any, **kwargs: Any
+) -> torch.nn.Module:
+    """A norm with marked parameters: Megatron sums their gradients over the tensor-parallel ranks. Its weights are
+    those of --apply-layernorm-1p if that is given."""
+    if config.layernorm_zero_centered_gamma and config.normalization in _AROUND_ONE:
+        norm = _AROUND_ONE[config.normalization](hidden_size, eps=eps)
+    else:
+        norm = new(cls, _with(config, sequence_parallel=False), hidden_size, eps, *args, **kwargs)
     for parameter in norm.parameters():
         parameter.sequence_parallel = config.sequence_parallel
     return norm
@@ -110,7 +141,11 @@ _ATTENTION = f"{_CORE}.transformer.dot_product_attention.DotProductAttention"
 _OPTIMIZER = f"{_CORE}.optimizer.distrib_optimizer.DistributedOptimizer"
 
 LOCAL_LAYERS = (
-    wrapping(f"{_CORE}.transformer.torch_norm.WrappedTorchNorm.__new__", _marked_norm, "refuses sequence parallelism"),
+    wrapping(
+        f"{_CORE}.transformer.torch_norm.WrappedTorchNorm.__new__",
+        _local_norm,
+        "refuses sequence parallelism, and --apply-layernorm-1p",
+    ),
     wrapping(
         f"{_ATTENTION}.__init__",
         _made_for_any_rank,

@@ -121,6 +121,9 @@ def test_what_needs_a_gpu_is_replaced_or_refused(monkeypatch, caplog):
     with pytest.raises(ValueError, match=needs):  # but in a rehearsal, whose cluster has one
         parse(monkeypatch, "--transformer-impl", "transformer_engine")
     assert parse(monkeypatch, "--transformer-impl=transformer_engine", dry_run=True).transformer_impl == "local"
+    # As Megatron parses for itself, without our flags.
+    assert parse(monkeypatch, "--transformer-impl=transformer_engine", "--dry-run").transformer_impl == "local"
+    assert parse(monkeypatch, "--profile", "--dry-run", profile=True).profile
 
 
 @pytest.mark.parametrize("given", [None, hybrid_stack_spec, ModuleSpec(module=object)], ids=["none", "default", "own"])

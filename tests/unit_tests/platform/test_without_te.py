@@ -9,6 +9,8 @@ import pytest
 import torch
 from megatron.core import ModelParallelConfig
 from megatron.core.tensor_parallel import layers
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
 from megatron.seq1f1b.platform import without_te
 from megatron.seq1f1b.process.patches import patched
@@ -36,3 +38,30 @@ def test_an_output_layer_without_apex_is_trained_by_autograd(monkeypatch):
     layer(tokens)[0].sum().backward()
     assert torch.equal(layer.weight.grad, tokens.sum((0, 1)).expand(6, 4))
     assert not layer.weight.main_grad.any()  # the hook of DDP adds the gradient once
+
+
+@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
+def test_norms_around_one(normalization):
+    """--apply-layernorm-1p, which Megatron's local norms refuse: weights start at 0, and 1 is added to them."""
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=8,
+        num_attention_heads=2,
+        normalization=normalization,
+        layernorm_zero_centered_gamma=True,
+        sequence_parallel=True,
+        tensor_model_parallel_size=2,
+    )
+    with patched(without_te.LOCAL_LAYERS):
+        around_one = WrappedTorchNorm(config, 8, eps=1e-3)
+        config.layernorm_zero_centered_gamma = False
+        usual = WrappedTorchNorm(config, 8, eps=1e-3)
+    assert all(parameter.sequence_parallel for parameter in around_one.parameters())
+    assert dict(around_one.named_parameters()).keys() == dict(usual.named_parameters()).keys()
+    tokens = torch.randn(5, 2, 8)
+    assert torch.equal(around_one(tokens), usual(tokens))
+    for norm in (around_one, usual):
+        torch.nn.init.uniform_(norm.weight, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        usual.weight += 1
+    assert torch.equal(around_one(tokens), usual(tokens))
