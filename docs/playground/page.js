@@ -202,7 +202,11 @@ function save() {
   URL.revokeObjectURL(link.href);
 }
 
+// A preset keeps ranks, micro-batches and costs.
+const OF_PRESETS = "family=1f1b&segments=1&chunks=1&placement=looped&cut=balanced&memory=1";
+
 function startFrom(preset) {
+  if (preset) preset = `${OF_PRESETS}&${preset}`;
   for (const [name, value] of new URLSearchParams(preset)) form.elements[name].value = value;
   update();
 }

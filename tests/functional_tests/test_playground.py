@@ -104,8 +104,14 @@ def test_a_preset_is_drawn_copied_and_saved(site, page):
         page.evaluate(
             "URL.createObjectURL = (blob) => { blob.text().then((text) => (window.saved = text)); return '#'; }"
         )
-        page.evaluate(f"{SET}(['preset', 'family=1f1b&segments=4&chunks=2'])")
-        check(page, chunks=2)
+        # What one preset has set is not left to the next.
+        for preset, of_preset in (
+            ("family=auto&chunks=2&placement=v", {"family": "auto", "segments": 1, "chunks": 2, "placement": "v"}),
+            ("family=breadth-first&chunks=2", {"family": "breadth-first", "segments": 1, "chunks": 2}),
+            ("segments=4&chunks=2", {"chunks": 2}),
+        ):
+            page.evaluate(f"{SET}(['preset', '{preset}'])")
+            check(page, **of_preset)
         page.evaluate("document.querySelector('[data-copy=flags]').click()")
         page.wait_for("window.copied")
         copied = page.evaluate("window.copied")

@@ -41,6 +41,9 @@ def site(tmp_path_factory):
         ("NaN", "/troubleshooting/ #the-loss-is-nan-or-infinite"),
         ("loss differs", "/troubleshooting/ #the-loss-differs-from-an-earlier-run"),
         ("hangs", "/troubleshooting/ #it-hangs-in-the-first-step"),
+        ("ZB-V", "/schedules/ #names-from-papers-zb-v-zb-2p-dualpipe"),
+        ("DualPipe", "/schedules/ #names-from-papers-zb-v-zb-2p-dualpipe"),
+        ("cite", "/ #how-to-cite"),
     ],
 )
 def test_a_search_finds(words, found, site, page):
