@@ -62,9 +62,13 @@ def main(argv: list[str] | None = None) -> None:
     if len(sizes) > 1:
         raise ValueError(f"the runs have pipelines of {sorted(sizes)} ranks; compare equal ones")
     names = [run.name for run in args.runs]
-    columns = [column(name, log, *trace, logs[0]) for name, log, trace in zip(names, logs, traces, strict=True)]
-    rows = zip(columns[0], *(each.values() for each in columns), strict=True)
-    print(*aligned([*rows], "l", gap=3), losses(names, logs), sep="\n")
+    columns = [
+        column(name, log, timeline, trace, first=logs[0])
+        for name, log, (timeline, trace) in zip(names, logs, traces, strict=True)
+    ]
+    titles = columns[0]
+    rows = [[title, *(column_of_run[title] for column_of_run in columns)] for title in titles]
+    print(*aligned(rows, "l", gap=3), losses(names, logs), sep="\n")
     plot_timelines(timelines, args.output)
     print(f"Measured timelines of iteration {traces[0][1].iteration}: {args.output}")
 
@@ -84,7 +88,11 @@ def read_training_log(path: Path) -> TrainingLog:
 
 def latest_trace(folder: Path) -> tuple[Timeline, Trace]:
     """The last iteration that was traced, of the first pipeline."""
-    paths = {int(found[1]): path for path in folder.glob("*.json") if (found := _TRACE.fullmatch(path.name))}
+    paths = {}  # by iteration
+    for path in folder.glob("*.json"):
+        match = _TRACE.fullmatch(path.name)
+        if match is not None:
+            paths[int(match[1])] = path
     if not paths:
         raise ValueError(f"{folder}: it holds no trace; was the run started with --pipeline-trace?")
     return read_trace(paths[max(paths)])

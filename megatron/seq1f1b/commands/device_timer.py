@@ -40,8 +40,9 @@ class DeviceTimer:
             self.sizes = {"memory_gib": found.total_memory / 2**30, "multiprocessors": found.multi_processor_count}
         else:
             torch.set_num_threads(1)
-        sizes = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
-        self.rank, self.num_ranks, self.ranks_in_node = (int(os.environ.get(*each)) for each in sizes.items())
+        self.rank = int(os.environ.get("RANK", "0"))
+        self.num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        self.ranks_in_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         if self.num_ranks > 1:
             dist.init_process_group("nccl" if self._is_on_gpu else "gloo")
             self._node, _ = dist.new_subgroups(self.ranks_in_node)

@@ -10,6 +10,7 @@ credited with.
 
 # Tested in commands/test_plan.py.
 
+import argparse
 import csv
 import os
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from dataclasses import replace
 from itertools import product
 from math import nan
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec import Struct, structs
 
@@ -33,6 +34,18 @@ from .model_flags import PRESETS, preset
 from .parsing import Parser, amount, amount_or_0, count, count_up_to, output_path
 from .plan import add_machine, show
 from .plan_text import short_name
+
+
+class Asked(NamedTuple):
+    """What is asked of one cell, as it stands in its line."""
+
+    model: str
+    machine: str
+    seq_length: int
+    bandwidth: float
+    host_bandwidth: float
+    gpus: int
+    batch: int
 
 
 class Cell(Struct, frozen=True):
@@ -54,15 +67,15 @@ class Cell(Struct, frozen=True):
     megatron_configuration: str
 
     @property
-    def question(self) -> tuple[str, str, int, float, float, int, int]:
-        return (
-            self.model,
-            self.machine,
-            self.seq_length,
-            self.bandwidth,
-            self.host_bandwidth,
-            self.gpus,
-            self.batch,
+    def asked(self) -> Asked:
+        return Asked(
+            model=self.model,
+            machine=self.machine,
+            seq_length=self.seq_length,
+            bandwidth=self.bandwidth,
+            host_bandwidth=self.host_bandwidth,
+            gpus=self.gpus,
+            batch=self.batch,
         )
 
     def named_words(self) -> dict[str, str]:
@@ -100,35 +113,72 @@ def make_parser() -> Parser:
 def main(argv: Sequence[str] | None = None) -> None:
     args = make_parser().parse_args(argv)
     machine = read_machine(args.machine)
+    known = {cell.asked: cell for cell in read_cells(args.output)}
+    if args.output.exists():
+        os.truncate(args.output, _size_of_lines(args.output.read_bytes()))
     cells = []
+    wanted = asked_cells(args, machine)
+    for number, asked in enumerate(wanted, start=1):
+        if asked not in known:
+            known[asked] = found_cell(asked, machine)
+            append_cell(args.output, known[asked])
+        cells.append(known[asked])
+        show(number, len(wanted))
+    print(table(cells))
+    if args.picture:
+        title = f"gain of segments, {args.model}, {args.seq_length} tokens, {machine.device.name}"
+        plot_gains(cells, title, args.output.with_suffix(".png"))
+
+
+def asked_cells(args: argparse.Namespace, machine: Machine) -> list[Asked]:
+    """The cells that the flags ask for."""
     batches = sorted({max(1, round(tokens / args.seq_length)) for tokens in args.tokens})
     bandwidths = args.bandwidths or [machine.network.bandwidth / 1e9]
     host_bandwidths = args.host_bandwidths or [machine.device.host_bandwidth / 1e9]
-    wanted = list(product(bandwidths, host_bandwidths, args.gpus, batches))
-    known = {cell.question: cell for cell in read_cells(args.output)}
-    if args.output.exists():
-        os.truncate(args.output, _size_of_lines(args.output.read_bytes()))
-    for number, (bandwidth, host_bandwidth, devices, batch) in enumerate(wanted, start=1):
-        key = (
-            args.model,
-            args.machine,
-            args.seq_length,
-            float(f"{bandwidth:g}"),
-            float(f"{host_bandwidth:g}"),
-            devices,
-            batch,
+    return [
+        Asked(
+            model=args.model,
+            machine=args.machine,
+            seq_length=args.seq_length,
+            bandwidth=float(f"{bandwidth:g}"),
+            host_bandwidth=float(f"{host_bandwidth:g}"),
+            gpus=gpus,
+            batch=batch,
         )
-        if key not in known:
-            linked = with_links(machine, 1e9 * bandwidth, 1e9 * host_bandwidth)
-            room = linked.device.host_memory_gib
-            search = Search(Question(preset(args.model), linked, devices, args.seq_length, batch, host_gib=room))
-            ours = next(iter(search.best(1)), None)
-            megatron = search.megatron_baseline()
-            known[key] = Cell(*key, *_step(ours), *_step(megatron))
-            append_cell(args.output, known[key])
-        cells.append(known[key])
-        show(number, len(wanted))
-    shown = {
+        for bandwidth, host_bandwidth, gpus, batch in product(bandwidths, host_bandwidths, args.gpus, batches)
+    ]
+
+
+def found_cell(asked: Asked, machine: Machine) -> Cell:
+    """Search for the best step of either side."""
+    linked = with_links(machine, 1e9 * asked.bandwidth, 1e9 * asked.host_bandwidth)
+    search = Search(
+        Question(
+            model=preset(asked.model),
+            machine=linked,
+            num_devices=asked.gpus,
+            sequence_length=asked.seq_length,
+            global_batch_size=asked.batch,
+            host_gib=linked.device.host_memory_gib,
+        )
+    )
+    plans = search.best(1)
+    ours = _step(plans[0] if plans else None)
+    megatron = _step(search.megatron_baseline())
+    return Cell(
+        **asked._asdict(),
+        seconds=ours.seconds,
+        bubble_ratio=ours.bubble_ratio,
+        configuration=ours.configuration,
+        megatron_seconds=megatron.seconds,
+        megatron_bubble_ratio=megatron.bubble_ratio,
+        megatron_configuration=megatron.configuration,
+    )
+
+
+def table(cells: Sequence[Cell]) -> str:
+    """A line for each cell, with its gain."""
+    titles = {
         "bandwidth": "GB/s a node",
         "host_bandwidth": "to the host",
         "gpus": "GPUs",
@@ -138,11 +188,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         "megatron_seconds": "Megatron s",
         "megatron_configuration": "Megatron's best",
     }
-    rows = ([*(cell.named_words()[name] for name in shown), str(gain_of(cell))] for cell in cells)
-    print("\n".join(aligned([[*shown.values(), "gain"], *rows])))
-    if args.picture:
-        title = f"gain of segments, {args.model}, {args.seq_length} tokens, {machine.device.name}"
-        plot_gains(cells, title, args.output.with_suffix(".png"))
+    rows = [[*titles.values(), "gain"]]
+    for cell in cells:
+        words = cell.named_words()
+        rows.append([*(words[name] for name in titles), str(gain_of(cell))])
+    return "\n".join(aligned(rows))
 
 
 def with_links(machine: Machine, bandwidth: float, host_bandwidth: float) -> Machine:
@@ -158,16 +208,28 @@ def with_links(machine: Machine, bandwidth: float, host_bandwidth: float) -> Mac
     )
 
 
-def _step(plan: Plan | None) -> tuple[float | None, float | None, str]:
-    """The seconds of a step, its bubble ratio and its configuration."""
+class _Step(NamedTuple):
+    """The best step of one side as it stands in the line of a cell."""
+
+    seconds: float | None
+    bubble_ratio: float | None
+    configuration: str
+
+
+def _step(plan: Plan | None) -> _Step:
     if plan is None:
-        return None, None, "-"
-    ratio = float(f"{plan.prediction.bubble:.3f}")
-    return float(f"{plan.seconds:.4g}"), ratio, short_name(plan) or "data parallel"
+        return _Step(seconds=None, bubble_ratio=None, configuration="-")
+    return _Step(
+        seconds=float(f"{plan.seconds:.4g}"),
+        bubble_ratio=float(f"{plan.prediction.bubble:.3f}"),
+        configuration=short_name(plan) or "data parallel",
+    )
 
 
 def gain_of(cell: Cell) -> Gain:
-    ours, megatron = (each and 1 / each for each in (cell.seconds, cell.megatron_seconds))
+    """The gain in steps a second, with the error of predictions for this machine and model."""
+    ours = None if cell.seconds is None else 1 / cell.seconds
+    megatron = None if cell.megatron_seconds is None else 1 / cell.megatron_seconds
     return Gain(ours, megatron, read_machine(cell.machine).error_of(preset(cell.model)))
 
 
@@ -195,8 +257,11 @@ def append_cell(path: Path, cell: Cell) -> None:
 
 def _size_of_lines(content: bytes) -> int:
     """The bytes of the lines of a map that are complete."""
-    is_begun = ",".join(_NAMES).encode().startswith(content)  # with its first line
-    return 0 if is_begun else content.rfind(b"\n") + 1 or len(content)
+    has_names_only = ",".join(_NAMES).encode().startswith(content)  # or a part of its first line
+    if has_names_only:
+        return 0
+    end_of_last_line = content.rfind(b"\n") + 1
+    return end_of_last_line or len(content)  # another file, which has no lines, is to be refused as a whole
 
 
 def plot_gains(cells: Sequence[Cell], title: str, path: Path) -> None:
@@ -209,14 +274,19 @@ def plot_gains(cells: Sequence[Cell], title: str, path: Path) -> None:
     cells = [cell for cell in cells if cell.host_bandwidth == slowest]
     values = {(cell.bandwidth, cell.gpus, cell.batch): gain_of(cell).value for cell in cells}
     error = 100 * gain_of(cells[0]).error
-    bandwidths, _, batches = (sorted(set(each)) for each in zip(*values, strict=True))
+    bandwidths = sorted({bandwidth for bandwidth, _, _ in values})
+    batches = sorted({batch for _, _, batch in values})
     devices = {batch: sorted({gpus for _, gpus, of_batch in values if of_batch == batch}) for batch in batches}
     columns = [len(devices[batch]) for batch in batches]
     with picture(path, 2 + 0.3 * len(batches) + 0.9 * sum(columns), 3.4) as figure:
         panels = figure.subplots(1, len(batches), squeeze=False, sharey=True, width_ratios=columns)[0]
         for axes, batch in zip(panels, batches, strict=True):
-            found = [[values.get((speed, gpus, batch)) for gpus in devices[batch]] for speed in bandwidths]
-            gains = np.array([[nan if gain is None else 100 * gain for gain in row] for row in found])
+            gains = np.full((len(bandwidths), len(devices[batch])), nan)
+            for row, bandwidth in enumerate(bandwidths):
+                for column, gpus in enumerate(devices[batch]):
+                    value = values.get((bandwidth, gpus, batch))
+                    if value is not None:
+                        gains[row, column] = 100 * value
             is_known = np.ma.masked_invalid(gains)
             axes.imshow(is_known, cmap="Greys", vmin=-100, vmax=300, origin="lower", aspect="auto")
             shown = np.ma.masked_inside(is_known, -error, error)

@@ -41,9 +41,9 @@ def read_launch(words: Sequence[str], preset: Sequence[str] = ()) -> argparse.Na
     """
     parser = Parser(None, allow_abbrev=False, add_help=False)
     add_every_model_flag(parser)
-    of_model = {*parser._option_string_actions}
+    of_model = set(parser._option_string_actions)
     _add_decided(parser)
-    read = {*parser._option_string_actions}
+    read = set(parser._option_string_actions)
     launch = parser.parse_known_args([*preset, *words])[0]
     if launch.recompute_activations:  # as Megatron does
         launch.recompute_granularity = "selective"
@@ -55,7 +55,7 @@ def read_launch(words: Sequence[str], preset: Sequence[str] = ()) -> argparse.Na
         decided.add("--ckpt-format")  # that of its checkpoints, which no other run may have
     launch.passed_through = [flag for flag in with_values([*preset, *words]) if name_of(flag) not in decided]
     # Predictions are for an exchange of all experts with all.
-    is_flex = {"--moe-token-dispatcher-type flex", "--moe-token-dispatcher-type=flex"} & {*given}
+    is_flex = "--moe-token-dispatcher-type flex" in given or "--moe-token-dispatcher-type=flex" in given
     launch.moe_token_dispatcher_type = "flex" if is_flex else "alltoall"
     if launch.num_experts and not is_flex:
         launch.passed_through.append("--moe-token-dispatcher-type alltoall")

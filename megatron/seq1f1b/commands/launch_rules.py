@@ -6,7 +6,6 @@ Tested in commands/test_launch_flags.py.
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cache, lru_cache
-from itertools import compress
 from types import MappingProxyType
 from typing import Any
 
@@ -20,8 +19,6 @@ _OF_UNITS = {"calculate_per_token_loss": True, "keep_documents_apart": True}
 _OF_MEGATRON = frozenset({OurFeature.EVERY_RUN, OurFeature.MEGATRONS_OWN})
 # Features that a planner may use.
 _OPTIONAL = (OurFeature.SEGMENTS, OurFeature.SPLIT_BACKWARDS, OurFeature.OFFLOAD, OurFeature.PARTITIONED_STATE)
-
-
 # What every plan decides, at the sizes at which most goes together.
 _LEAST = MappingProxyType(
     {
@@ -55,15 +52,23 @@ class LaunchRules:
             self._settings |= _OF_UNITS
         self._always = frozenset({OurFeature.EVERY_RUN, OurFeature.ANY_SCHEDULE, *always})
         self._starts = cache(self._would_start)
-        if sentence := self._refusal(self._always):
+        sentence = self._refusal(self._always)
+        if sentence is not None:
             raise ValueError(sentence)
 
     def accept(self, candidate: Candidate) -> bool:
         """Whether training would start with these flags and those of the plan, under our schedules."""
         setup = candidate.setup
-        splits = setup.splits_backward and setup.family != "auto"  # which splits none where that is refused
-        taken = len(setup.segments) > 1, splits, setup.offloads > 0, setup.partitions_state
-        return self._starts(self._always.union(compress(_OPTIONAL, taken)), _decided(candidate))
+        uses = set(self._always)
+        if len(setup.segments) > 1:
+            uses.add(OurFeature.SEGMENTS)
+        if setup.splits_backward and setup.family != "auto":  # which splits none where that is refused
+            uses.add(OurFeature.SPLIT_BACKWARDS)
+        if setup.offloads > 0:
+            uses.add(OurFeature.OFFLOAD)
+        if setup.partitions_state:
+            uses.add(OurFeature.PARTITIONED_STATE)
+        return self._starts(frozenset(uses), _decided(candidate))
 
     def accept_of_megatron(self, candidate: Candidate) -> bool:
         """The same under Megatron's own schedules."""
@@ -72,9 +77,11 @@ class LaunchRules:
     def left_out(self) -> Iterator[str]:
         """A sentence for each feature that no plan may use."""
         for use in _OPTIONAL:
-            if sentence := self._refusal(self._always | {use}):
+            sentence = self._refusal(self._always | {use})
+            if sentence is not None:
                 yield f"Plans {use.value.replace('`', '')} are left out: {sentence}."
-        if sentence := self._refusal(self._always, {"pipeline_model_parallel_size": 2}):
+        sentence = self._refusal(self._always, {"pipeline_model_parallel_size": 2})
+        if sentence is not None:
             yield f"Plans with several pipeline ranks are left out: {sentence}."
 
     def _would_start(self, uses: frozenset[OurFeature], decided: frozenset[tuple[str, Any]]) -> bool:

@@ -15,6 +15,34 @@ from .parsing import MOST_LAYERS, Parser, count, count_up_to
 # From a name to flags of Megatron.
 PRESETS: Mapping[str, str] = MappingProxyType(tomllib.loads(Path(__file__).with_name("models.toml").read_text()))
 
+# Sizes with Megatron's defaults: experts, latent attention, gated delta nets, Mamba-2.
+_SIZES: Mapping[str, int | None] = MappingProxyType(
+    {
+        "num-experts": None,
+        "moe-router-topk": 2,
+        "moe-ffn-hidden-size": None,
+        "mtp-num-layers": None,
+        "moe-shared-expert-intermediate-size": None,
+        "max-position-embeddings": None,
+        "moe-router-num-groups": None,
+        "moe-router-group-topk": None,
+        "q-lora-rank": None,
+        "kv-lora-rank": 32,
+        "qk-head-dim": 128,
+        "qk-pos-emb-head-dim": 64,
+        "v-head-dim": 128,
+        "linear-num-key-heads": 16,
+        "linear-num-value-heads": 32,
+        "linear-key-head-dim": 128,
+        "linear-value-head-dim": 128,
+        "linear-conv-kernel-dim": 4,
+        "mamba-num-heads": None,
+        "mamba-head-dim": 64,
+        "mamba-num-groups": 8,
+        "mamba-state-dim": 128,
+    }
+)
+
 
 def preset(name: str) -> ModelShape:
     """The model of one of PRESETS."""
@@ -24,16 +52,20 @@ def preset(name: str) -> ModelShape:
 def preset_words(name: str, sequence_length: int) -> list[str]:
     """The flags of a model to be trained."""
     words = PRESETS[name].split()
-    return [*words, *" ".join(training_flags(sequence_length, "--position-embedding-type" in words)).split()]
+    for flag in training_flags(sequence_length, has_positions="--position-embedding-type" in words):
+        words += flag.split()
+    return words
 
 
 def training_flags(sequence_length: int, has_positions: bool = False) -> list[str]:
     """The flags to train a preset with: rotary positions, unless it has others, 16 bit, no dropout; each item is a flag
     with its values."""
-    rotary = [] if has_positions else ["--position-embedding-type rope"]
-    others = "--hidden-dropout 0", "--attention-dropout 0", "--bf16"
-    longest = f"--max-position-embeddings {sequence_length}"
-    return ["--untie-embeddings-and-output-weights", *rotary, longest, *others]
+    flags = ["--untie-embeddings-and-output-weights"]
+    if not has_positions:
+        flags.append("--position-embedding-type rope")
+    flags.append(f"--max-position-embeddings {sequence_length}")
+    flags += ["--hidden-dropout 0", "--attention-dropout 0", "--bf16"]
+    return flags
 
 
 def add_model_flags(parser: argparse.ArgumentParser, **defaults: int | None) -> None:
@@ -53,25 +85,21 @@ def add_every_model_flag(parser: argparse.ArgumentParser) -> None:
     """All flags of Megatron that change the costs of a model."""
     add_model_flags(parser, num_layers=None, hidden_size=None, num_attention_heads=None, vocab_size=51200)
     add = parser.add_argument
-    # Sizes with Megatron's defaults: experts, latent attention, gated delta nets, Mamba-2.
-    for name, default in {
-        **{"num-experts": None, "moe-router-topk": 2, "moe-ffn-hidden-size": None, "mtp-num-layers": None},
-        **{"moe-shared-expert-intermediate-size": None, "max-position-embeddings": None},
-        **{"moe-router-num-groups": None, "moe-router-group-topk": None},
-        **{"q-lora-rank": None, "kv-lora-rank": 32, "qk-head-dim": 128, "qk-pos-emb-head-dim": 64, "v-head-dim": 128},
-        **{"linear-num-key-heads": 16, "linear-num-value-heads": 32, "linear-key-head-dim": 128},
-        **{"linear-value-head-dim": 128, "linear-conv-kernel-dim": 4},
-        **{"mamba-num-heads": None, "mamba-head-dim": 64, "mamba-num-groups": 8, "mamba-state-dim": 128},
-    }.items():
+    for name, default in _SIZES.items():
         add(f"--{name}", type=count, default=default)
     add("--moe-layer-freq", type=_layer_frequency, default=1)
     add("--window-attn-skip-freq", type=_layer_frequency)
-    add("--window-size", type=lambda text: tuple(int(number) for number in text.strip("()").split(",")))
+    add("--window-size", type=_window)
     add("--hybrid-layer-pattern")
     add("--position-embedding-type", default="learned_absolute")
     for name in ("group-query-attention", "multi-latent-attention", "qk-layernorm"):
         add(f"--{name}", action="store_true")
     add("--disable-bias-linear", action="store_false", dest="add_bias_linear")
+
+
+def _window(text: str) -> tuple[int, ...]:
+    """Tokens before and after the query, in the form of Megatron's parser: 128,0 or (128,0)."""
+    return tuple(int(number) for number in text.strip("()").split(","))
 
 
 def _layer_frequency(text: str) -> int | list[int]:
@@ -125,11 +153,14 @@ def settings_of(launch: argparse.Namespace) -> dict[str, Any]:
                 f"--moe-router-num-groups {groups} with --moe-router-group-topk {chosen} gives no --moe-router-topk "
                 f"{launch.moe_router_topk} of --num-experts {experts}; change one"
             )
-        if isinstance(each := launch.moe_layer_freq, list) and len(each) != sizes["num_layers"]:
-            raise ValueError(f"--moe-layer-freq has {len(each)} entries, --num-layers is {sizes['num_layers']}")
-    usual = int(4 * hidden * 2 / 3) // 64 * 64 if launch.swiglu else 4 * hidden
+        frequency = launch.moe_layer_freq
+        if isinstance(frequency, list) and len(frequency) != sizes["num_layers"]:
+            raise ValueError(f"--moe-layer-freq has {len(frequency)} entries, --num-layers is {sizes['num_layers']}")
+    usual_ffn_size = 4 * hidden
+    if launch.swiglu:  # as Megatron rounds it
+        usual_ffn_size = int(4 * hidden * 2 / 3) // 64 * 64
     return sizes | {
-        "ffn_hidden_size": launch.ffn_hidden_size or usual,
+        "ffn_hidden_size": launch.ffn_hidden_size or usual_ffn_size,
         "kv_channels": launch.kv_channels or hidden // heads,
         "padded_vocab_size": launch.vocab_size,
         # plan-split takes --num-query-groups alone.

@@ -169,6 +169,8 @@ def main(argv: list[str] | None = None) -> None:
         plot_timelines(timelines, output, width=args.width, has_labels=not args.no_labels)
     elif len(timelines) > 1 or output.suffix == ".csv":
         raise ValueError(f"--output {output.name}: a .csv holds a schedule, a .json one timeline")
+    elif output.name.endswith(".trace.json"):
+        write_trace(timelines[0], output)
     else:
-        (write_trace if output.name.endswith(".trace.json") else write_timeline)(timelines[0], output)
+        write_timeline(timelines[0], output)
     print(f"{output} written.")

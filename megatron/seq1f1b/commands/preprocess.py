@@ -129,8 +129,11 @@ def find_files(inputs: Iterable[str], glob: str) -> list[Path]:
     for given in map(Path, inputs):
         if not given.exists():
             raise ValueError(f"--input {given} does not exist")
-        # A pipe or socket in a folder would block for ever.
-        files += sorted(path for path in given.rglob(glob) if path.is_file()) if given.is_dir() else [given]
+        if given.is_dir():
+            # A pipe or socket in a folder would block for ever.
+            files += sorted(path for path in given.rglob(glob) if path.is_file())
+        else:
+            files.append(given)
     if not files:
         raise ValueError(f"no file under --input {' '.join(inputs)} matches --glob '{glob}'")
     return files
@@ -214,7 +217,12 @@ class Encoder:
             )
             return [self._checked(ids) for ids in encoded["input_ids"]]
         except Exception as error:  # libraries raise many kinds, for one of the documents
-            return [str(error)] if len(batch) == 1 else [self.encode([document])[0] for document in batch]
+            if len(batch) == 1:
+                return [str(error)]
+            results = []
+            for document in batch:
+                results += self.encode([document])
+            return results
 
     def _checked(self, ids: Sequence[int]) -> np.ndarray:
         if not ids:
@@ -232,9 +240,10 @@ def encoded(source: Iterable[Document], encoder: Encoder, num_workers: int) -> I
     next_ones: Iterable[list] = ()
     try:
         _start(pool)
+        # While the results of some batches are written, workers are at the next; nothing follows the last.
         for batches in chain(batched(batched(source, BATCH), AHEAD * num_workers), [()]):
-            made, next_ones = next_ones, pool.map(_work, batches)
-            yield from chain.from_iterable(made)
+            results, next_ones = next_ones, pool.map(_work, batches)
+            yield from chain.from_iterable(results)
     except BrokenProcessPool:
         way_out = f"try fewer than --workers {num_workers}" if num_workers > 1 else "cut the longest documents"
         raise ValueError(f"a process that tokenizes was killed, as happens where memory is short; {way_out}") from None
@@ -267,7 +276,9 @@ def _start_worker(encoder: Encoder) -> None:
 
 
 def _work(batch: Sequence[Document]) -> list[tuple[str, np.ndarray | str]]:
-    return [*zip((document.place for document in batch), _Worker.encoder.encode(batch), strict=True)]
+    """The place of each document of a batch, and its ids or what is wrong with it."""
+    places = [document.place for document in batch]
+    return list(zip(places, _Worker.encoder.encode(batch), strict=True))
 
 
 def write_pair(args: argparse.Namespace, files: Sequence[Path], encoder: Encoder, binary: Path, index: Path) -> str:

@@ -85,10 +85,12 @@ def measured_device(base: Device, timer: DeviceTimer) -> Device:
     # All of them: every rank has to take part in every measurement.
     factors = [(queries, forward / attention(queries)) for queries in _FEW_QUERIES]
     slow = list(takewhile(lambda each: each[1] > _SLOW, factors))
-    sides = (longest, longest // 2)
+    products = []  # the shares of the peak that two sizes of matrices reach
+    for side in (longest, longest // 2):
+        products.append(at_peak.matmul_time(side, side, side) / (timer.product(side) - latency))
     return structs.replace(
         base,
-        matmul_efficiency=fmean(at_peak.matmul_time(n, n, n) / (timer.product(n) - latency) for n in sides),
+        matmul_efficiency=fmean(products),
         memory_efficiency=_LARGE / base.memory_bandwidth / (timer.move(_LARGE) - latency),
         flash_forward=forward,
         flash_backward=attention(longest, backward=True),

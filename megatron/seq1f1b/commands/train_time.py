@@ -26,6 +26,8 @@ from .parsing import Parser, amount, count, count_up_to, with_values
 from .plan import add_machine, show
 from .plan_text import in_lines, row, with_header
 
+_SECONDS_OF_A_DAY = 86400
+# The columns of a plan that are shown.
 _OF_PLAN = ("step s", "TP", "CP", "PP", "DP", "C", "k", "schedule", "recompute", "GiB")
 
 
@@ -43,16 +45,32 @@ def loss(parameters: float, tokens: float) -> float:
     return float(((6.4e13 / parameters) ** (0.076 / 0.103) + 1.8e13 / tokens) ** 0.103)
 
 
+def _olmo_batch(parameters: float, tokens: float) -> float:
+    """1024 documents of 4096 tokens, 2048 from 168e9 tokens on and 4096 from 503e9 on, averaged over the run."""
+    doubled = max(0.0, tokens - 168e9)
+    doubled_again = max(0.0, tokens - 503e9)
+    return 2**22 * (tokens + doubled + 2 * doubled_again) / tokens
+
+
 LAWS: Mapping[str, BatchLaw] = MappingProxyType(
     {
-        "tokens": BatchLaw("arXiv 2410.21676", lambda n, d: 512 * 22.91 * (d / 1e6) ** 0.47, lambda x: 1 + 0.2 * x),
-        "noise-scale": BatchLaw("arXiv 1812.06162", lambda n, d: 2e8 / loss(n, d) ** (1 / 0.21), lambda x: 1 + x),
-        # 1024 documents, 2048 from 168e9 tokens on and 4096 from 503e9 on, averaged over the run.
-        "olmo": BatchLaw(
-            "arXiv 2505.23971", lambda n, d: 2**22 * (d + max(0, d - 168e9) + 2 * max(0, d - 503e9)) / d, lambda x: 1.0
+        "tokens": BatchLaw(
+            source="arXiv 2410.21676",
+            largest=lambda parameters, tokens: 512 * 22.91 * (tokens / 1e6) ** 0.47,
+            overhead=lambda share: 1 + 0.2 * share,
         ),
+        "noise-scale": BatchLaw(
+            source="arXiv 1812.06162",
+            largest=lambda parameters, tokens: 2e8 / loss(parameters, tokens) ** (1 / 0.21),
+            overhead=lambda share: 1 + share,
+        ),
+        "olmo": BatchLaw(source="arXiv 2505.23971", largest=_olmo_batch, overhead=lambda share: 1.0),
         # Twice the best batch, which takes 5 % more tokens, as does a half of the best.
-        "three-term": BatchLaw("arXiv 2607.01487", lambda n, d: 1.334 * d**0.566, lambda x: 1 + log2(2 * x) ** 2 / 20),
+        "three-term": BatchLaw(
+            source="arXiv 2607.01487",
+            largest=lambda parameters, tokens: 1.334 * tokens**0.566,
+            overhead=lambda share: 1 + log2(2 * share) ** 2 / 20,
+        ),
     }
 )
 
@@ -68,11 +86,12 @@ def soonest(
         most = max(1, int(share * largest / question.sequence_length))
         power = 1 << max(0, most.bit_length() - 3)
         batch = most // power * power
-        in_batch = batch * question.sequence_length
-        days_of_second = tokens * law.overhead(in_batch / largest) / in_batch / 86400
-        below = inf if best is None else best[0] / days_of_second
+        tokens_in_batch = batch * question.sequence_length
+        num_steps = tokens * law.overhead(tokens_in_batch / largest) / tokens_in_batch
+        days_per_second = num_steps / _SECONDS_OF_A_DAY  # of training, for a second of a step
+        below = inf if best is None else best[0] / days_per_second
         for plan in Search(replace(question, global_batch_size=batch)).best(1, below):
-            best = days_of_second * plan.seconds, plan
+            best = days_per_second * plan.seconds, plan
     return best
 
 
@@ -94,14 +113,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     model = preset(args.model)
     machine = read_machine(args.machine)
     law = LAWS[args.critical_batch_law]
-    largest = law.largest(parameters := parameters_of_model(model), args.tokens)
+    parameters = parameters_of_model(model)
+    largest = law.largest(parameters, args.tokens)
     print(f"{parameters / 1e9:.3g} B parameters; largest batch: {largest / 1e6:.3g} million tokens ({law.source})\n")
     question = Question(
-        model,
-        machine,
-        args.gpus,
-        args.seq_length,
-        args.gpus,
+        model=model,
+        machine=machine,
+        num_devices=args.gpus,
+        sequence_length=args.seq_length,
+        global_batch_size=args.gpus,
         # Only the choices that matter most, since many numbers of GPUs are searched.
         families=("1f1b", "breadth-first"),
         segments=(1, 4, 16),
@@ -113,14 +133,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = []
     counts = sorted({min(machine.devices_per_node << doubling, args.gpus) for doubling in range(20)})
     for number, devices in enumerate(counts, start=1):
-        if answer := soonest(replace(question, num_devices=devices), args.tokens, law, largest):
+        answer = soonest(replace(question, num_devices=devices), args.tokens, law, largest)
+        if answer is not None:
             found.append(answer)
             days, plan = answer
-            setup = plan.candidate.setup
             columns = row(plan)
-            times = {"days": f"{days:.2f}", "GPU hours": f"{24 * days * devices:.0f}"}
-            steps = {"batch": f"{setup.global_batch_size}", "steps": f"{86400 * days / plan.seconds:.0f}"}
-            rows.append({"GPUs": f"{devices}"} | times | steps | {name: columns[name] for name in _OF_PLAN})
+            rows.append(
+                {
+                    "GPUs": f"{devices}",
+                    "days": f"{days:.2f}",
+                    "GPU hours": f"{24 * days * devices:.0f}",
+                    "batch": f"{plan.candidate.setup.global_batch_size}",
+                    "steps": f"{_SECONDS_OF_A_DAY * days / plan.seconds:.0f}",
+                    **{name: columns[name] for name in _OF_PLAN},
+                }
+            )
         show(number, len(counts))
     if not found:
         raise way_out(question)
