@@ -32,7 +32,7 @@ class PipelineConfig:
 
     @property
     def num_segments(self) -> int:
-        """Of a sequence of `run.sequence_length` tokens."""
+        """The number of segments of a sequence of `run.sequence_length` tokens."""
         return len(self.lengths)
 
     @property
@@ -42,7 +42,7 @@ class PipelineConfig:
 
     @property
     def costs_of_actions(self) -> CostsOfLengths | None:
-        """What `auto` plans for; None if the sizes of the model are not known."""
+        """The costs that `auto` plans for; None if the sizes of the model are not known."""
         return self.partition.costs.of_actions if self.run.has_sizes else None
 
     def cut(

@@ -85,5 +85,5 @@ def _run(module: str, argv: Sequence[str] | None) -> int:
 
 
 def _print_nowhere() -> None:
-    """So that Python does not fail once more at its end, where it flushes what is left."""
+    """Drop further output; else Python would fail once more at its end, where it flushes what is left."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

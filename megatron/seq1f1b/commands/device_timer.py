@@ -48,12 +48,12 @@ class DeviceTimer:
             self._node, _ = dist.new_subgroups(self.ranks_in_node)
 
     def product(self, side: int) -> float:
-        """Of two square matrices."""
+        """Seconds of a product of two square matrices."""
         left, right = torch.randn(2, side, side, **self._type)
         return self._seconds(lambda: left @ right)
 
     def attention(self, heads: int, head_dim: int, queries: int, keys: int, backward: bool) -> float:
-        """Of the last queries of a causal sequence."""
+        """Seconds of attention of the last queries of a causal sequence."""
         query = torch.randn(queries, 1, heads, head_dim, **self._type)
         key, value = torch.randn(2, keys, 1, heads, head_dim, **self._type)
         kernel = KernelChoice().kernel(AttentionRule(head_dim**-0.5), query, value)
@@ -63,7 +63,7 @@ class DeviceTimer:
         return self._seconds(lambda: kernel.backward(output, Saved(query, key, value, output, saved)))
 
     def small_kernel(self) -> float:
-        """Seconds from the start of one to the start of the next."""
+        """Seconds from the start of one small kernel to the start of the next."""
         number = torch.zeros((), **self._type)
 
         def add() -> None:
@@ -73,22 +73,22 @@ class DeviceTimer:
         return self._seconds(add) / _SMALL_KERNELS
 
     def move(self, num_bytes: int) -> float:
-        """Read half of so many bytes of the device, and write as many."""
+        """Seconds to read half of so many bytes of the device, and to write as many."""
         source = self._bytes(num_bytes // 2)
         target = torch.empty_like(source)
         return self._seconds(lambda: target.copy_(source))
 
     def host_rate(self) -> float:
-        """Bytes/s to the host, and as many back at once."""
+        """Bytes/s to the host, while as many come back."""
         return link_rate(self._device, self._meet)
 
     def all_reduce(self, num_bytes: int, in_node: bool) -> float:
-        """Among the ranks of each node, or all ranks."""
+        """Seconds of an all-reduce among the ranks of each node, or among all ranks."""
         tensor = self._bytes(num_bytes)
         return self._seconds(lambda: dist.all_reduce(tensor, group=self._node if in_node else None))
 
     def message(self, num_bytes: int, peer: int) -> float:
-        """From rank 0 to a peer and back, halved."""
+        """Seconds of a message: half of the time from rank 0 to a peer and back."""
         tensor = self._bytes(num_bytes)
 
         def there_and_back() -> None:

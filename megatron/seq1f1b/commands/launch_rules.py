@@ -71,7 +71,7 @@ class LaunchRules:
         return self._starts(frozenset(uses), _decided(candidate))
 
     def accept_of_megatron(self, candidate: Candidate) -> bool:
-        """The same under Megatron's own schedules."""
+        """Whether training would start with these flags and those of the plan, under Megatron's own schedules."""
         return self._starts(_OF_MEGATRON, _decided(candidate, by_megatron=True))
 
     def left_out(self) -> Iterator[str]:
@@ -98,7 +98,7 @@ def _decided(candidate: Candidate, by_megatron: bool = False) -> frozenset[tuple
 
 
 def _setting(values: list[int | str]) -> Any:
-    """What Megatron's parser makes of the values of a flag, in most cases."""
+    """The value of a flag as Megatron's parser gives it in most cases."""
     if not values:
         return True
     return values[0] if len(values) == 1 else tuple(values)

@@ -89,7 +89,9 @@ def table(cuts: list[CutRow]) -> str:
 
     def short(values: Iterable[float], form: str) -> str:
         words = [format(value, form) for value in values]
-        return " ".join(words if len(words) <= 8 else [*words[:4], "...", *words[-3:]])
+        if len(words) > 8:
+            words[4:-3] = ["..."]
+        return " ".join(words)
 
     rows = [("strategy", "k", "max/mean", "step s", "bubble %", "lengths in tokens")]
     costs = [("strategy", "cost of each segment on the slowest stage, ms")]

@@ -262,7 +262,7 @@ def _start(pool: ProcessPoolExecutor) -> None:
 
 
 class _Worker:
-    """What a process that tokenizes keeps between its batches."""
+    """The state of a process that tokenizes, between its batches."""
 
     encoder: Encoder
 

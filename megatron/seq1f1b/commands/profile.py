@@ -101,7 +101,7 @@ def measured_device(base: Device, timer: DeviceTimer) -> Device:
 
 
 def within_peaks(device: Device) -> Device:
-    """The same device with higher peaks where it is faster than those of the file that they are taken from."""
+    """The device with higher peaks where it was measured to be faster than its machine file says."""
     compute = max(1.0, device.matmul_efficiency, device.flash_forward, device.flash_backward)
     memory = max(1.0, device.memory_efficiency)
     return structs.replace(

@@ -1,4 +1,4 @@
-"""What is read from files of users. Each has a declared type, and an error names the place in the file."""
+"""Files of users. Each is read by a declared type, and an error names the place in the file."""
 
 from .costs_file import read_costs
 from .lengths import read_histogram, read_segment_lengths

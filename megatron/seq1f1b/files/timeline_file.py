@@ -29,7 +29,7 @@ class _Row(Struct, forbid_unknown_fields=True):
 
 
 class _Sizes(Struct):
-    """What the `meta` of every timeline has beside other values."""
+    """The values that the `meta` of every timeline has, beside others."""
 
     num_ranks: Count
     num_chunks: Count
@@ -101,7 +101,7 @@ def _span(row: _Row) -> Span:
 
 
 def _fault(span: Span, shape: Shape) -> str:
-    """What is wrong with a span, empty if nothing is."""
+    """The fault of a span in words, empty if it has none."""
     (kind, stage, microbatch, segment), start, end = span
     is_unit = 0 <= microbatch < shape.num_microbatches and 0 <= segment < shape.segments_of(microbatch)
     is_of_chunk = kind in CHUNK_KINDS and microbatch == segment == -1

@@ -41,7 +41,7 @@ def install(add_flags: bool = False, keep_documents_apart: bool = False, **flags
 def bind(
     flags: dict[str, Any], keep_documents_apart: bool = False, add_flags: bool = False, looks_for_gpu: bool = True
 ) -> None:
-    """What `install` does. If it does not look for a GPU, Megatron moves to the CPU with `device="cpu"` only."""
+    """Do what `install` says. Unless this `looks_for_gpu`, Megatron moves to the CPU with `device="cpu"` only."""
     keywords = dict(flags)
     if keep_documents_apart:
         keywords["keep_documents_apart"] = True

@@ -1,4 +1,4 @@
-"""What replaces Megatron's choice of a schedule, and what of Megatron is wrapped beside it.
+"""The replacement of Megatron's choice of a schedule, and the functions of Megatron that are wrapped beside it.
 
 Tested in functional_tests/test_library.py by test_losses_and_gradients_are_those_without_us.
 """

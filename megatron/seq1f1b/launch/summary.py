@@ -1,4 +1,4 @@
-"""What a launch prints at its start: what runs, its prediction, and advice."""
+"""The block that a launch prints at its start: what runs, its prediction, and advice."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress

@@ -98,7 +98,7 @@ def use_segment_attention(
 
 
 def _segment_attention_for(layer: Any, kernels: KernelChoice) -> SegmentAttention:
-    """What takes the place of the `core_attention` of a layer: of the same scale, window and sink."""
+    """The attention that takes the place of a layer's `core_attention`, with its scale, window and sink."""
     config = layer.config
     window = None
     if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer.layer_number):

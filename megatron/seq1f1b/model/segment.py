@@ -130,7 +130,7 @@ class SegmentContext:
         return partial(self._carried.pop, (layer, segment.microbatch)) if segment.is_first else _nothing
 
     def all_carried(self) -> list[Carried]:
-        """Of all layers and micro-batches in flight."""
+        """What all layers carry for the micro-batches in flight."""
         return list(self._carried.values())
 
     def clear(self) -> None:

@@ -1,4 +1,4 @@
-"""What lies behind the errors of libraries: a rank that is gone, a package that another one hides, a full disk.
+"""The causes behind errors of libraries: a rank that is gone, a package that another one hides, a full disk.
 
 Tested in process/test_net.py.
 """
@@ -78,7 +78,7 @@ def _is_written(value: Any) -> bool:
 
 
 def _free_bytes(file: str) -> float:
-    """Of the disk that holds the file; infinite if that cannot be read."""
+    """The free bytes of the disk that holds the file; infinite if that cannot be read."""
     with suppress(OSError):
         return shutil.disk_usage(_folder_of(file)).free
     return math.inf
@@ -89,7 +89,7 @@ def _folder_of(file: str) -> Path:
 
 
 def way_out(error: OSError) -> str:
-    """What to do about an error of a file, to be added to its words; empty if these say all."""
+    """Advice on an error of a file, to be added to its words; empty if these say all."""
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return ""
     free = _free_bytes(error.filename) / 2**20
@@ -113,7 +113,7 @@ def hidden_package(error: BaseException) -> str | None:
 
 
 def _copies(name: str) -> Iterator[tuple[str, str, Path]]:
-    """For a module and the packages that hold it: its name, the file that was imported, and the installed folder."""
+    """Yield (name, imported file, installed folder) for a module and each package that holds it."""
     parts = name.split(".")
     for distribution_name in packages_distributions().get(parts[0], ()):
         for depth in range(1, len(parts) + 1):

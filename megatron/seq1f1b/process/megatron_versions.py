@@ -1,5 +1,7 @@
-"""What tells versions of megatron-core apart: those that were tried, and all that has another name or signature in some
-of them. They are told apart by what they have: on a branch a number stays the same for months."""
+"""The versions of megatron-core that were tried, and everything that has another name or signature in some of them.
+
+Code asks for the names that a version has, not for its number: on a branch a number stays the same for months.
+"""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def _words(error: BaseException) -> str:
 
 
 def _full_disks() -> str:
-    """Of the folders that programs write to unasked."""
+    """A clause about full disks among those to which programs write unasked; empty if there is none."""
     with suppress(OSError):
         folders = dict.fromkeys((os.getcwd(), tempfile.gettempdir()))
         full = [folder for folder in folders if shutil.disk_usage(folder).free < _LITTLE]

@@ -55,8 +55,8 @@ def patches(args: Namespace, as_one_kernel: Callable) -> PatchTable:
 
 
 def surroundings(args: Namespace, new_buffer: Callable[[int], Tensor]) -> Surroundings:
-    """Those of a step on fake tensors, on a GPU if the launch is for GPUs; `new_buffer(num_bytes)` is a buffer on the
-    host."""
+    """The surroundings of a step on fake tensors, as on a GPU if the launch is for GPUs; `new_buffer(num_bytes)` makes
+    a buffer on the host."""
     kernels_of = KernelChoice.of_config
     if args.device != "cpu":
         # Tensors without values are on no GPU; flash-attn, which may be missing, keeps as much as PyTorch's.
@@ -82,7 +82,7 @@ def _documents_of_calls(step: Step, calls: Calls) -> list[Sequences]:
 
 
 class _FakeSource(SequenceSource):
-    """For units: in each replica one sequence of the full length and the documents of the others."""
+    """Sequences for units: in each replica one of the full length, and documents in place of the others."""
 
     def in_batch(self, *_: Any) -> list[Mapping[str, Tensor]]:
         return []

@@ -158,7 +158,8 @@ class Ledger(TorchDispatchMode, StepTracer, StepRecorder):
     def step(
         self, _: str, shape: Shape, chunks: Iterable[torch.nn.Module], group: dist.ProcessGroup, *__: Any
     ) -> Iterator["Ledger"]:
-        """As `Tracer.step`; the caches of `chunks` hold keys and values, their output layers make logits."""
+        """Follow a step, as `StepTracer.step`; the caches of `chunks` hold keys and values, their output layers make
+        logits."""
         self._chunks = list(chunks)
         self.stages = shape.placement.stages_of(group.rank())
         self._last_stage = shape.num_stages - 1
@@ -170,7 +171,8 @@ class Ledger(TorchDispatchMode, StepTracer, StepRecorder):
 
     @contextmanager
     def span(self, action: Action) -> Iterator[None]:
-        """As `Recorder.span`: the body is `action`. Copies run in threads and belong to the moments around them."""
+        """A context whose body is `action`, as `StepRecorder.span`. Copies run in threads and belong to the moments
+        around them."""
         if action.kind in MOVE_KINDS:
             yield
             return

@@ -77,8 +77,8 @@ class Call(greenlet):
 
     def go_on(self, output: Any, needs_gradients: bool) -> Any:
         """Let the call of the reference return `output`, and run the program until its next call. In an evaluation the
-        program may end instead, since the model itself was no reference: then what its forward step returns. Raises
-        ValueError if a program ends in a training step."""
+        program may end instead, since the model itself was no reference: then the result of its forward step, else
+        None. Raises ValueError if a program ends in a training step."""
         was_inferring = torch.is_inference_mode_enabled()
         given = self._switch(output)
         if not self.dead:  # so it is what the program calls next
@@ -95,7 +95,8 @@ class Call(greenlet):
         return given
 
     def _take(self, asked: Asked, needs_gradients: bool, was_inferring: bool) -> None:
-        """Take what the program waits for."""
+        """Note which call the program waits for, of a reference or of its model. Raises ValueError for one that cannot
+        be run by segments."""
         if torch.is_inference_mode_enabled() and not was_inferring:
             raise ValueError(
                 f"the forward step of {self._where} calls its model under torch.inference_mode, whose tensors cannot "
@@ -124,7 +125,7 @@ class Call(greenlet):
             own.make_current(instead_of=self._state)
 
     def finish(self, output: Any) -> Any:
-        """Let the call of the model return `output`; what the program's forward step returns. Raises ValueError if it
+        """Let the call of the model return `output`; the result of the program's forward step. Raises ValueError if it
         calls the model again."""
         self.arguments = _NO_ARGUMENTS  # which nothing else holds now
         result = self._switch(output)
@@ -212,7 +213,7 @@ class Calls:
 
     def at(self, chunk: int, microbatch: int) -> Call:
         """The call of a micro-batch on a model chunk. A program reads micro-batches in order, whatever the schedule, so
-        those before it are started, too."""
+        the calls of earlier ones are started, too."""
         started = self._started[chunk]
         while len(started) <= microbatch:
             self._start(chunk, len(started))
@@ -230,8 +231,8 @@ class Calls:
 
     @property
     def have_ended(self) -> bool:
-        """Whether programs have ended with what looked like a call of a reference. Raises ValueError if only some
-        have."""
+        """Whether the programs have ended, and the calls that looked like those of a reference were of their model.
+        Raises ValueError if only some have ended."""
         ended = {call.dead for calls in self._started for call in calls}
         if len(ended) > 1:
             raise ValueError(
@@ -245,8 +246,8 @@ class Calls:
         self._takes_references = False
 
     def go_on(self, chunk: int, microbatch: int, output: Any) -> Any:
-        """Let the call of a reference return `output`; the program goes on to its next call, or ends, and then what its
-        forward step returns."""
+        """Let the call of a reference return `output`, and the program go on to its next call. If it ends instead, the
+        result of its forward step, else None."""
         call = self._started[chunk][microbatch]
         with self._around(chunk, microbatch):
             result = call.go_on(output, needs_gradients=not self._step.forward_only)
@@ -262,7 +263,7 @@ class Calls:
         return call.run_model(forward or own, arguments)
 
     def finish(self, chunk: int, microbatch: int, output: Any) -> Any:
-        """What the forward step of a micro-batch returns if its model returns `output`."""
+        """Let the model of a micro-batch return `output`; the result of its forward step."""
         with self._around(chunk, microbatch):
             return self._started[chunk][microbatch].finish(output)
 
@@ -339,7 +340,7 @@ def _at_the_door(model: torch.nn.Module, forward: Callable, *args: Any, **kwargs
 
 
 def _in_the_wrappers(wrappers: torch.nn.Module, forward: Callable, *args: Any, **kwargs: Any) -> Any:
-    """What the wrappers of the model call, a program calls by them."""
+    """A call of the model from within its wrappers is no direct one."""
     call = getcurrent()
     if not isinstance(call, Call):
         return forward(*args, **kwargs)
@@ -351,7 +352,7 @@ def _in_the_wrappers(wrappers: torch.nn.Module, forward: Callable, *args: Any, *
 
 
 def _at_the_door_of_a_class(forward: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """The same for models that are no chunks of the step: a program may call this stage of a reference."""
+    """Like `_at_the_door`, for models that are no chunks of the step: a program may call this stage of a reference."""
     call = getcurrent()
     if isinstance(call, Call) and call.parent is not None and call.model is not model:
         own: Any = call.model

@@ -54,17 +54,23 @@ from .tracer import StepTracer
 
 
 class PipelineExecutor:
-    """Called like Megatron's `forward_backward_func`; made once, used for every step.
-
-    `auto` plans for `costs(lengths)`, for equal costs if it is None. `around_program` and `divides_documents` are those
-    of `Calls`. No wait for a message is longer than `timeout`. `reports_on_last_rank`: if another rank computes the
-    loss, the last one gets its reports, too. The loss is computed in pieces of `piece` logits
-    (model/memory/loss_pieces.py), or all logits are kept if that is None. The share `offloads` of activations moves to
-    the host; with `keeps_attention` recomputation repeats all but attention. A `tracer` records training steps.
-    Attention runs on `kernels_of` the configuration of a model; activations on the host are in `host_memory`.
+    """Runs every step of a program; called like Megatron's `forward_backward_func`, and made once.
 
     No state of a step survives it. After a step that failed every call raises RuntimeError: the other ranks stopped in
     the middle of it, and their messages no longer match.
+
+    - `schedule`: the order of the actions of a step.
+    - `segmentation`: how micro-batches are cut into segments.
+    - `costs(lengths)`: what `auto` plans for, by the lengths of segments in tokens; equal costs if it is None.
+    - `around_program`, `divides_documents`: how the program expects its calls to run, see `Calls`.
+    - `timeout`: the longest wait for a message.
+    - `reports_on_last_rank`: the last rank gets the reports of the loss, even if another rank computes it.
+    - `piece`: the logits of a piece in which the loss is computed (model/memory/loss_pieces.py); None keeps all logits.
+    - `offloads`: the share of activations that moves to the host.
+    - `keeps_attention`: recomputation repeats all of a layer but its attention.
+    - `tracer`: records training steps.
+    - `kernels_of(configuration)`: the attention kernels for a model.
+    - `host_memory`: holds the activations that have moved.
     """
 
     def __init__(
@@ -248,12 +254,12 @@ class PipelineExecutor:
         return losses
 
     def _reports(self, losses: Losses, step: Step) -> list[Any]:
-        """What the step returns on this rank."""
+        """The return value of the step on this rank."""
         reports = self.segmentation.reports(losses.reports(), step)
         return self._on_last_rank(reports, step) if self._reports_on_last_rank else reports
 
     def _forwards(self, step: Step, calls: Calls | None, losses: Losses) -> Any:
-        """What runs the forwards of the step: on parts of the program's calls, or on whole micro-batches."""
+        """The forwards of the step: on parts of the program's calls, or on whole micro-batches."""
         if calls is None:
             return WholeForwards(step=step, context=self.context, losses=losses, around_program=self._around_program)
         forwards = PlannedForwards if self._goes_by_plans(step) else SegmentForwards

@@ -44,7 +44,7 @@ class SegmentForwards:
         self._arguments: dict[tuple[int, int], CutArguments] = {}
         # What the last stage returned, by micro-batch, until the backward of its first segment.
         self._outputs: dict[int, Outputs] = {}
-        # Those of the arguments, by (model chunk, micro-batch), until the backward of its first segment.
+        # The gradients of arguments, by (model chunk, micro-batch), until the backward of its first segment.
         self._argument_gradients: dict[tuple[int, int], ArgumentGradients] = {}
 
     def forward(self, stage: int, segment: Segment, arrived: Tensor | None, moves: bool) -> Tensor:
@@ -77,8 +77,8 @@ class SegmentForwards:
         return torch.ones_like(output)
 
     def end_backward(self, stage: int, segment: Segment) -> None:
-        """Behind the backward of a segment on a stage: let the program's own computation before its call go backward
-        when the call has."""
+        """Called behind the backward of a segment on a stage. After the first segment's, which is the last backward of
+        a call, what the program computed before the call goes backward, too."""
         if self._argument_gradients and segment.is_first:
             gradients = self._argument_gradients.pop((self._chunk_of[stage], segment.microbatch), None)
             if gradients is not None:

@@ -17,8 +17,8 @@ Hook = Callable[..., Any] | None
 
 
 class ChunkSync:
-    """What a step does with the weights and gradients of one model chunk, around its forwards and backwards. Where they
-    stay whole there is nothing to do."""
+    """Moves the weights and gradients of one model chunk around its forwards and backwards in a step. This base class
+    does nothing, for weights and gradients that stay whole."""
 
     def __init__(self) -> None:
         self._no_sync = ExitStack()

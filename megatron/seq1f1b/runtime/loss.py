@@ -57,7 +57,7 @@ class Losses:
         return torch.stack([count.to(device) for count in counts]).sum(dtype=torch.int)
 
     def reports(self) -> list[Any]:
-        """What the program reported of each micro-batch, in its order."""
+        """The program's reports, micro-batch by micro-batch."""
         return [report for microbatch in sorted(self.reports_of) for report in self.reports_of[microbatch]]
 
     def _over_shares(self, loss_func: Callable) -> Callable:

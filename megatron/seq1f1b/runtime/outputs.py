@@ -1,4 +1,4 @@
-"""What the model returned for the segments of a micro-batch, joined for the program, and the gradient cut again."""
+"""The model's outputs for the segments of a micro-batch, joined for the program, and their gradient, cut again."""
 
 from collections.abc import Callable
 from typing import Any

@@ -40,7 +40,8 @@ class Share:
         tensor-parallel ranks, as those of vectors, or over the first and last stage."""
         marks = ("sequence_parallel", "average_gradients_across_tp_domain", "shared_embedding")
         for parameter in self.bucket.params_list:
-            if parameter.dim() != 1 and not any(getattr(parameter, mark, False) for mark in marks):
+            is_marked = any(getattr(parameter, mark, False) for mark in marks)
+            if parameter.dim() != 1 and not is_marked:
                 continue
             whole = self.gradients.new_zeros(parameter.shape)
             inside, mine = self._overlap(parameter)
@@ -85,7 +86,8 @@ class PartitionedChunk(ChunkSync):
             for bucket in group.buckets:
                 bucket.share = Share(bucket, rank, num_ranks)
                 self.shares.append(bucket.share)
-        buffers = [each for each in (*ddp.buffers, *ddp.expert_parallel_buffers) if each.data_parallel_world_size > 1]
+        all_buffers = (*ddp.buffers, *ddp.expert_parallel_buffers)
+        buffers = [buffer for buffer in all_buffers if buffer.data_parallel_world_size > 1]
         self._weights = [buffer.param_data for buffer in buffers]
         self._gradients = [buffer.grad_data for buffer in buffers]
         self._is_lent = True  # all weights are whole and writable

@@ -1,9 +1,9 @@
-"""References that a program calls before its model: a forward of theirs for all micro-batches, by segments.
+"""Reference models that a program calls before its own: they run forward for all micro-batches first, by segments.
 
-Preference losses (DPO) compare with a model that does not train, or with the model without its adapters. Its stages
-form a pipeline of their own, in which an evaluation runs before the step. The program's calls of the reference then
-return all at once, since a program may have switched adapters off for them, and the last one first, as nested contexts
-end.
+Preference losses (DPO) compare with a model that does not train, or with the model without its adapters. The stages of
+that reference form a pipeline of their own, in which an evaluation runs before the step. The program's calls of the
+reference then return all at once, since the program may have switched adapters off for them. The last call returns
+first, in the order in which nested contexts end.
 
 Tested in functional_tests/test_references.py by test_a_reference_runs_by_segments.
 """
@@ -40,9 +40,11 @@ def run_references(
     segmentation: Segmentation,
     kernels_of: KernelsOf,
 ) -> Losses | None:
-    """Run what the programs of a step call before their model, until all wait for that. `program_of` gives the actions
-    of this rank. Returns the losses of an evaluation whose programs then end, since they called no reference, but their
-    model without its wrappers."""
+    """Run the references that the programs of a step call, until all programs wait for their model.
+
+    `program_of(step)` gives the actions of this rank. Programs of an evaluation may end here: what they called was no
+    reference, but their model without its wrappers. Then their losses are returned, else None.
+    """
     losses = Losses(step)
     calls.at(0, 0)
     while calls.wait_for_references:

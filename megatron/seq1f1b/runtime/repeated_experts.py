@@ -36,7 +36,7 @@ Keep = Callable[[Tensor], Any]
 
 
 class _Slot(NamedTuple):
-    """What takes the place of a node in the plan of a layer."""
+    """Takes the place of a node in the plan of a layer."""
 
     forward: Callable[[Any], Any]
     backward: Callable[[Any], Any]

@@ -38,22 +38,22 @@ class StepDocuments(NamedTuple):
     lengths: list[int]
 
 
-# What the calls of the first stage are for, by micro-batch, on all ranks of the pipeline.
+# The data of the calls on the first stage, by micro-batch, told to all ranks of the pipeline.
 ReadCalls = Callable[[Step, Calls], list[Sequences]]
 
 
 class Segmentation:
     """How the micro-batches of a step are cut: by default, whole sequences of the length that the step is called with.
 
-    With `num_segments` other than 1 a micro-batch has segments of the lengths `cut(sequence_length)`. `from_calls`: its
-    length and its documents are those of the program's call of the model on the first stage. All calls of a step are
-    then started before its plan is made. A micro-batch has `segments_for(longest, shortest)` segments, by the lengths
-    of all replicas if they have to be as many there, and as usual if that is None; `cut(sequence_length, documents,
-    number)` gives their lengths.
-
-    In `packed` sequences documents are kept apart also if the call names none: they begin where `position_ids` start
-    anew, or after a token `end_of_document`. `documents_of_step` then holds those of the last training step. A
-    rehearsal, whose tokens have no values, gives its own `read_calls`.
+    - `num_segments`: segments of a micro-batch; other than 1, they have the lengths `cut(sequence_length)`.
+    - `from_calls`: the length and the documents of a micro-batch are those of the program's call of the model on the
+      first stage. All calls of a step are then started before its plan is made, and `cut(sequence_length, documents,
+      number)` gives the lengths.
+    - `segments_for(longest, shortest)`: the number of segments of such a micro-batch, by the lengths in all replicas if
+      these need equally many; `num_segments` if it is None.
+    - `packed`: documents are kept apart even if the call names none. They begin where `position_ids` start anew, or
+      after a token `end_of_document`. `documents_of_step` then holds those of the last training step.
+    - `read_calls`: tells what calls are for; a rehearsal, whose tokens have no values, gives its own.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Segmentation:
         return of_microbatches
 
     def _of_calls(self, step: Step, calls: Calls) -> list[Sequences]:
-        """What the calls of the first stage are for, by micro-batch, on all ranks of the pipeline."""
+        """The data of the calls on the first stage, by micro-batch, told to all ranks of the pipeline."""
         starting = Outcome(calls.start_all)  # the others wait for what the first stage tells
 
         def told() -> list[Sequences]:

@@ -1,4 +1,4 @@
-"""Who else wants to know of the actions of a step: the PyTorch profiler, and OpenTelemetry by NVIDIA's nemo-lens."""
+"""Names the actions of a step in the PyTorch profiler, and in OpenTelemetry by NVIDIA's nemo-lens."""
 
 import sys
 from collections.abc import Callable
@@ -14,10 +14,12 @@ _GROUP = "microbatch"
 
 
 def around_actions() -> Callable[[str], AbstractContextManager[Any]] | None:
-    """What makes the context of an action from its name; None if nobody listens, so that a step costs no more.
+    """A function from the name of an action to the context in which it runs; None if nobody listens, which costs a step
+    nothing.
 
-    A range in the profiler, in Nsight with Megatron's --profile, too. Or a span, where a Megatron that makes spans has
-    imported nemo-lens and its group is on. Both tell when the host issued the action: a GPU runs it later.
+    The context is a range in the profiler (in Nsight with Megatron's --profile, too), or a span where a Megatron that
+    makes spans has imported nemo-lens and its group is on. Both tell when the host issued the action; a GPU runs it
+    later.
     """
     if torch.autograd._profiler_enabled():
         return record_function

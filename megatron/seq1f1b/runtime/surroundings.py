@@ -1,4 +1,4 @@
-"""What a step finds around the model; a rehearsal has its own.
+"""Parts of a step that a rehearsal replaces.
 
 Tested in functional_tests/test_rehearsal.py by test_a_launch_on_eight_gpus.
 """

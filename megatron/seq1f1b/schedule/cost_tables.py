@@ -53,7 +53,7 @@ class Costs:
 
     @classmethod
     def from_mapping(cls, shape: Shape, values: Mapping[str, Any]) -> "Costs":
-        """From `{"f": ..., "i": ..., "w": ..., "message": ..., "activation": ..., "kept": ...}`.
+        """Costs from `{"f": ..., "i": ..., "w": ..., "message": ..., "activation": ..., "kept": ...}`.
 
         Each value is a number, a list of one number for each segment, or a list of such lists for each stage. `message`
         stands for `message_f` and `message_b`; missing values are as in `uniform`, a missing `kept` equals
@@ -117,7 +117,7 @@ def _table(shape: Shape, name: str, value: Any) -> Table:
 
 
 def memory_changes(costs: Costs) -> dict[Kind, Table]:
-    """By kind of compute action, the change of a rank's memory at the start of an F or the end of a B, I or W."""
+    """The change of a rank's memory at the start of an F or the end of a B, I or W, by kind of compute action."""
     changes = {}
     for kind in COMPUTE_KINDS:
         rows = zip(costs.held(kind.facts.before), costs.held(kind.facts.after), strict=True)
@@ -130,7 +130,7 @@ def _differences(before: Sequence[float], after: Sequence[float]) -> tuple[float
 
 
 def peak_memory(schedule: Schedule, costs: Costs) -> list[float]:
-    """For each rank the most activation memory held at once, in the unit of `costs.activation`, as without moves."""
+    """The most activation memory that each rank holds at once if nothing moves, in the unit of `costs.activation`."""
     changes = memory_changes(costs)
     peaks = []
     for actions in schedule.ranks:

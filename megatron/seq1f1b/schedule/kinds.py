@@ -39,7 +39,7 @@ class Kind(StrEnum):
 
 
 class Lane(Enum):
-    """What an action occupies while it runs. Actions of one lane of a rank follow one another."""
+    """The part of a rank that an action occupies while it runs. Actions of one lane of a rank follow one another."""
 
     COMPUTE = "compute"
     MESSAGES = "messages"
@@ -50,7 +50,7 @@ class Lane(Enum):
 
 
 class Holds(Enum):
-    """What a unit has in the memory of the device at its stage."""
+    """The content of the device's memory that belongs to a unit at its stage."""
 
     NOTHING = "nothing"
     ACTIVATIONS = "all that its backward needs"
@@ -160,7 +160,7 @@ FACTS: Mapping[Kind, Facts] = MappingProxyType(
         Kind.RELOAD: Facts(lane=Lane.FROM_HOST, before=Holds.ON_HOST, after=Holds.ACTIVATIONS),
     }
 )
-"""What is known of each kind of action, stated once."""
+"""All that is known of each kind of action, stated once."""
 
 COMPUTE_KINDS = tuple(kind for kind in Kind if kind.facts.lane is Lane.COMPUTE)
 """Forwards, and backwards whole or in halves."""

@@ -39,10 +39,12 @@ def with_pairs(schedule: Schedule) -> Schedule:
     while has_run:
         has_run = False
         for rank in range(len(schedule.ranks)):
-            while (actions := ahead(rank)) and can_run(actions):
-                paired.update(actions[:-1])
+            actions = ahead(rank)
+            while actions and can_run(actions):
+                paired.update(actions[:-1])  # the forward, if there are two
                 run(rank, actions)
                 has_run = True
+                actions = ahead(rank)
         if not has_run:
             # Every rank is at its end or at two actions of which one waits. In a valid schedule some forward can run.
             for rank in range(len(schedule.ranks)):

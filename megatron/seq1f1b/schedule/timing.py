@@ -61,7 +61,7 @@ def rules_of(shape: Shape, costs: Costs, kinds: Iterable[Kind]) -> dict[Kind, li
 
 
 def pending(shape: Shape) -> list[float]:
-    """For each code the end of its action: negative until it is known, 0 for segments that a micro-batch lacks."""
+    """The end of the action of each code: negative until it is known, 0 for segments that a micro-batch lacks."""
     of_stage: list[float] = []
     for microbatch in range(shape.num_microbatches):
         there = shape.segments_of(microbatch)

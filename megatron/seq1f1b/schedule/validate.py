@@ -132,7 +132,7 @@ def _check_runs(schedule: Schedule) -> None:
 
 
 def _ahead(schedule: Schedule, rank: int, index: int) -> Place:
-    """What a rank has to run next."""
+    """The action or the pair that a rank has to run next."""
     actions = schedule.ranks[rank]
     return actions[index : index + 2] if actions[index] in schedule.paired else actions[index : index + 1]
 

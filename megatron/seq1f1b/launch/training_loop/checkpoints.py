@@ -53,8 +53,8 @@ class Checkpoints:
             raise RuntimeError(f"Megatron cannot load {folder}; what it printed last is the reason") from error
 
     def metadata(self, upstream: Callable, *rest: Any, preloaded_state_dict: Any, **more: Any) -> Any:
-        """Of the optimizer's state in a checkpoint, which is saved in one form with the distributed optimizer and in
-        another without it. Raises ValueError if the run has the other one."""
+        """Raises ValueError for a checkpoint of a run with the distributed optimizer if this run is without it, or the
+        other way round: the state of the optimizer is saved in another form."""
         args = self._args()
         found = upstream(*rest, preloaded_state_dict=preloaded_state_dict, **more)
         saved = preloaded_state_dict.get("args")

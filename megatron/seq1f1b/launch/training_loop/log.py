@@ -1,4 +1,4 @@
-"""What Megatron's training loop prints and writes about iterations.
+"""The lines that Megatron's training loop prints and writes about iterations.
 
 Tested in launch/test_training_loop.py.
 """

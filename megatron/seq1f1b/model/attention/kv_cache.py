@@ -51,7 +51,7 @@ class Rows:
         """Later segments see all rows."""
 
     def tensors(self) -> list[Tensor]:
-        """What it holds now; views count, too."""
+        """The tensors that are held now, views among them."""
         found = [self._rows, self._sum, *self._first.values()]
         return [tensor for tensor in found if isinstance(tensor, Tensor)]
 
@@ -97,7 +97,8 @@ class WindowRows(Rows):
         return self._between(max(0, start - self._window), end)
 
     def tensors(self) -> list[Tensor]:
-        return [*super().tensors(), *(rows for rows in self._kept.values() if isinstance(rows, Tensor))]
+        kept = [rows for rows in self._kept.values() if isinstance(rows, Tensor)]  # others are on the host
+        return [*super().tensors(), *kept]
 
     def to_host(self, keep: Callable[[Tensor], Any]) -> None:
         self._kept = {end: keep(rows) for end, rows in self._kept.items()}

@@ -108,7 +108,7 @@ class SegmentAttention(torch.nn.Module):
         return output if self.exchange is None else self.exchange.to_tokens(output)
 
     def new_cache(self, segment: Segment, query: Tensor, value: Tensor) -> KVCache:
-        """For the micro-batch of a segment with queries and values of such sizes."""
+        """An empty cache for the micro-batch of a segment, whose heads have the sizes of this query and value."""
         kernel = self.kernels.kernel(self._rule, query, value)
         side_by_side = isinstance(kernel, Padded) and kernel.takes_values_beside_keys(query.shape[3], value.shape[3])
         return KVCache(segment.sequence_length, self._rule.window, side_by_side)

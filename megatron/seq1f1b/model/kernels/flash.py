@@ -35,33 +35,40 @@ class CudaFlash(DocumentKernel):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, documents: CumulativeLengths | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        tensors = [_turned(x) for x in (query, key, value)]
-        call, options = self._call(tensors, documents)
+        query, key, value = (_turned(x) for x in (query, key, value))
+        common, options = self._common(query, key, documents)
+        returns_mask = False
         if self.rule.dropout or _flash_without_dropout is None:
-            # The random state has two tensors, one of which some versions of PyTorch do not use.
-            output, *statistics, _ = _flash(*tensors, *call, False, **options)
+            # The random state has two tensors, one of which some versions of PyTorch do not use. The mask is last.
+            output, *statistics, _ = _flash(query, key, value, *common, returns_mask, **options)
         else:
-            output = torch.empty_like(tensors[0])  # with the strides of the query
-            statistics = [_flash_without_dropout(output, *tensors, *call, False, **options)]
+            output = torch.empty_like(query)  # with its strides
+            statistics = [_flash_without_dropout(output, query, key, value, *common, returns_mask, **options)]
         return _turned(output).contiguous(), tuple(statistics)
 
     def backward(self, grad_output: Tensor, saved: Saved, documents: CumulativeLengths | None = None) -> Gradients:
-        *tensors, (logsumexp, *rng_state) = saved
-        tensors = [_turned(x) for x in tensors]
-        call, options = self._call(tensors, documents)
+        query, key, value, output = (_turned(x) for x in saved[:4])
+        logsumexp, *rng_state = saved.statistics
         if not rng_state:  # nothing reads it
             rng_state = [logsumexp.new_empty(shape, dtype=torch.uint64) for shape in (2, ())]
-        grads = _flash_backward(_turned(grad_output), *tensors, logsumexp, *call, *rng_state, **options)
-        return Gradients(*map(_turned, grads))
+        common, options = self._common(query, key, documents)
+        grad_query, grad_key, grad_value = _flash_backward(
+            _turned(grad_output), query, key, value, output, logsumexp, *common, *rng_state, **options
+        )
+        return Gradients(query=_turned(grad_query), key=_turned(grad_key), value=_turned(grad_value))
 
-    def _call(
-        self, tensors: list[Tensor], documents: CumulativeLengths | None
+    def _common(
+        self, query: Tensor, key: Tensor, documents: CumulativeLengths | None
     ) -> tuple[tuple[Any, ...], dict[str, float]]:
-        """Arguments of forward and backward: lengths, dropout, the causal mask; the scale, and the window."""
-        lengths = documents or (None, None, tensors[0].shape[1], tensors[1].shape[1])
-        window = self.rule.window
-        sizes = {} if window is None else {"window_size_left": window, "window_size_right": 0}
-        return (*lengths, self.rule.dropout, True), {"scale": self.rule.scale, **sizes}
+        """Arguments of forward and backward: cumulative and largest lengths, dropout, and whether the mask is causal;
+        by name the scale and the window."""
+        lengths = documents or (None, None, query.shape[1], key.shape[1])
+        is_causal = True
+        options: dict[str, float] = {"scale": self.rule.scale}
+        if self.rule.window is not None:
+            options["window_size_left"] = self.rule.window
+            options["window_size_right"] = 0
+        return (*lengths, self.rule.dropout, is_causal), options
 
 
 class FlashAttention4:
@@ -76,17 +83,25 @@ class FlashAttention4:
         self._package = import_module("flash_attn.cute.interface")
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        call = map(_turned, (query, key, value))
         # Later versions return more than the two.
-        output, logsumexp, *_ = self._package._flash_attn_fwd(*call, return_lse=True, **self._options)
+        output, logsumexp, *_ = self._package._flash_attn_fwd(
+            _turned(query), _turned(key), _turned(value), return_lse=True, **self._options
+        )
         return _turned(output).contiguous(), (logsumexp,)
 
     def backward(self, grad_output: Tensor, saved: Saved) -> Gradients:
-        *tensors, (logsumexp,) = saved
-        call = *map(_turned, (*tensors, grad_output)), logsumexp
-        deterministic = torch.are_deterministic_algorithms_enabled()
-        grads = self._package._flash_attn_bwd(*call, deterministic=deterministic, **self._options)
-        return Gradients(*map(_turned, grads[:3]))
+        (logsumexp,) = saved.statistics
+        grad_query, grad_key, grad_value, *_ = self._package._flash_attn_bwd(
+            _turned(saved.query),
+            _turned(saved.key),
+            _turned(saved.value),
+            _turned(saved.output),
+            _turned(grad_output),
+            logsumexp,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+            **self._options,
+        )
+        return Gradients(query=_turned(grad_query), key=_turned(grad_key), value=_turned(grad_value))
 
 
 def _turned(x: Tensor) -> Tensor:

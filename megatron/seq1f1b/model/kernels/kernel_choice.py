@@ -52,7 +52,7 @@ class KernelChoice:
 
     @classmethod
     def of_config(cls, config: TransformerConfig, **of_rehearsal: Callable) -> "KernelChoice":
-        """By the flags in Megatron's configuration of a model."""
+        """The choice by the flags in Megatron's configuration of a model."""
         return cls(
             backend=config.attention_backend.name,
             flash_attention_version=flash_attention_version(config),

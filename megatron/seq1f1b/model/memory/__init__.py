@@ -1,1 +1,1 @@
-"""What saves memory: the host, losses and logits in pieces, weight gradients that wait."""
+"""Saving memory: activations on the host, losses and logits in pieces, weight gradients that wait."""

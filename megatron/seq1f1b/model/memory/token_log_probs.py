@@ -138,8 +138,8 @@ def _scaled(logits: Tensor, scale: float) -> Tensor:
 
 
 def _values_of_piece(logits: Tensor, tokens: Tensor, group: Group, has_entropy: bool) -> tuple[Tensor, ...]:
-    """For logits [n, V/t] the log-probabilities of tokens and the entropies, zeros if not asked for, the logarithms of
-    the sums of powers, and whether the vocabulary has the token: [n] each."""
+    """Four tensors [n] for logits [n, V/t]: the log-probabilities of the tokens, the entropies (zeros unless asked
+    for), the logarithms of the sums of powers, and whether the vocabulary has the token."""
     largest = logits.amax(-1)
     if _is_divided(group):
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)

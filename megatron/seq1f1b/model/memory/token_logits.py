@@ -113,7 +113,7 @@ class PieceLogits(torch.Tensor):
 
     @staticmethod
     def of(hidden: Tensor, head: Head, dtype: torch.dtype | None = None) -> "PieceLogits":
-        """For hidden states that may have a gradient; in the type of these, or in another one."""
+        """The logits of hidden states, which may have a gradient, in the type of these or in another one."""
         logits = _AsLogits.apply(hidden, head, dtype or hidden.dtype)
         logits.hidden = hidden
         return logits
