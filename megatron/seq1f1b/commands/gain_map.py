@@ -36,7 +36,7 @@ from .plan import add_machine, show
 from .plan_text import short_name
 
 
-class Asked(NamedTuple):
+class CellQuestion(NamedTuple):
     """What is asked of one cell, as it stands in its line."""
 
     model: str
@@ -67,8 +67,8 @@ class Cell(Struct, frozen=True):
     megatron_configuration: str
 
     @property
-    def asked(self) -> Asked:
-        return Asked(
+    def asked(self) -> CellQuestion:
+        return CellQuestion(
             model=self.model,
             machine=self.machine,
             seq_length=self.seq_length,
@@ -130,13 +130,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         plot_gains(cells, title, args.output.with_suffix(".png"))
 
 
-def asked_cells(args: argparse.Namespace, machine: Machine) -> list[Asked]:
+def asked_cells(args: argparse.Namespace, machine: Machine) -> list[CellQuestion]:
     """The cells that the flags ask for."""
     batches = sorted({max(1, round(tokens / args.seq_length)) for tokens in args.tokens})
     bandwidths = args.bandwidths or [machine.network.bandwidth / 1e9]
     host_bandwidths = args.host_bandwidths or [machine.device.host_bandwidth / 1e9]
     return [
-        Asked(
+        CellQuestion(
             model=args.model,
             machine=args.machine,
             seq_length=args.seq_length,
@@ -149,7 +149,7 @@ def asked_cells(args: argparse.Namespace, machine: Machine) -> list[Asked]:
     ]
 
 
-def found_cell(asked: Asked, machine: Machine) -> Cell:
+def found_cell(asked: CellQuestion, machine: Machine) -> Cell:
     """Search for the best step of either side."""
     linked = with_links(machine, 1e9 * asked.bandwidth, 1e9 * asked.host_bandwidth)
     search = Search(
