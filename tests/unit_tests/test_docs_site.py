@@ -1,5 +1,6 @@
 """The pages in docs/: all are in the site, every link leads somewhere, every command and figure in them is right."""
 
+import csv
 import re
 import shlex
 import subprocess
@@ -54,6 +55,24 @@ def test_figures_of_the_decision_table(family, segments, chunks, ratio, memory):
     schedule = build(family, Shape(Placement(8, int(chunks)), 8, int(segments)))
     peak = max(sequences_held(actions, schedule.shape) for actions in schedule.ranks)
     assert f"{100 * simulate(schedule).bubble_ratio:.1f}" == ratio and f"{peak:.2f}" == memory
+
+
+def test_gains_of_the_decision_table():
+    """Those of docs/gains.csv at 30 GB/s to the host."""
+    with (ROOT / "docs" / "gains.csv").open(encoding="utf-8", newline="") as file:
+        found = {
+            (row["model"], row["seq_length"], row["batch"], row["gpus"], row["bandwidth"]): row
+            for row in csv.DictReader(file)
+            if row["machine"] == "h100-80gb" and row["host_bandwidth"] == "30"
+        }
+    page = (ROOT / "docs" / "choosing.md").read_text()
+    lines = re.findall(r"^\| ([a-z][\w-]+) \| (\d+) \| (\d+) \| (\d+) \|(.*)\|$", page, re.MULTILINE)
+    assert len(lines) == 10
+    for *of_run, cells in lines:
+        for bandwidth, cell in zip(("25", "50", "100", "360"), cells.split("|"), strict=True):
+            row = found.get((*of_run, bandwidth))
+            gain = row and f"{100 * (float(row['megatron_seconds']) / float(row['seconds']) - 1):+.0f} %"
+            assert cell.strip() == (gain or ""), (of_run, bandwidth)
 
 
 @pytest.mark.parametrize("package", ["megatron.seq1f1b", "megatron.seq1f1b.schedule"])
