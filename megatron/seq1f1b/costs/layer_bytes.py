@@ -307,15 +307,13 @@ def _layer_kept(setup: TrainingSetup, layer: int, start: int, end: int, holds: H
 def moved_bytes(setup: TrainingSetup) -> Table:
     """What a unit has in the memory of the host, or what Megatron's modules move of it, by stage and segment."""
 
-    rows: dict[StageLayers, tuple[float, ...]] = {}
-    for stage in set(setup.stages):
+    def row(stage: StageLayers) -> tuple[float, ...]:
         if setup.moves_parts:
-            rows[stage] = tuple(stage_moved(setup, stage, *span) for span in setup.spans)
-        else:
-            rows[stage] = tuple(
-                (unit_bytes(setup, stage) - unit_bytes(setup, stage, Holds.ON_HOST)).sum(axis=1).tolist()
-            )
-    return tuple(rows[stage] for stage in setup.stages)
+            return tuple(stage_moved(setup, stage, *span) for span in setup.spans)
+        moved = unit_bytes(setup, stage) - unit_bytes(setup, stage, Holds.ON_HOST)
+        return tuple(moved.sum(axis=1).tolist())
+
+    return tuple(setup.of_stages(row))
 
 
 @lru_cache(maxsize=4096)

@@ -79,6 +79,17 @@ def layer_time(setup: TrainingSetup, machine: Machine, start: int, end: int, lay
     return LayerTime(Parts(*map(add, forward, routed.forward)), Parts(*map(add, back, routed.input)), weight)
 
 
+def layer_times(setup: TrainingSetup, machine: Machine, layer: int) -> tuple[LayerTime, ...]:
+    """`layer_time` of every segment."""
+    return _layer_times(replace(setup, recompute="none", recomputed_share=1.0), machine, layer)
+
+
+@lru_cache(maxsize=8192)
+def _layer_times(setup: TrainingSetup, machine: Machine, layer: int) -> tuple[LayerTime, ...]:
+    """All recomputations share these."""
+    return tuple(layer_time(setup, machine, *span, layer) for span in setup.spans)
+
+
 def _dense_time(
     setup: TrainingSetup, machine: Machine, blocks: Sequence[Block], start: int, end: int, layer: int
 ) -> LayerTime:

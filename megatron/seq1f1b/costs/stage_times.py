@@ -3,7 +3,7 @@
 Tested in planner/test_search.py by test_bounds_are_bounds.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, lru_cache, singledispatch
 from itertools import chain, pairwise
 from operator import add
@@ -12,17 +12,18 @@ from ..schedule import Costs, Placement
 from ..schedule.cost_tables import Table
 from .blocks import BYTES
 from .layer_bytes import stage_moved
-from .layer_times import LayerTime, embedding_time, head_time, layer_time, repeated_time
+from .layer_times import LayerTime, embedding_time, head_time, layer_times, repeated_time
 from .machine import Machine
 from .training_setup import Moves, StageLayers, TrainingSetup
 
 Row = tuple[float, ...]
+StageRows = tuple[Row, Row, Row]  # durations of F, I and W by segment
 
 
 @lru_cache(maxsize=8192)
-def _layer_times(setup: TrainingSetup, machine: Machine, layer: int) -> tuple[LayerTime, ...]:
+def _times_with_recomputation(setup: TrainingSetup, machine: Machine, layer: int) -> tuple[LayerTime, ...]:
     """The times of a layer by segment; what is computed again counts as products of the input gradients."""
-    times = _times_without_recomputation(replace(setup, recompute="none", recomputed_share=1.0), machine, layer)
+    times = layer_times(setup, machine, layer)
     if setup.recompute == "none":
         return times
     repeated = (
@@ -35,17 +36,11 @@ def _layer_times(setup: TrainingSetup, machine: Machine, layer: int) -> tuple[La
 
 
 @lru_cache(maxsize=8192)
-def _times_without_recomputation(setup: TrainingSetup, machine: Machine, layer: int) -> tuple[LayerTime, ...]:
-    """All recomputations share these."""
-    return tuple(layer_time(setup, machine, *span, layer) for span in setup.spans)
-
-
-@lru_cache(maxsize=8192)
-def _rows(setup: TrainingSetup, machine: Machine, stage: StageLayers) -> tuple[Row, Row, Row]:
-    """Durations of F, I and W by segment on a stage."""
+def _rows(setup: TrainingSetup, machine: Machine, stage: StageLayers) -> StageRows:
+    """Those of one stage."""
     host = machine.host
     num_layers = sum(count for _, count in stage.layers)
-    times = [(count, _layer_times(setup, machine, layer)) for layer, count in stage.layers]
+    times = [(count, _times_with_recomputation(setup, machine, layer)) for layer, count in stage.layers]
     launch_f = num_layers * host.layer_forward
     launch_b = num_layers * host.layer_backward + (launch_f if setup.recomputes_layers else 0.0)
     # Sharded parameters are gathered in both directions and their gradients reduced, beside compute.
@@ -71,14 +66,13 @@ def _rows(setup: TrainingSetup, machine: Machine, stage: StageLayers) -> tuple[R
     return f, i, w
 
 
-def stage_rows(setup: TrainingSetup, machine: Machine) -> list[tuple[Row, Row, Row]]:
-    """Durations of F, I and W by segment, of every stage."""
+def stage_rows(setup: TrainingSetup, machine: Machine) -> list[StageRows]:
+    """Those of every stage."""
     if setup.parts:
         of_stages = zip(*(stage_rows(part, machine) for part in setup.parts), strict=True)
         tables = (zip(*of_parts, strict=True) for of_parts in of_stages)
         return [(tuple(chain(*f)), tuple(chain(*i)), tuple(chain(*w))) for f, i, w in tables]
-    rows = {stage: _rows(setup.alone, machine, stage) for stage in set(setup.stages)}
-    return [rows[stage] for stage in setup.stages]
+    return setup.of_stages(lambda stage: _rows(setup.alone, machine, stage))
 
 
 def balanced_layers(setup: TrainingSetup, placement: Placement, machine: Machine, least: int = 1) -> tuple[int, ...]:

@@ -130,9 +130,10 @@ def rank_memory(setup: TrainingSetup, actions: Iterable[Action], rank: int) -> M
 def memory_of_order(setup: TrainingSetup, order: RankOrder) -> Memory:
     """As `rank_memory`."""
     rank = order.rank
-    stages = [setup.stages[stage] for stage in setup.placement.stages_of(rank)]
+    of_all = setup.stages
+    stages = [of_all[stage] for stage in setup.placement.stages_of(rank)]
     alone = setup.alone  # set-ups that differ in their schedules share its changes
-    changes = np.stack([changes_of(alone, setup.stages[stage], kind) for kind, stage in order.changes])
+    changes = np.stack([changes_of(alone, of_all[stage], kind) for kind, stage in order.changes])
     of_actions = changes[order.change_of_action, order.segment_of_action]
 
     # Held while action i runs: what actions up to i added at their start, those before i at their end, and its own.

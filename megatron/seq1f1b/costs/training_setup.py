@@ -3,7 +3,7 @@
 Tested in commands/test_launch_flags.py.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property, lru_cache
@@ -69,6 +69,17 @@ class StageLayers(NamedTuple):
     layers: tuple[tuple[int, int], ...]  # each kind, as the number of its first layer in the model, with its count
     is_first: bool  # has the embedding
     is_last: bool  # has the projection to the vocabulary and the loss
+
+
+@lru_cache(maxsize=4096)
+def _kinds_of_stages(
+    model: ModelShape, layers_per_stage: tuple[int, ...]
+) -> tuple[tuple[StageLayers, ...], tuple[int, ...]]:
+    """The different ones among the stages of a model, and for each stage the number of its kind."""
+    stages = stages_of(model, layers_per_stage)
+    kinds = tuple(dict.fromkeys(stages))
+    numbers = {stage: number for number, stage in enumerate(kinds)}
+    return kinds, tuple(numbers[stage] for stage in stages)
 
 
 @lru_cache(maxsize=4096)
@@ -167,7 +178,7 @@ class TrainingSetup:
     @property
     def splits_backward(self) -> bool:
         """Whether its schedule computes weight gradients apart."""
-        return _splits_backward(self.family)
+        return splits_backward(self.family)
 
     @property
     def has_pairs(self) -> bool:
@@ -257,6 +268,12 @@ class TrainingSetup:
     def stages(self) -> tuple[StageLayers, ...]:
         return stages_of(self.model, self.layers_per_stage)
 
+    def of_stages[T](self, function: Callable[[StageLayers], T]) -> list[T]:
+        """What a function gives for each stage; it is called once for stages that are equal."""
+        kinds, numbers = _kinds_of_stages(self.model, self.layers_per_stage)
+        of_kinds = [function(stage) for stage in kinds]
+        return [of_kinds[number] for number in numbers]
+
     def layer_parameters(self, layer: int = 0) -> tuple[float, float]:
         """Parameters of a layer on one rank, without those of routed experts, and those of routed experts."""
         dense, routed = layer_parameters(self.model, layer, self.tensor_parallel)
@@ -271,8 +288,7 @@ class TrainingSetup:
         """Parameters of each stage on one rank, without those of routed experts, and those of routed experts. The first
         stage holds the embedding, the last the projection to the vocabulary, and for prediction heads projections that
         join their inputs and another embedding."""
-        sizes = {stage: self.stage_parameters(stage) for stage in set(self.stages)}
-        return [sizes[stage] for stage in self.stages]
+        return self.of_stages(self.stage_parameters)
 
     def stage_parameters(self, stage: StageLayers) -> tuple[float, float]:
         model = self.model
@@ -288,5 +304,6 @@ class TrainingSetup:
 
 
 @lru_cache
-def _splits_backward(family: str) -> bool:
+def splits_backward(family: str) -> bool:
+    """Whether a schedule of this family computes weight gradients apart."""
     return ScheduleChoice(family).splits_backwards

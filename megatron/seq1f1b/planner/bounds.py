@@ -4,7 +4,7 @@ Tested in planner/test_search.py.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from math import ceil, inf
@@ -13,17 +13,19 @@ from ..costs.layer_bytes import unit_bytes
 from ..costs.machine import Machine, without_tiles
 from ..costs.pair_times import pair_row, pair_times
 from ..costs.rank_alone import seconds_alone
-from ..costs.simulator import is_extended, named
-from ..costs.stage_times import stage_rows, step_costs, step_end
+from ..costs.simulator import is_extended
+from ..costs.stage_times import StageRows, stage_rows, step_costs, step_end
 from ..costs.step_memory import static_memory
 from ..costs.training_setup import TrainingSetup
-from ..schedule import Placement, simulate
+from ..schedule import Placement
+from .rank_ends import rank_ends
 from .space import MemoryBudget, Question, lengths_of, may_hide
 
 
 def least_seconds(setup: TrainingSetup, machine: Machine) -> float:
     """A lower bound from the compute of each rank."""
-    work = [sum(f) + sum(i) + sum(w) for f, i, w in stage_rows(setup, machine)]
+    rows = stage_rows(setup, machine)
+    work = [sum(f) + sum(i) + sum(w) for f, i, w in rows]
     hidden = 0.0
     if setup.hides_experts:
         chunks = setup.placement.num_chunks
@@ -33,10 +35,12 @@ def least_seconds(setup: TrainingSetup, machine: Machine) -> float:
         rank: setup.num_microbatches * sum(work[stage] for stage in setup.placement.stages_of(rank)) - hidden
         for rank in range(setup.pipeline_parallel)
     }
-    return _least_step(setup, machine, of_ranks)
+    return _least_step(setup, machine, rows, of_ranks)
 
 
-def _least_step(setup: TrainingSetup, machine: Machine, of_ranks: Mapping[int, float]) -> float:
+def _least_step(
+    setup: TrainingSetup, machine: Machine, rows: Sequence[StageRows], of_ranks: Mapping[int, float]
+) -> float:
     """A lower bound from the seconds that ranks take from their first action to their last. The ranks before a rank run
     its first unit before, and its last one after it. With weight gradients apart, those of a rank may fill the time
     after its last input gradient."""
@@ -44,7 +48,7 @@ def _least_step(setup: TrainingSetup, machine: Machine, of_ranks: Mapping[int, f
     longest = 0.0
     before = 0.0
     after = 0.0
-    for rank, (f, i, w) in zip(range(setup.pipeline_parallel), stage_rows(setup, machine), strict=False):
+    for rank, (f, i, w) in zip(range(setup.pipeline_parallel), rows, strict=False):
         if rank in of_ranks:
             longest = max(longest, before + of_ranks[rank] + max(reduce.get(rank, 0.0), after + reduce[0]))
         before += f[0]
@@ -158,8 +162,9 @@ def least_bytes(setup: TrainingSetup, segments: float = inf) -> float:
 @lru_cache(maxsize=1 << 16)
 def _least_parts(setup: TrainingSetup) -> tuple[float, float, float]:
     """The state of the first rank, that of the fullest, and the activations of a micro-batch on the first."""
+    stages = setup.stages
     of_ranks = [
-        tuple(setup.stages[stage] for stage in setup.placement.stages_of(rank))
+        tuple(stages[stage] for stage in setup.placement.stages_of(rank))
         for rank in range(setup.pipeline_parallel)
     ]
     alike = {stages: rank for rank, stages in enumerate(of_ranks)}  # ranks with the same stages have the same state
@@ -188,25 +193,31 @@ def least_seconds_away(setup: TrainingSetup, budget: MemoryBudget, segments: int
 
 
 def least_seconds_copying(setup: TrainingSetup, machine: Machine) -> float:
-    """A lower bound from the units that the first and the last rank move to their hosts. The time of parts that
-    Megatron moves is that of its actions."""
+    """A lower bound from the units that the first rank moves to its host, which has most in flight. The time of parts
+    that Megatron moves is that of its actions."""
     if setup.moves_parts or not setup.offloads:
         return 0.0
-    ranks = {0, setup.pipeline_parallel - 1}
-    return _least_step(setup, machine, {rank: seconds_alone(setup, machine, rank) for rank in ranks})
+    return _least_step(setup, machine, stage_rows(setup, machine), {0: seconds_alone(setup, machine, 0)})
 
 
 def least_seconds_in_time(setup: TrainingSetup, machine: Machine) -> float:
     """A lower bound from compute and messages in simulated time: nothing moves to the host, receives are posted at
-    once, and messages share no port. Every forward takes as little as in the pair that saves most. Steps that are
-    predicted from short ones have no such bound."""
+    once, and messages share no port. Steps that are predicted from short ones have no such bound."""
     if is_extended(setup.shape):
         return 0.0
+    stays = setup if setup.moves_parts else replace(setup, offloads=0.0)
+    return _least_seconds_in_time(stays, machine)
+
+
+@lru_cache(maxsize=1 << 14)
+def _least_seconds_in_time(setup: TrainingSetup, machine: Machine) -> float:
     costs = step_costs(setup, machine)
-    if setup.hides_experts:
-        saved = pair_times(setup, machine).most_saved_by_forward
+    pairs = pair_times(setup, machine) if setup.hides_experts else None
+    if pairs and not setup.has_pairs:
+        # Megatron's order has none. Every forward takes as little as in the pair that saves most.
+        saved = pairs.most_saved_by_forward
         rest = ([f - most for f, most in zip(*rows, strict=True)] for rows in zip(costs.f, saved, strict=True))
         costs = replace(costs, f=tuple(tuple(max(0.0, seconds) for seconds in row) for row in rest))
-    timeline = simulate(named(setup.family, setup.shape, 0.0, setup.has_pairs), costs)
+    ends = rank_ends(setup.family, setup.shape, setup.has_pairs).by(costs, pairs)
     reduce, others = _ends(setup, machine)
-    return max(timeline.ranks[rank][-1].end + seconds for rank, seconds in reduce.items()) + others
+    return max(ends[rank] + seconds for rank, seconds in reduce.items()) + others

@@ -3,8 +3,7 @@
 Tested in planner/test_search.py.
 """
 
-from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 from math import ceil
@@ -25,10 +24,15 @@ def fullest_ranks(setup: TrainingSetup) -> Iterable[int]:
 
 def memory_in_flight(setup: TrainingSetup) -> Iterator[Memory]:
     """Of `fullest_ranks`."""
+    for rank in fullest_ranks(setup):
+        yield _memory_of(setup, rank)
+
+
+@lru_cache(maxsize=1 << 14)
+def _memory_of(setup: TrainingSetup, rank: int) -> Memory:
     share = 0.0 if setup.moves_parts else setup.offloads
     sizes = replace(setup, offloads=0.0) if share else setup  # sizes of units do not depend on the share
-    for rank in fullest_ranks(setup):
-        yield memory_of_order(sizes, _in_flight(setup, rank, share))
+    return memory_of_order(sizes, _in_flight(setup, rank, share))
 
 
 def host_in_flight(setup: TrainingSetup) -> float:
@@ -56,6 +60,8 @@ def fitted(setup: TrainingSetup, budget: MemoryBudget, moves: Moves) -> Training
     move, all but one at most, and sixteenths of all else."""
     if fits(setup, budget.device):
         return setup
+    if not budget.host:
+        return None
     parts = 16
     most = 16
     if moves is Moves.LAYERS:
@@ -63,11 +69,38 @@ def fitted(setup: TrainingSetup, budget: MemoryBudget, moves: Moves) -> Training
         most = parts - 1
 
     def moving(number: int) -> TrainingSetup:
-        return replace(setup, offloads=number / parts, moves=moves)
+        return replace(setup, offloads=number / parts, moves=moves) if number else setup
 
-    if not budget.host or not most or not fits(moving(most), budget.device):
+    least = 0  # that ranks so far need
+    for rank in fullest_ranks(setup):
+
+        def excess(number: int, rank: int = rank) -> float:
+            return _memory_of(moving(number), rank).total - budget.device
+
+        found = _first_without(excess, least, most)
+        if found is None:
+            return None
+        least = found
+    return moving(least)
+
+
+def _first_without(excess: Callable[[int], float], first: int, last: int) -> int | None:
+    """The first number without an excess, which falls about evenly; None if even the last has some."""
+    at_first = excess(first)
+    if at_first <= 0:
+        return first
+    at_last = excess(last) if last > first else at_first
+    if at_last > 0:
         return None
-    return moving(bisect_left(range(most), True, 1, key=lambda number: fits(moving(number), budget.device)))
+    while last - first > 1:
+        share = at_first / (at_first - at_last)
+        guess = min(max(first + ceil(share * (last - first)), first + 1), last - 1)
+        at_guess = excess(guess)
+        if at_guess > 0:
+            first, at_first = guess, at_guess
+        else:
+            last, at_last = guess, at_guess
+    return last
 
 
 @lru_cache(maxsize=1024)

@@ -1,6 +1,7 @@
 """The best configurations: those that fit, by throughput."""
 
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from itertools import count, islice
@@ -35,6 +36,7 @@ from .space import (
     recomputed,
     spread,
     ways_to_move,
+    without_recomputation,
 )
 
 # `auto` plans at the granularity of units, which takes too long beyond this many actions.
@@ -76,11 +78,18 @@ class _Sizes(NamedTuple):
 
 
 class _Open(NamedTuple):
-    """A set-up that is not cut yet; without a family, its layers are not spread over stages, either."""
+    """Set-ups that differ in what they compute again alone. Their layers are not spread over stages yet."""
 
-    setup: TrainingSetup
+    setups: tuple[TrainingSetup, ...]
     segments: int
-    family: str | None = None
+
+
+class _Spread(NamedTuple):
+    """Set-ups that differ in what they compute again alone, each with its seconds for copies at least. They have a
+    family, and are not cut yet."""
+
+    away: Mapping[TrainingSetup, float]
+    segments: int
 
 
 class _Cuts(NamedTuple):
@@ -91,6 +100,14 @@ class _Cuts(NamedTuple):
     is_tight: bool
 
 
+class _AlikeCuts(NamedTuple):
+    """The cuts of set-ups that differ in what they compute again alone. `fastest` are those of them that compute
+    nothing again, whether or not they are among these."""
+
+    fastest: tuple[TrainingSetup, ...]
+    of_setups: tuple[_Cuts, ...]
+
+
 class _TooLarge(NamedTuple):
     """Cuts, the fastest first, that do not fit, but may with activations on the host."""
 
@@ -98,16 +115,16 @@ class _TooLarge(NamedTuple):
 
 
 class _Timed(NamedTuple):
-    """A candidate whose bound has its schedule in time."""
+    """An item whose bound has its schedule in time."""
 
-    candidate: Candidate
+    item: _AlikeCuts | _TooLarge | Candidate
 
 
 class Search:
     """The configurations that answer a question, fastest first; `plans` has all that were predicted, and
     `too_long_for_auto` the winners with too many actions for `auto`. Items wait in the order of a lower bound of their
-    step: sizes and numbers of segments, from these chunks and schedules, from these cuts, then the best cut that fits,
-    and its prediction, each with a closer bound. The first item with its exact time is the fastest that is left.
+    step: sizes and numbers of segments, from these chunks and schedules, from these cuts, then recomputations, the best
+    cut that fits, and its prediction, each with a closer bound. The first item with its exact time is the fastest that is left.
     `progress` is told how many items wait."""
 
     def __init__(self, question: Question, progress: Callable[[int], None] = lambda left: None) -> None:
@@ -157,49 +174,74 @@ class Search:
             case _Sizes(sizes, (segments, *more)):
                 if more:
                     yield least_seconds_of_any(sizes, question, more[0]), _Sizes(sizes, tuple(more))
-                for each in recomputed(question, sizes, segments):
-                    if state_fits(each, question):
-                        yield least_seconds_of(each, machine, segments), _Open(each, segments)
-            case _Open(sizes, segments, None):
-                for setup in spread(question, sizes):
-                    least: dict[bool, float] = {}  # families differ only in whether they split backwards
-                    for family in families(question, setup):
-                        away = self._seconds_away(setup, family, segments)
-                        if away < inf:
-                            named = replace(setup, family=family)
-                            if named.splits_backward not in least:
-                                least[named.splits_backward] = least_seconds_cut(named, machine, segments)
-                            yield max(away, least[named.splits_backward]), _Open(setup, segments, family)
-            case _Open(setup, segments, str(family)):
-                is_tight = self._seconds_away(setup, family, segments) > 0
-                for alike in self._alike(cuts(setup, family, segments)):
-                    yield min(least_seconds(each.setup, machine) for each in alike), _Cuts(alike, is_tight)
+                may_fit = (each for each in recomputed(question, sizes, segments) if state_fits(each, question))
+                for fastest, alike in _by_fastest(may_fit):
+                    yield least_seconds_of(fastest, machine, segments), _Open(alike, segments)
+            case _Open(setups, segments):
+                yield from self._spread(setups, segments)
+            case _Spread(away, segments):
+                for alike in self._alike_cuts(away, segments):
+                    yield min(least_seconds(each, machine) for each in alike.fastest), alike
+            case _AlikeCuts(fastest):
+                yield min(least_seconds_in_time(each, machine) for each in fastest), _Timed(item)
+            case _Timed(_AlikeCuts(_, of_setups)):
+                for cut in of_setups:
+                    yield min(least_seconds(each.setup, machine) for each in cut.ranked), cut
             case _Cuts():
                 yield from self._fitting(item)
             case _TooLarge(ranked):
+                yield min(least_seconds_in_time(each.setup, machine) for each in ranked), _Timed(item)
+            case _Timed(_TooLarge(ranked)):
                 yield from self._moved(ranked)
-            case Candidate():
-                yield least_seconds_in_time(item.setup, machine), _Timed(item)
-            case _Timed(candidate):
+            case Candidate(setup):
+                yield least_seconds_in_time(setup, machine), _Timed(item)
+            case _Timed(Candidate() as candidate):
                 if question.accepts(candidate) and (found := self._plan(candidate)).fits(question.budget):
                     yield found.prediction.seconds, found
 
-    def _seconds_away(self, setup: TrainingSetup, family: str, segments: int) -> float:
-        """`least_seconds_away`, with a partitioned state where the search may choose that."""
-        # Whole states need the same for all families, so caches serve.
-        smallest = partitioned(self.question, replace(setup, family=family)) if family == "breadth-first" else setup
-        return least_seconds_away(smallest if smallest.partitions_state else setup, self.question.budget, segments)
+    def _spread(self, setups: tuple[TrainingSetup, ...], segments: int) -> Iterator[tuple[float, _Spread]]:
+        """Set-ups with layers spread over stages, by all numbers of chunks, and with a family."""
+        question = self.question
+        away: dict[TrainingSetup, float] = {}  # of those that may fit
+        for sizes in setups:
+            for each in spread(question, sizes):
+                for family in families(question, each):
+                    setup = each if family == each.family else replace(each, family=family)
+                    seconds = self._seconds_away(setup, each, segments)
+                    if seconds < inf:
+                        away[setup] = seconds
+        for fastest, alike in _by_fastest(away):
+            of_alike = {each: away[each] for each in alike}
+            least = least_seconds_cut(fastest, question.machine, segments)
+            yield max(least, min(of_alike.values())), _Spread(of_alike, segments)
 
-    def _alike(self, by_cut: Iterator[Candidate]) -> Iterator[tuple[Candidate, ...]]:
-        """The cuts of a set-up, the fastest first, with a partitioned state behind those without. Cuts with
-        tensor-parallel collectives beside products and cuts without are separate, since bounds do not rank them."""
-        even_last = [*by_cut][::-1]
+    def _seconds_away(self, setup: TrainingSetup, of_any_family: TrainingSetup, segments: int) -> float:
+        """`least_seconds_away`, with a partitioned state where the search may choose that. Whole states need the same
+        for all families, so that a cache serves."""
+        smallest = partitioned(self.question, setup)
+        if not smallest.partitions_state:
+            smallest = of_any_family
+        return least_seconds_away(smallest, self.question.budget, segments)
+
+    def _alike_cuts(self, away: Mapping[TrainingSetup, float], segments: int) -> Iterator[_AlikeCuts]:
+        """The cuts of set-ups. Cuts with tensor-parallel collectives beside products and cuts without are separate,
+        since bounds do not rank them."""
+        by_fastest = defaultdict[tuple[TrainingSetup, ...], list[_Cuts]](list)
+        for setup, seconds in away.items():
+            ranked = self._ranked_cuts(setup, segments)
+            for hides in (True, False):
+                alike = tuple(each for each in ranked if each.setup.hides_tensor_exchange == hides)
+                if alike:
+                    fastest = tuple(dict.fromkeys(without_recomputation(each.setup) for each in alike))
+                    by_fastest[fastest].append(_Cuts(alike, is_tight=seconds > 0))
+        for fastest, of_setups in by_fastest.items():
+            yield _AlikeCuts(fastest, tuple(of_setups))
+
+    def _ranked_cuts(self, setup: TrainingSetup, segments: int) -> list[Candidate]:
+        """The cuts of a set-up, the fastest first, with a partitioned state behind those without."""
+        even_last = [*cuts(setup, segments)][::-1]
         shares = [replace(each, setup=partitioned(self.question, each.setup)) for each in even_last]
-        ranked = dict.fromkeys(even_last + shares)
-        for hides in (True, False):
-            alike = tuple(each for each in ranked if each.setup.hides_tensor_exchange == hides)
-            if alike:
-                yield alike
+        return list(dict.fromkeys(even_last + shares))
 
     def _fitting(self, found: _Cuts) -> Iterator[tuple[float, Any]]:
         """The first allowed cut that fits. Those before it come as one item, since they may fit with activations on the
@@ -253,6 +295,18 @@ class Search:
         if candidate not in self.plans:
             self.plans[candidate] = predict_candidate(candidate, self.question)
         return self.plans[candidate]
+
+
+def _by_fastest(
+    setups: Iterable[TrainingSetup],
+) -> Iterator[tuple[TrainingSetup, tuple[TrainingSetup, ...]]]:
+    """Groups of set-ups that differ in what they compute again alone, each with the set-up that computes nothing again:
+    no other takes less time."""
+    groups = defaultdict[TrainingSetup, list[TrainingSetup]](list)
+    for setup in setups:
+        groups[without_recomputation(setup)].append(setup)
+    for fastest, alike in groups.items():
+        yield fastest, tuple(alike)
 
 
 def _first_ones(question: Question, sizes: TrainingSetup) -> Iterator[_Sizes]:

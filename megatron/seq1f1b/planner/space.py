@@ -16,7 +16,7 @@ from ..costs.machine import GIB, OUTSIDE_GIB, Machine
 from ..costs.model_shape import ModelShape
 from ..costs.stage_costs import A100, bottleneck_time, setup_costs
 from ..costs.stage_times import balanced_layers
-from ..costs.training_setup import ALL_BUT_ATTENTION, FULL, Moves, TrainingSetup
+from ..costs.training_setup import ALL_BUT_ATTENTION, FULL, Moves, TrainingSetup, splits_backward
 from ..partition import SegmentTime, Task, cut_sequence, segment_multiple
 from ..schedule import FAMILY_NAMES, PAIRED, Placement
 
@@ -185,6 +185,13 @@ def recomputes(question: Question) -> list[str]:
     return list(dict.fromkeys(each or "none" for each in found))
 
 
+def without_recomputation(setup: TrainingSetup) -> TrainingSetup:
+    """The set-up that computes nothing again, which takes the least time of all that differ in that alone."""
+    if setup.recompute == "none":
+        return setup
+    return replace(setup, recompute="none", recomputed_share=1.0)
+
+
 def spread(question: Question, sizes: TrainingSetup) -> Iterator[TrainingSetup]:
     """The sizes with all numbers of model chunks; layers are spread for the least compute of the busiest rank."""
     ranks = sizes.pipeline_parallel
@@ -244,7 +251,7 @@ def families(question: Question, setup: TrainingSetup) -> list[str]:
         left_out.add("breadth-first")
     # Splitting undoes recomputation: W keeps nearly as much.
     if setup.recompute != "none":
-        left_out |= {family for family in question.families if replace(setup, family=family).splits_backward}
+        left_out |= {family for family in question.families if splits_backward(family)}
     return [family for family in question.families if family not in left_out]
 
 
@@ -270,18 +277,18 @@ def ways_to_move(question: Question, setup: TrainingSetup) -> tuple[Moves, ...]:
     return (Moves.MODULES, Moves.LAYERS) if has_layers else (Moves.MODULES,)
 
 
-def cuts(setup: TrainingSetup, family: str, segments: int) -> Iterator[Candidate]:
-    """The set-up under a schedule: cut evenly, for the least memory, and balanced, which is faster."""
+def cuts(setup: TrainingSetup, segments: int) -> Iterator[Candidate]:
+    """The set-up cut evenly, for the least memory, and balanced, which is faster."""
     seen: set[tuple[int, ...]] = set()
     for strategy in ("even", "balanced")[: 1 if segments == 1 else 2]:
         lengths = lengths_of(setup, strategy, segments)
         if lengths is not None and lengths not in seen:
             seen.add(lengths)
-            each = replace(setup, family=family, segments=lengths)
             way = setup.cp_comm_type if segments == 1 else None
             # Tensor-parallel overlap has buffers of one length, and gathers beside the products of weight gradients.
-            hides = setup.hides_tensor_exchange and len(set(lengths)) == 1 and not each.splits_backward
-            yield Candidate(replace(each, cp_comm_type=way, hides_tensor_exchange=hides), strategy)
+            hides = setup.hides_tensor_exchange and len(set(lengths)) == 1 and not setup.splits_backward
+            cut = replace(setup, segments=lengths, cp_comm_type=way, hides_tensor_exchange=hides)
+            yield Candidate(cut, strategy)
 
 
 def lengths_of(setup: TrainingSetup, strategy: str, segments: int) -> tuple[int, ...] | None:

@@ -54,7 +54,7 @@ def _leanest(question: Question) -> Memory | None:
     """The fullest rank of the leanest configuration, with as much on its host as that holds; None without a layout."""
     smallest = replace(question, families=("1f1b",), micro_batches=(1,), segments=_NUMBERS)
     evenly = (
-        next(cuts(setup, "1f1b", segments), None)
+        next(cuts(setup, segments), None)
         for setup in sorted(setups(smallest), key=least_bytes)[:_LEANEST]
         for segments in numbers_of_segments(smallest, setup)
     )

@@ -22,7 +22,7 @@ def candidates(question: Question) -> Iterator[Candidate]:
     """All candidates, whether they fit or not."""
     for setup in setups(question):
         for family, segments in product(families(question, setup), numbers_of_segments(question, setup)):
-            yield from cuts(setup, family, segments)
+            yield from cuts(replace(setup, family=family), segments)
 
 
 @cache

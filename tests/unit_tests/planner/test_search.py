@@ -84,7 +84,7 @@ def test_bounds_are_bounds(everything):
             for setup in spread(small(), each):
                 if family in families(small(), setup):
                     closer = bounds.least_seconds_cut(replace(setup, family=family), small().machine, segments)
-                    for found in cuts(setup, family, segments):
+                    for found in cuts(replace(setup, family=family), segments):
                         exact = bounds.least_seconds(found.setup, small().machine)
                         assert max(least, closer) <= exact * (1 + 1e-9)
 
@@ -102,7 +102,7 @@ def test_a_rank_alone_takes_no_longer_than_in_its_pipeline(family):
         sizes = draw.choice([each for each in parallel_sizes(question) if each.pipeline_parallel > 1])
         segments = draw.choice(numbers_of_segments(question, sizes))
         found = draw.choice([*spread(question, draw.choice([*recomputed(question, sizes, segments)]))])
-        setup = draw.choice([*cuts(found, family, segments)]).setup
+        setup = draw.choice([*cuts(replace(found, family=family), segments)]).setup
         moving = replace(
             setup, offloads=draw.randint(1, 16) / 16, hides_experts=setup.hides_experts and setup.has_pairs
         )
