@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from ..schedule import COMPUTE_KINDS, Holds, Kind
 from ..schedule.cost_tables import Table
 from .blocks import BYTES, Block, blocks_of
-from .training_setup import ALL_BUT_ATTENTION, FULL, Moves, StageLayers, TrainingSetup
+from .training_setup import ALL_BUT_ATTENTION, FULL, Moves, StageLayers, TrainingSetup, of_stages
 
 Sizes = NDArray[np.float64]
 
@@ -313,7 +313,7 @@ def moved_bytes(setup: TrainingSetup) -> Table:
         moved = unit_bytes(setup, stage) - unit_bytes(setup, stage, Holds.ON_HOST)
         return tuple(moved.sum(axis=1).tolist())
 
-    return tuple(setup.of_stages(row))
+    return tuple(of_stages(setup.model, setup.layers_per_stage, row))
 
 
 @lru_cache(maxsize=4096)

@@ -5,6 +5,7 @@ Tested in commands/test_launch_flags.py.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from math import comb
 from typing import Any
 
@@ -15,9 +16,15 @@ def hash_once(self: Any) -> int:
     """The `__hash__` of a frozen dataclass that is a key of caches."""
     values: dict[str, Any] = vars(self)
     if "_hash" not in values:
-        values["_hash"] = hash(tuple(values[each.name] for each in fields(self)))
+        names = _field_names(type(self))  # type: ignore[arg-type]  # mypy takes no class for hashable
+        values["_hash"] = hash(tuple(map(values.__getitem__, names)))
     found: int = values["_hash"]
     return found
+
+
+@lru_cache
+def _field_names(kind: type[Any]) -> tuple[str, ...]:
+    return tuple(each.name for each in fields(kind))
 
 
 @dataclass(frozen=True)

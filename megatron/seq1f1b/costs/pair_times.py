@@ -9,7 +9,7 @@ from ..schedule import Action
 from ..schedule.cost_tables import Table
 from .layer_times import Parts, dispatched_again, layer_times
 from .machine import Machine
-from .training_setup import StageLayers, TrainingSetup
+from .training_setup import StageLayers, TrainingSetup, of_stages
 
 
 class PairRow(NamedTuple):
@@ -71,7 +71,12 @@ class _Most(NamedTuple):
 
 def pair_times(setup: TrainingSetup, machine: Machine) -> PairTimes:
     """Those of all stages."""
-    return PairTimes(setup.of_stages(lambda stage: pair_row(setup.alone, machine, stage)))
+    return _pair_times(setup.alone, machine, setup.layers_per_stage)
+
+
+@lru_cache(maxsize=8192)
+def _pair_times(alone: TrainingSetup, machine: Machine, layers_per_stage: tuple[int, ...]) -> PairTimes:
+    return PairTimes(of_stages(alone.model, layers_per_stage, lambda stage: pair_row(alone, machine, stage)))
 
 
 @lru_cache(maxsize=8192)

@@ -32,8 +32,8 @@ def seconds_alone(setup: TrainingSetup, machine: Machine, rank: int) -> float:
     copies = tuple(tuple(size / bandwidth for size in row) for row in of_rank(moved_bytes(setup)))
     pairs = None
     if setup.hides_experts:
-        rows = pair_times(setup, machine).rows
-        pairs = PairTimes([rows[stage] for stage in stages])
+        of_stages = pair_times(setup, machine).rows
+        pairs = PairTimes([of_stages[stage] for stage in stages])
     alone = _alone(setup.family, setup.shape, rank, setup.offloads, setup.has_pairs)
     return execute_lowered(alone, costs, dict.fromkeys(MOVE_KINDS, copies), pairs).makespan
 

@@ -3,6 +3,7 @@
 Tested in planner/test_search.py by test_bounds_are_bounds.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache, singledispatch
 from itertools import chain, pairwise
@@ -14,7 +15,7 @@ from .blocks import BYTES
 from .layer_bytes import stage_moved
 from .layer_times import LayerTime, embedding_time, head_time, layer_times, repeated_time
 from .machine import Machine
-from .training_setup import Moves, StageLayers, TrainingSetup
+from .training_setup import Moves, StageLayers, TrainingSetup, of_stages
 
 Row = tuple[float, ...]
 StageRows = tuple[Row, Row, Row]  # durations of F, I and W by segment
@@ -66,13 +67,18 @@ def _rows(setup: TrainingSetup, machine: Machine, stage: StageLayers) -> StageRo
     return f, i, w
 
 
-def stage_rows(setup: TrainingSetup, machine: Machine) -> list[StageRows]:
+def stage_rows(setup: TrainingSetup, machine: Machine) -> Sequence[StageRows]:
     """Those of every stage."""
     if setup.parts:
         of_stages = zip(*(stage_rows(part, machine) for part in setup.parts), strict=True)
         tables = (zip(*of_parts, strict=True) for of_parts in of_stages)
         return [(tuple(chain(*f)), tuple(chain(*i)), tuple(chain(*w))) for f, i, w in tables]
-    return setup.of_stages(lambda stage: _rows(setup.alone, machine, stage))
+    return _stage_rows(setup.alone, machine, setup.layers_per_stage)
+
+
+@lru_cache(maxsize=8192)
+def _stage_rows(alone: TrainingSetup, machine: Machine, layers_per_stage: tuple[int, ...]) -> Sequence[StageRows]:
+    return of_stages(alone.model, layers_per_stage, lambda stage: _rows(alone, machine, stage))
 
 
 def balanced_layers(setup: TrainingSetup, placement: Placement, machine: Machine, least: int = 1) -> tuple[int, ...]:

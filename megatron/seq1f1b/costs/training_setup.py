@@ -82,6 +82,13 @@ def _kinds_of_stages(
     return kinds, tuple(numbers[stage] for stage in stages)
 
 
+def of_stages[T](model: ModelShape, layers_per_stage: tuple[int, ...], function: Callable[[StageLayers], T]) -> list[T]:
+    """What a function gives for each stage of a model; it is called once for stages that are equal."""
+    kinds, numbers = _kinds_of_stages(model, layers_per_stage)
+    of_kinds = [function(stage) for stage in kinds]
+    return [of_kinds[number] for number in numbers]
+
+
 @lru_cache(maxsize=4096)
 def stages_of(model: ModelShape, layers_per_stage: tuple[int, ...]) -> tuple[StageLayers, ...]:
     """The stages of a model. Prediction heads are on the last one, with layers like the last of the model."""
@@ -268,12 +275,6 @@ class TrainingSetup:
     def stages(self) -> tuple[StageLayers, ...]:
         return stages_of(self.model, self.layers_per_stage)
 
-    def of_stages[T](self, function: Callable[[StageLayers], T]) -> list[T]:
-        """What a function gives for each stage; it is called once for stages that are equal."""
-        kinds, numbers = _kinds_of_stages(self.model, self.layers_per_stage)
-        of_kinds = [function(stage) for stage in kinds]
-        return [of_kinds[number] for number in numbers]
-
     def layer_parameters(self, layer: int = 0) -> tuple[float, float]:
         """Parameters of a layer on one rank, without those of routed experts, and those of routed experts."""
         dense, routed = layer_parameters(self.model, layer, self.tensor_parallel)
@@ -288,7 +289,7 @@ class TrainingSetup:
         """Parameters of each stage on one rank, without those of routed experts, and those of routed experts. The first
         stage holds the embedding, the last the projection to the vocabulary, and for prediction heads projections that
         join their inputs and another embedding."""
-        return self.of_stages(self.stage_parameters)
+        return of_stages(self.model, self.layers_per_stage, self.stage_parameters)
 
     def stage_parameters(self, stage: StageLayers) -> tuple[float, float]:
         model = self.model

@@ -44,29 +44,36 @@ def balanced(
     if shortest * num_segments > last:
         shortest = 1
 
-    def ends(most: float) -> list[int]:
-        """The cuts if each segment takes up to `most`; they may not reach the end of the sequence."""
+    def ends(most: float, earliest: Sequence[int], latest: Sequence[int]) -> list[int]:
+        """The cuts if each segment takes up to `most`; they may not reach the end of the sequence. They lie between
+        those for less time and those for more."""
         found = [0]
-        for left in reversed(range(num_segments)):
+        for number in range(num_segments):
             start = found[-1]
-            end = last - left * shortest
-            here = most if weights is None else most * weights[-1 - left]
-            longest = bisect_right(range(start + 1, end + 1), here, key=partial(between, start))
-            found.append(max(start + longest, start + shortest))
+            first = max(start + 1, earliest[number + 1])
+            here = most if weights is None else most * weights[number]
+            longer = bisect_right(range(first, latest[number + 1] + 1), here, key=partial(between, start))
+            found.append(max(first - 1 + longer, start + shortest))
         return found
 
+    first_cuts = [0] * (num_segments + 1)
+    last_cuts = [last - left * shortest for left in reversed(range(num_segments + 1))]
     low = 0.0
     high = between(0, last)
+    earliest = first_cuts
     # Kernels may be faster above some length, so a part of the sequence can take longer than the whole.
-    while ends(high)[-1] < last:
+    while (latest := ends(high, first_cuts, last_cuts))[-1] < last:
         high *= 2
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
-        if ends(middle)[-1] < last:
+        found = ends(middle, earliest, latest)
+        if found[-1] < last:
             low = middle
+            earliest = found
         else:
             high = middle
-    return tuple(cuts[end] - cuts[start] for start, end in pairwise(ends(high)))
+            latest = found
+    return tuple(cuts[end] - cuts[start] for start, end in pairwise(latest))
 
 
 def within_documents(time: SegmentTime, documents: Sequence[Sequence[int]], cuts: Sequence[int]) -> SegmentTime:

@@ -164,8 +164,7 @@ def _least_parts(setup: TrainingSetup) -> tuple[float, float, float]:
     """The state of the first rank, that of the fullest, and the activations of a micro-batch on the first."""
     stages = setup.stages
     of_ranks = [
-        tuple(stages[stage] for stage in setup.placement.stages_of(rank))
-        for rank in range(setup.pipeline_parallel)
+        tuple(stages[stage] for stage in setup.placement.stages_of(rank)) for rank in range(setup.pipeline_parallel)
     ]
     alike = {stages: rank for rank, stages in enumerate(of_ranks)}  # ranks with the same stages have the same state
     states = {stages: sum(static_memory(setup, rank)) for stages, rank in alike.items()}
@@ -193,11 +192,13 @@ def least_seconds_away(setup: TrainingSetup, budget: MemoryBudget, segments: int
 
 
 def least_seconds_copying(setup: TrainingSetup, machine: Machine) -> float:
-    """A lower bound from the units that the first rank moves to its host, which has most in flight. The time of parts
-    that Megatron moves is that of its actions."""
+    """A lower bound from the units that the first and the last rank move to their hosts. The time of parts that
+    Megatron moves is that of its actions."""
     if setup.moves_parts or not setup.offloads:
         return 0.0
-    return _least_step(setup, machine, stage_rows(setup, machine), {0: seconds_alone(setup, machine, 0)})
+    ranks = {0, setup.pipeline_parallel - 1}
+    of_ranks = {rank: seconds_alone(setup, machine, rank) for rank in ranks}
+    return _least_step(setup, machine, stage_rows(setup, machine), of_ranks)
 
 
 def least_seconds_in_time(setup: TrainingSetup, machine: Machine) -> float:

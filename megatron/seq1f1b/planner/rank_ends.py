@@ -6,7 +6,7 @@ Tested in planner/test_search.py by test_ranks_end_as_in_the_simulation.
 from array import array
 from functools import lru_cache
 from itertools import chain
-from operator import add, itemgetter
+from operator import itemgetter
 
 from ..costs.pair_times import PairTimes
 from ..schedule import COMPUTE_KINDS, Action, Clock, Costs, Kind, Shape, clock_of
@@ -37,7 +37,8 @@ class RankEnds:
                 (action,) = place
                 self._append(rank, self._message_of(action, made_by), self._time_of(action.kind, action))
             else:
-                self._append_pair(rank, *place, made_by)
+                forward, backward = place
+                self._append_pair(rank, forward, backward, made_by)
             for action in place:
                 outcome = action.kind.facts.outcome
                 if outcome is not None:
@@ -113,10 +114,8 @@ def _times(costs: Costs) -> list[float]:
     """The times of all kinds, stages and segments, behind that of nothing."""
     times = [0.0]
     for kind in _KINDS:
-        first, *others = (chain.from_iterable(table) for table in costs.tables(kind))
-        for other in others:
-            first = map(add, first, other)
-        times += first
+        of_tables = [list(chain.from_iterable(table)) for table in costs.tables(kind)]
+        times += map(sum, zip(*of_tables, strict=True))
     return times
 
 

@@ -122,10 +122,12 @@ class _Timed(NamedTuple):
 
 class Search:
     """The configurations that answer a question, fastest first; `plans` has all that were predicted, and
-    `too_long_for_auto` the winners with too many actions for `auto`. Items wait in the order of a lower bound of their
-    step: sizes and numbers of segments, from these chunks and schedules, from these cuts, then recomputations, the best
-    cut that fits, and its prediction, each with a closer bound. The first item with its exact time is the fastest that is left.
-    `progress` is told how many items wait."""
+    `too_long_for_auto` the winners with too many actions for `auto`. `progress` is told how many items wait.
+
+    Items wait in the order of a lower bound of their step: sizes and numbers of segments, from these chunks and
+    schedules, from these cuts, then what is computed again, the best cut that fits, and its prediction, each with a
+    closer bound. The first item with its exact time is the fastest that is left.
+    """
 
     def __init__(self, question: Question, progress: Callable[[int], None] = lambda left: None) -> None:
         self.question = question
@@ -180,8 +182,8 @@ class Search:
             case _Open(setups, segments):
                 yield from self._spread(setups, segments)
             case _Spread(away, segments):
-                for alike in self._alike_cuts(away, segments):
-                    yield min(least_seconds(each, machine) for each in alike.fastest), alike
+                for of_cuts in self._alike_cuts(away, segments):
+                    yield min(least_seconds(each, machine) for each in of_cuts.fastest), of_cuts
             case _AlikeCuts(fastest):
                 yield min(least_seconds_in_time(each, machine) for each in fastest), _Timed(item)
             case _Timed(_AlikeCuts(_, of_setups)):

@@ -7,7 +7,7 @@ import pytest
 from megatron.seq1f1b.commands.model_flags import preset
 from megatron.seq1f1b.costs.layer_times import layer_time
 from megatron.seq1f1b.costs.machine import read_machine
-from megatron.seq1f1b.costs.pair_times import PairTimes, pair_times
+from megatron.seq1f1b.costs.pair_times import PairRow, PairTimes, pair_times
 from megatron.seq1f1b.costs.simulator import predict
 from megatron.seq1f1b.costs.stage_times import stage_rows
 from megatron.seq1f1b.costs.training_setup import TrainingSetup
@@ -29,24 +29,21 @@ MIXTURE = TrainingSetup(
 @pytest.mark.parametrize("exchange_f, hidden_f", [(2.0, 2.0), (9.0, 5.0)])
 @pytest.mark.parametrize("exchange_b, hidden_b", [(1.0, 1.0), (7.0, 3.0)])
 def test_an_exchange_is_hidden_up_to_the_compute_of_the_other(exchange_f, hidden_f, exchange_b, hidden_b):
-    times = PairTimes(
-        exchange_f=((0.0,), (exchange_f,)),
-        compute_f=((0.0,), (3.0,)),
-        exchange_b=((exchange_b,), (0.0,)),
-        compute_b=((5.0,), (0.0,)),
-    )
+    first = PairRow(exchange_f=(0.0,), compute_f=(0.0,), exchange_b=(exchange_b,), compute_b=(5.0,))
+    last = PairRow(exchange_f=(exchange_f,), compute_f=(3.0,), exchange_b=(0.0,), compute_b=(0.0,))
+    times = PairTimes([first, last])
     assert times.saved(parse_action("1F2"), parse_action("0B1")) == hidden_f + hidden_b
     assert times.saved(parse_action("0F2"), parse_action("1B1")) == 0
     assert times.most_saved == hidden_f + hidden_b
 
 
 def test_products_and_attention_of_a_stage_hide():
-    times = pair_times(MIXTURE, MACHINE)
+    (row,) = pair_times(MIXTURE, MACHINE).rows
     layer = layer_time(MIXTURE, MACHINE, 0, 4096)
-    assert times.exchange_f[0][0] == pytest.approx(8 * layer.forward.dispatch) and layer.forward.dispatch > 0
-    assert times.compute_f[0][0] == pytest.approx(8 * (layer.forward.matmul + layer.forward.attention))
+    assert row.exchange_f[0] == pytest.approx(8 * layer.forward.dispatch) and layer.forward.dispatch > 0
+    assert row.compute_f[0] == pytest.approx(8 * (layer.forward.matmul + layer.forward.attention))
     of_back = layer.input.matmul + layer.input.attention + layer.weight
-    assert times.compute_b[0][0] == pytest.approx(8 * of_back)
+    assert row.compute_b[0] == pytest.approx(8 * of_back)
 
 
 def test_tokens_travel_once_more_to_repeated_experts():
@@ -56,7 +53,7 @@ def test_tokens_travel_once_more_to_repeated_experts():
     there = layer_time(MIXTURE, MACHINE, 0, 4096).forward.dispatch / 2
     without, beside = (stage_rows(each, MACHINE)[0][1][0] for each in (again, in_pairs))
     assert without - beside == pytest.approx(8 * there)
-    assert pair_times(in_pairs, MACHINE).exchange_b[0][0] == pytest.approx(8 * 3 * there)
+    assert pair_times(in_pairs, MACHINE).rows[0].exchange_b[0] == pytest.approx(8 * 3 * there)
 
 
 @pytest.mark.parametrize("microbatches", [1, 2, 5])

@@ -7,12 +7,15 @@ from statistics import median
 
 import pytest
 
+from megatron.seq1f1b.costs.execution import execute_lowered
 from megatron.seq1f1b.costs.model_shape import DeltaNet, Experts, Mamba
+from megatron.seq1f1b.costs.pair_times import PairRow, PairTimes
 from megatron.seq1f1b.costs.simulator import predict
 from megatron.seq1f1b.costs.training_setup import ALL_BUT_ATTENTION, FULL, Moves
 from megatron.seq1f1b.planner import bounds, search
 from megatron.seq1f1b.planner.breakdown import breakdown
 from megatron.seq1f1b.planner.fitting import fits, fitted, host_in_flight
+from megatron.seq1f1b.planner.rank_ends import rank_ends
 from megatron.seq1f1b.planner.search import Search, predict_candidate
 from megatron.seq1f1b.planner.space import (
     Candidate,
@@ -26,7 +29,7 @@ from megatron.seq1f1b.planner.space import (
 )
 from megatron.seq1f1b.planner.way_out import way_out
 from megatron.seq1f1b.report.plan_figures import Point, frontier
-from megatron.seq1f1b.schedule import PAIRED
+from megatron.seq1f1b.schedule import FAMILIES, PAIRED, PLACEMENTS, Costs, Placement, Shape, build, lower, simulate
 from unit_tests.planner.question import MODEL, candidates, linked, small
 
 
@@ -116,6 +119,34 @@ def test_a_rank_alone_takes_no_longer_than_in_its_pipeline(family):
         assert host_in_flight(moving) <= max(predicted.host_bytes) * (1 + 1e-9)
         shares += [least / seconds] if bandwidth == 2e9 else []
     assert median(shares) > 0.9
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ranks_end_as_in_the_simulation(family):
+    """Random shapes and times; pairs also as the prediction runs them, where messages take no time."""
+    draw = Random(family)
+    for _ in range(40):
+        placement = Placement(draw.randint(1, 4), draw.randint(1, 3), draw.choice(PLACEMENTS))
+        shape = Shape(placement, draw.randint(1, 5), draw.randint(1, 4))
+        has_pairs = family in PAIRED and draw.random() < 0.5
+        schedule = build(family, shape, pairs=has_pairs)
+        f, i, w, message_f, message_b = (
+            tuple(tuple(draw.random() for _ in range(shape.num_segments)) for _ in range(shape.num_stages))
+            for _ in range(5)
+        )
+        nothing = ((0.0,) * shape.num_segments,) * shape.num_stages
+        costs = Costs(f, i, w, message_f, message_b, activation=nothing, kept=nothing)
+        assert rank_ends(family, shape, has_pairs).by(costs) == pytest.approx(ends_of(simulate(schedule, costs)))
+        if has_pairs:
+            tenths = [tuple(seconds / 10 for seconds in row) for row in f]
+            hidden = PairTimes([PairRow(row, row, row, row) for row in tenths])
+            costs = replace(costs, message_f=nothing, message_b=nothing)
+            executed = execute_lowered(lower(schedule), costs, pairs=hidden)
+            assert rank_ends(family, shape, has_pairs).by(costs, hidden) == pytest.approx(ends_of(executed))
+
+
+def ends_of(timeline):
+    return [spans[-1].end for spans in timeline.ranks]
 
 
 def mixture(**changes):
