@@ -16,14 +16,15 @@ def hash_once(self: Any) -> int:
     """The `__hash__` of a frozen dataclass that is a key of caches."""
     values: dict[str, Any] = vars(self)
     if "_hash" not in values:
-        names = _field_names(type(self))  # type: ignore[arg-type]  # mypy takes no class for hashable
+        names = field_names(type(self))  # type: ignore[arg-type]  # mypy takes no class for hashable
         values["_hash"] = hash(tuple(map(values.__getitem__, names)))
     found: int = values["_hash"]
     return found
 
 
 @lru_cache
-def _field_names(kind: type[Any]) -> tuple[str, ...]:
+def field_names(kind: type[Any]) -> tuple[str, ...]:
+    """The names of the fields of a dataclass."""
     return tuple(each.name for each in fields(kind))
 
 

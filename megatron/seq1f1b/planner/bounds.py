@@ -81,7 +81,7 @@ def least_seconds_of_any(sizes: TrainingSetup, question: Question, segments: int
     """The same for all recomputations: none of them takes less than no recomputation."""
     hides = may_hide(question, sizes, segments, "none")
     return least_seconds_of(
-        replace(sizes, recompute="none", recomputed_share=1.0, hides_experts=hides), question.machine, segments
+        sizes.but(recompute="none", recomputed_share=1.0, hides_experts=hides), question.machine, segments
     )
 
 
@@ -126,7 +126,7 @@ def _of_any_cut(machine: Machine, segments: int) -> Machine:
 def _evenly_cut(setup: TrainingSetup, segments: int) -> TrainingSetup | None:
     lengths = lengths_of(setup, "even", segments)
     way = setup.cp_comm_type if segments == 1 else None
-    return None if lengths is None else replace(setup, segments=lengths, cp_comm_type=way)
+    return None if lengths is None else setup.but(segments=lengths, cp_comm_type=way)
 
 
 def state_fits(sizes: TrainingSetup, question: Question) -> bool:
@@ -134,8 +134,7 @@ def state_fits(sizes: TrainingSetup, question: Question) -> bool:
     activations of one micro-batch. All forwards of the first micro-batch come before its first backward, so each rank
     has all of these activations at once, however layers are spread."""
     may_partition = question.partitions_state is None and sizes.pipeline_parallel > 1
-    alone = replace(
-        sizes,
+    alone = sizes.but(
         placement=Placement(1),
         layers_per_stage=(sizes.model.num_layers,),
         partitions_state=sizes.partitions_state or may_partition,
@@ -168,7 +167,7 @@ def _least_parts(setup: TrainingSetup) -> tuple[float, float, float]:
     ]
     alike = {stages: rank for rank, stages in enumerate(of_ranks)}  # ranks with the same stages have the same state
     states = {stages: sum(static_memory(setup, rank)) for stages, rank in alike.items()}
-    whole = replace(setup, segments=(setup.sequence_length,), offloads=0.0)
+    whole = setup.but(segments=(setup.sequence_length,), offloads=0.0)
     of_first = Counter(of_ranks[0])
     held = sum(count * float(unit_bytes(whole.alone, stage).sum()) for stage, count in of_first.items())
     return states[of_ranks[0]], max(states.values()), held
@@ -206,7 +205,7 @@ def least_seconds_in_time(setup: TrainingSetup, machine: Machine) -> float:
     once, and messages share no port. Steps that are predicted from short ones have no such bound."""
     if is_extended(setup.shape):
         return 0.0
-    stays = setup if setup.moves_parts else replace(setup, offloads=0.0)
+    stays = setup.but(offloads=0.0) if setup.offloads and not setup.moves_parts else setup
     return _least_seconds_in_time(stays, machine)
 
 

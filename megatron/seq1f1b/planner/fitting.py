@@ -4,7 +4,6 @@ Tested in planner/test_search.py.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from functools import lru_cache
 from math import ceil
 
@@ -31,7 +30,7 @@ def memory_in_flight(setup: TrainingSetup) -> Iterator[Memory]:
 @lru_cache(maxsize=1 << 14)
 def _memory_of(setup: TrainingSetup, rank: int) -> Memory:
     share = 0.0 if setup.moves_parts else setup.offloads
-    sizes = replace(setup, offloads=0.0) if share else setup  # sizes of units do not depend on the share
+    sizes = setup.but(offloads=0.0) if share else setup  # sizes of units do not depend on the share
     return memory_of_order(sizes, _in_flight(setup, rank, share))
 
 
@@ -69,7 +68,7 @@ def fitted(setup: TrainingSetup, budget: MemoryBudget, moves: Moves) -> Training
         most = parts - 1
 
     def moving(number: int) -> TrainingSetup:
-        return replace(setup, offloads=number / parts, moves=moves) if number else setup
+        return setup.but(offloads=number / parts, moves=moves) if number else setup
 
     least = 0  # that ranks so far need
     for rank in fullest_ranks(setup):

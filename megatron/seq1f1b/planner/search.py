@@ -208,7 +208,7 @@ class Search:
         for sizes in setups:
             for each in spread(question, sizes):
                 for family in families(question, each):
-                    setup = each if family == each.family else replace(each, family=family)
+                    setup = each if family == each.family else each.but(family=family)
                     seconds = self._seconds_away(setup, each, segments)
                     if seconds < inf:
                         away[setup] = seconds
@@ -283,7 +283,7 @@ class Search:
     def _automatic(self, winner: Candidate) -> Plan | None:
         """The plan of a winner with `auto`; None if it does not fit, or takes too long to make."""
         # Its weight gradients run later, so collectives cannot hide behind them; it has no pairs.
-        setup = replace(winner.setup, family="auto", hides_tensor_exchange=False, hides_experts=False)
+        setup = winner.setup.but(family="auto", hides_tensor_exchange=False, hides_experts=False)
         candidate = replace(winner, setup=setup)
         if setup.pipeline_parallel == 1 or setup.recompute != "none" or not self.question.accepts(candidate):
             return None

@@ -137,10 +137,10 @@ def parallel_sizes(question: Question) -> Iterator[TrainingSetup]:
             choices = dict.fromkeys(("sequence_parallel", "hides_tensor_exchange"), tensor > 1)
             choices |= {"distributed_optimizer": True, "overlaps_data_parallel": data * context > 1}
             setup = question.setup(sizes, 1, micro_batch, keeps_logits=question.by_megatron, **choices)
-            setup = replace(setup, dispatches_once=question.dispatches_once)
-            setup = replace(setup, cp_comm_type=fastest_cp_comm_type(setup.alone, question.machine))
+            setup = setup.but(dispatches_once=question.dispatches_once)
+            setup = setup.but(cp_comm_type=fastest_cp_comm_type(setup.alone, question.machine))
             for expert in expert_sizes(question.model, tensor * context * data):
-                yield replace(setup, expert_parallel=expert)
+                yield setup.but(expert_parallel=expert)
 
 
 def recomputed(question: Question, sizes: TrainingSetup, segments: int = 1) -> Iterator[TrainingSetup]:
@@ -153,8 +153,7 @@ def recomputed(question: Question, sizes: TrainingSetup, segments: int = 1) -> I
             hiding.append(False)  # pairs hold more units
         shares = _SHARES if question.by_megatron and recompute == FULL else (1.0,)
         for hides, share, is_sharded in product(hiding, shares, shards):
-            yield replace(
-                sizes,
+            yield sizes.but(
                 recompute=recompute,
                 hides_experts=hides,
                 recomputed_share=share,
@@ -189,7 +188,7 @@ def without_recomputation(setup: TrainingSetup) -> TrainingSetup:
     """The set-up that computes nothing again, which takes the least time of all that differ in that alone."""
     if setup.recompute == "none":
         return setup
-    return replace(setup, recompute="none", recomputed_share=1.0)
+    return setup.but(recompute="none", recomputed_share=1.0)
 
 
 def spread(question: Question, sizes: TrainingSetup) -> Iterator[TrainingSetup]:
@@ -201,8 +200,7 @@ def spread(question: Question, sizes: TrainingSetup) -> Iterator[TrainingSetup]:
         if has_group and ranks * chunks <= question.model.num_layers:
             placement = Placement(ranks, chunks)
             layers = balanced_layers(sizes, placement, question.machine)
-            yield replace(
-                sizes,
+            yield sizes.but(
                 placement=placement,
                 layers_per_stage=layers,
                 hides_experts=sizes.hides_experts and (min(ranks, 2) <= chunks or not question.by_megatron),
@@ -265,7 +263,7 @@ def partitioned(question: Question, setup: TrainingSetup) -> TrainingSetup:
     chunk once each way, other orders whenever chunks change."""
     may = question.partitions_state is None and setup.family == "breadth-first" and "breadth-first" in question.families
     saves = setup.placement.num_chunks > 2 and setup.data_group.size > 1
-    return replace(setup, partitions_state=True) if may and saves else setup
+    return setup.but(partitions_state=True) if may and saves else setup
 
 
 def ways_to_move(question: Question, setup: TrainingSetup) -> tuple[Moves, ...]:
@@ -287,7 +285,7 @@ def cuts(setup: TrainingSetup, segments: int) -> Iterator[Candidate]:
             way = setup.cp_comm_type if segments == 1 else None
             # Tensor-parallel overlap has buffers of one length, and gathers beside the products of weight gradients.
             hides = setup.hides_tensor_exchange and len(set(lengths)) == 1 and not setup.splits_backward
-            cut = replace(setup, segments=lengths, cp_comm_type=way, hides_tensor_exchange=hides)
+            cut = setup.but(segments=lengths, cp_comm_type=way, hides_tensor_exchange=hides)
             yield Candidate(cut, strategy)
 
 
