@@ -96,9 +96,11 @@ def _first_without(excess: Callable[[int], float], first: int, last: int) -> int
         guess = min(max(first + ceil(share * (last - first)), first + 1), last - 1)
         at_guess = excess(guess)
         if at_guess > 0:
-            first, at_first = guess, at_guess
+            first = guess
+            at_first = at_guess
         else:
-            last, at_last = guess, at_guess
+            last = guess
+            at_last = at_guess
     return last
 
 
