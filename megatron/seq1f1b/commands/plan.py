@@ -37,6 +37,7 @@ from .launch_flags import decided_flags, read_launch
 from .launch_rules import LaunchRules
 from .model_flags import PRESETS, model_of, preset_words
 from .parsing import PICTURES, Parser, amount, amount_or_0, count, count_up_to, name_of, output_path
+from .plan_answer import Answer
 from .plan_json import write_answer
 
 # What keeps the sequences of a launch apart.
@@ -80,7 +81,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         own = [flag for flag in parser._option_string_actions if abs(len(flag) - len(name)) <= 2]
         if near := get_close_matches(name, own, n=1, cutoff=0.83):
             parser.error(f"{name} is unknown; did you mean {near[0]}?")
-    if missing := _missing(args, words):
+    missing = _missing(args, words)
+    if missing:
         *first, last = missing
         names = f"{', '.join(first)} and {last}" if first else last
         parser.error(f"{names} must be given")
@@ -172,61 +174,94 @@ class Progress:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
-    launch = args.launch
     in_units = args.lengths is not None
+    rules = launch_rules(args.launch, in_units)
+    asked = question(args, rules)
+    progress = Progress()
+    search: Any = UnitSearch(asked, args.histogram) if in_units else Search(asked, progress)
+    answer = answer_of(search, rules, args)
+    progress.end()
+
+    def flags_of(plan: Plan) -> list[str]:
+        return all_flags(args.launch, plan, by_megatron=plan is answer.megatron)
+
+    print_plans(search, answer)
+    print(plan_text.flags_of_both(answer.advised, answer.other, answer.megatron, flags_of))
+    print_notes(search, rules, args.launch, flags_of(answer.advised))
+    if args.explain:
+        print(plan_text.explained(answer.found))
+    if args.json is not None:
+        write_answer(args.json, args, answer, flags_of)
+        print(f"{args.json} written.")
+    if args.output is not None:
+        draw(search, answer, args.output)
+    if args.rehearse is None:
+        return 0
+    return rehearse(args, asked, flags_of(answer.advised))
+
+
+def launch_rules(launch: argparse.Namespace, in_units: bool) -> LaunchRules:
+    """The limits of plans by the flags of the launch."""
     always: set[OurFeature] = set()
     if launch.partition_state:
         always.add(OurFeature.PARTITIONED_STATE)
     if in_units:
         always |= {OurFeature.SEGMENTS, OurFeature.UNITS}
-    rules = LaunchRules(launch.passed_through, always)
-    asked = question(args, rules)
-    progress = Progress()
-    search: Any = UnitSearch(asked, args.histogram) if in_units else Search(asked, progress)
-    given = plan_as_given(launch, search)
+    return LaunchRules(launch.passed_through, always)
+
+
+def answer_of(search: Any, rules: LaunchRules, args: argparse.Namespace) -> Answer:
+    """The best plans of both sides, and the launch as given. Raises ValueError, with a way out, if nothing fits."""
+    given = plan_as_given(args.launch, search)
     found = search.best(args.best)
     if not found:
-        raise search.way_out() if in_units else way_out(asked, [*rules.left_out()])
+        raise search.way_out() if isinstance(search, UnitSearch) else way_out(search.question, [*rules.left_out()])
     megatron = search.megatron_baseline()
-    progress.end()
-    rate = megatron and megatron.tokens_per_second
-    gain = Gain(found[0].tokens_per_second, rate, asked.machine.error_of(asked.model))
-    best = found[0] if megatron is None or gain.is_of_segments else megatron
-    print(plan_text.title_of_units(search) if in_units else plan_text.title(asked))
-    row = partial(plan_text.row_of_units, search) if in_units else plan_text.row
-    print("", *plan_text.ranking(found, megatron, given, row), sep="\n")
-    if given is not None:
-        print(plan_text.of_launch(given, best, asked.memory_limit))
-    print("", plan_text.verdict(gain, megatron, in_units), sep="\n")
-    if megatron is not None and not in_units:
-        print(plan_text.reason(found[0], megatron, gain))
-    print(plan_text.memory_by_stage(best, asked))
+    asked = search.question
+    gain = Gain(
+        ours=found[0].tokens_per_second,
+        megatron=None if megatron is None else megatron.tokens_per_second,
+        error=asked.machine.error_of(asked.model),
+    )
+    return Answer(found=found, megatron=megatron, given=given, gain=gain)
 
-    def flags_of(plan: Plan) -> list[str]:
-        return all_flags(launch, plan, by_megatron=plan is megatron)
 
-    flags = flags_of(best)
-    other = found[0] if best is megatron else megatron
-    print(plan_text.flags_of_both(best, other, megatron, flags_of))
-    print("".join(f"{sentence}\n" for sentence in rules.left_out()), end="")
+def print_plans(search: Any, answer: Answer) -> None:
+    """Print the table of plans, the verdict, and the memory of what is advised."""
+    in_units = isinstance(search, UnitSearch)
+    if in_units:
+        print(plan_text.title_of_units(search))
+        row: Any = partial(plan_text.row_of_units, search)
+    else:
+        print(plan_text.title(search.question))
+        row = plan_text.row
+    limit = search.question.memory_limit
+    print("", *plan_text.ranking(answer.found, answer.megatron, answer.given, row), sep="\n")
+    if answer.given is not None:
+        print(plan_text.of_launch(answer.given, answer.advised, limit))
+    print("", plan_text.verdict(answer.gain, answer.megatron, in_units), sep="\n")
+    if answer.megatron is not None and not in_units:
+        print(plan_text.reason(answer.found[0], answer.megatron, answer.gain))
+    print(plan_text.memory_by_stage(answer.advised, search.question))
+
+
+def print_notes(search: Any, rules: LaunchRules, launch: argparse.Namespace, flags: Sequence[str]) -> None:
+    """Print what was left out of the search, and what of the launch changes no prediction."""
+    for sentence in rules.left_out():
+        print(sentence)
     for name in map(name_of, launch.unread):
         if name in ("--fp8-format", "--fp4-format"):
             print(f"{name} is not modelled: times and memory are those of 16 bit.")
-    if unread := [name_of(flag) for flag in launch.unread if flag in flags]:
+    unread = [name_of(flag) for flag in launch.unread if flag in flags]
+    if unread:
         print(f"These flags come back as given and change no prediction: {', '.join(unread)}.")
-    if in_units:
-        if not {*_APART} & {*map(name_of, flags)}:
+    if isinstance(search, UnitSearch):
+        if set(_APART).isdisjoint(map(name_of, flags)):
             print(f"Units are for sequences that are kept apart: add one of {', '.join(_APART)}.")
-    elif long := len(search.too_long_for_auto):
-        print(f"auto was left out for {long} of the best, with more than {MOST_ACTIONS_OF_AUTO:,} actions.")
-    if args.explain:
-        print(plan_text.explained(found))
-    if args.json is not None:
-        write_answer(args.json, args, found, megatron, given, gain, flags_of)
-        print(f"{args.json} written.")
-    if args.output is not None:
-        draw(search, best, megatron, given, args.output)
-    return 0 if args.rehearse is None else rehearse(args, asked, flags)
+        return
+    num_left_out = len(search.too_long_for_auto)
+    if num_left_out:
+        print(f"auto was left out for {num_left_out} of the best, with more than {MOST_ACTIONS_OF_AUTO:,} actions.")
 
 
 def plan_as_given(launch: argparse.Namespace, search: Any) -> Plan | None:
@@ -240,7 +275,7 @@ def plan_as_given(launch: argparse.Namespace, search: Any) -> Plan | None:
     return None if candidate is None else search.predict(replace(candidate, unit_tokens=launch.unit_tokens))
 
 
-def draw(search: Search, advised: Plan, megatron: Plan | None, given: Plan | None, path: Path) -> None:
+def draw(search: Search, answer: Answer, path: Path) -> None:
     """Draw every configuration that was simulated, for this memory and for less, and mark what is advised, the best of
     Megatron's own schedules and the launch as given."""
     from ..report.plan_figures import Point, plot_frontier
@@ -254,11 +289,16 @@ def draw(search: Search, advised: Plan, megatron: Plan | None, given: Plan | Non
         less.plans = search.plans
         less.best(1)
     groups: dict[str, list[Point]] = {name: [] for name in ("whole sequences", "segments", "recomputation")}
-    for each in search.plans.values():
-        group = "segments" if len(each.candidate.setup.segments) > 1 else "whole sequences"
-        group = "recomputation" if each.candidate.setup.recompute != "none" else group
-        groups[group].append(point(each))
-    marked = {"advised": advised, "Megatron's own": megatron, "as given": given}
+    for plan in search.plans.values():
+        setup = plan.candidate.setup
+        if setup.recompute != "none":
+            group = "recomputation"
+        elif len(setup.segments) > 1:
+            group = "segments"
+        else:
+            group = "whole sequences"
+        groups[group].append(point(plan))
+    marked = {"advised": answer.advised, "Megatron's own": answer.megatron, "as given": answer.given}
     points = {name: point(plan) for name, plan in marked.items() if plan is not None}
     plot_frontier(groups, points, asked.memory_limit, plan_text.title(asked), path)
     print(f"{path} written.")
@@ -267,7 +307,11 @@ def draw(search: Search, advised: Plan, megatron: Plan | None, given: Plan | Non
 def rehearse(args: argparse.Namespace, asked: Question, flags: Sequence[str]) -> int:
     """Run the training script with --dry-run; returns its exit code."""
     sys.stdout.flush()
-    words = [*(_TRAINING.split() if args.model else []), *shlex.split(" ".join(flags)), "--dry-run"]
-    memory = str(asked.memory_limit + OUTSIDE_GIB)  # the rehearsal itself takes off what lies outside the allocator
-    command = [sys.executable, str(args.rehearse), *words, "--device-memory", memory]
+    command = [sys.executable, str(args.rehearse)]
+    if args.model:
+        command += _TRAINING.split()
+    for flag in flags:
+        command += shlex.split(flag)
+    memory = asked.memory_limit + OUTSIDE_GIB  # the rehearsal itself takes off what lies outside the allocator
+    command += ["--dry-run", "--device-memory", str(memory)]
     return subprocess.run(command, env={**os.environ, "WORLD_SIZE": str(asked.num_devices)}).returncode

@@ -5,27 +5,18 @@ Tested in commands/test_plan.py by test_plans_of_both_sides_say_why_one_wins_and
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..planner.gain import Gain
 from ..planner.search import Plan
 from ..schedule import written_whole
+from .plan_answer import Answer
 
 
-def write_answer(
-    path: Path,
-    args: argparse.Namespace,
-    found: Sequence[Plan],
-    megatron: Plan | None,
-    given: Plan | None,
-    gain: Gain,
-    flags_of: Callable[[Plan], list[str]],
-) -> None:
+def write_answer(path: Path, args: argparse.Namespace, answer: Answer, flags_of: Callable[[Plan], list[str]]) -> None:
     """Write what was asked and every plan that is shown: seconds of a step, tokens/s of all devices, GiB of the fullest
-    device and of its host, its bubble ratio, and its flags. `gain` is relative, None where only
-    one side fits."""
+    device and of its host, its bubble ratio, and its flags. `gain` is relative, None where only one side fits."""
 
     def as_json(plan: Plan) -> dict[str, Any]:
         return {
@@ -37,17 +28,19 @@ def write_answer(
             "flags": flags_of(plan),
         }
 
-    answer = {
+    megatron = answer.megatron
+    given = answer.given
+    content = {
         "gpus": args.gpus,
         "machine": args.machine,
         "seq_length": args.seq_length,
         "global_batch_size": args.global_batch_size,
-        "advised": "this package" if gain.is_of_segments else "megatron",
-        "gain": gain.value,
-        "error": gain.error,
-        "plans": [as_json(plan) for plan in found],
+        "advised": "this package" if answer.gain.is_of_segments else "megatron",
+        "gain": answer.gain.value,
+        "error": answer.gain.error,
+        "plans": [as_json(plan) for plan in answer.found],
         "megatron": None if megatron is None else as_json(megatron),
         "as_given": None if given is None else as_json(given),
     }
     with written_whole(path) as unfinished:
-        unfinished.write_text(json.dumps(answer, indent=1) + "\n", encoding="utf-8")
+        unfinished.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

@@ -68,15 +68,17 @@ def short_name(plan: Plan) -> str:
 
 def with_header(rows: Sequence[Mapping[str, str]]) -> list[str]:
     """A line with the names of the columns, and a line for each row."""
-    return aligned([[*rows[0]], *([*row.values()] for row in rows)])
+    names = list(rows[0])
+    return aligned([names, *(list(row.values()) for row in rows)])
 
 
 def ranking(
     plans: Sequence[Plan], megatron: Plan | None, given: Plan | None, row: Callable[[Any], Mapping[str, str]]
 ) -> list[str]:
     """A line for each configuration, for the best of Megatron's own schedules, and for the launch as given."""
-    named = [*enumerate(plans, start=1), ("Megatron", megatron), ("as given", given)]
-    return with_header([{"": str(name), **row(each)} for name, each in named if each is not None])
+    named: dict[str, Plan | None] = {str(number): plan for number, plan in enumerate(plans, start=1)}
+    named |= {"Megatron": megatron, "as given": given}
+    return with_header([{"": name, **row(plan)} for name, plan in named.items() if plan is not None])
 
 
 def of_launch(given: Plan, advised: Plan, limit: float) -> str:
@@ -257,16 +259,19 @@ def in_lines(flags: Sequence[str]) -> str:
 
 def explained(plans: Sequence[Plan]) -> str:
     """Where the time of the best goes, and of the second best if there is one."""
-    best, *others = (breakdown(each.prediction) for each in plans[:2])
-    lines = ["", f"{'Where the time goes, ms':42}{'best':>10}" + f"{'second':>10}{'more':>10}" * len(others)]
-    differences = {}
-    for name in dict.fromkeys(chain(best, *others)):
+    best = breakdown(plans[0].prediction)
+    second = breakdown(plans[1].prediction) if len(plans) > 1 else {}
+    title = f"{'Where the time goes, ms':42}{'best':>10}"
+    if second:
+        title += f"{'second':>10}{'more':>10}"
+    lines = ["", title]
+    differences = {name: second.get(name, 0.0) - best.get(name, 0.0) for name in (*best, *second)}
+    for name, difference in differences.items():
         line = f"  {name:40}{1e3 * best.get(name, 0.0):10.1f}"
-        for other in others:
-            differences[name] = other.get(name, 0.0) - best.get(name, 0.0)
-            line += f"{1e3 * other.get(name, 0.0):10.1f}{1e3 * differences[name]:+10.1f}"
+        if second:
+            line += f"{1e3 * second.get(name, 0.0):10.1f}{1e3 * difference:+10.1f}"
         lines.append(line)
-    if others:
+    if second:
         most = max(differences, key=differences.__getitem__)
         lines.append(f"The second best spends most of its difference on: {most}.")
     return "\n".join(lines)

@@ -1,0 +1,33 @@
+"""The answer of `seq1f1b plan`: the best plans of this package and of Megatron's own schedules.
+
+Tested in commands/test_plan.py by test_plans_of_both_sides_say_why_one_wins_and_are_json.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..planner.gain import Gain
+from ..planner.search import Plan
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Plans of this package, the fastest first; the best plan of Megatron's own schedules, None if none fits; the
+    launch as given, None if it has no parallel sizes; and the gain of the fastest plan over Megatron's."""
+
+    found: Sequence[Plan]
+    megatron: Plan | None
+    given: Plan | None
+    gain: Gain
+
+    @property
+    def advised(self) -> Plan:
+        """The plan to use: that of this package, unless Megatron's is as fast within the error of predictions."""
+        if self.megatron is None or self.gain.is_of_segments:
+            return self.found[0]
+        return self.megatron
+
+    @property
+    def other(self) -> Plan | None:
+        """The best plan of the side that is not advised; None if it has none."""
+        return self.found[0] if self.advised is self.megatron else self.megatron
