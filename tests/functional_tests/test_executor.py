@@ -76,7 +76,8 @@ def test_one_rank_runs_without_the_others():
     alone = groups(alone=True)
     if dist.get_rank() == 1:
         for forward_only in (True, False):
-            run(executor(k=1), stage(ranks=1), pg_collection=alone, forward_only=forward_only)
+            reports = run(executor(k=1), stage(ranks=1), pg_collection=alone, forward_only=forward_only)
+            assert len(reports) == MICROBATCHES
 
 
 @on_ranks(2)

@@ -108,7 +108,8 @@ def test_a_copy_to_the_host_that_breaks_off_ends_all_ranks(launch, what):
     flags = [*FLAGS, "--pipeline-schedule", "gpipe", "--offload-activations", 1]
     job = launch(2, flags, SCRIPT, env={"FAULT": f"{what} copy 3 0"}, watched=False)
     assert job.codes == ((-signal.SIGKILL, 2) if what == "kill" else (1, 1)), job.log[-4000:]
-    assert "OSError: the bus is gone\n[rank0]: pipeline rank 0 failed at 0OFFLOAD" in job.log or what == "kill"
+    if what == "fail":
+        assert "OSError: the bus is gone\n[rank0]: pipeline rank 0 failed at 0OFFLOAD" in job.log
 
 
 def test_an_interrupt_is_one_line_and_ends_all_ranks(launch):

@@ -33,7 +33,7 @@ def test_no_object_of_a_step_is_in_a_reference_cycle(alone, tmp_path, schedule, 
         run(runs, model, step=step, data_iterator=batches)
         del batches
         assert gone() is None
-        assert all(output() is None for output in outputs)
+        assert outputs and all(output() is None for output in outputs)
         gc.set_debug(gc.DEBUG_SAVEALL)
         gc.collect()
         assert not [kept for kept in gc.garbage if isinstance(kept, torch.Tensor)]

@@ -23,9 +23,16 @@ def test_looped_and_v():
     assert Placement(1, 4).neighbours_of(0) == []
 
 
-@pytest.mark.parametrize("arguments", [(0, 1), (1, 0), (2, 2, "zigzag")])
-def test_bad_placements_are_refused(arguments):
-    with pytest.raises(ValueError):
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ((0, 1), "at least one rank and one model chunk, not 0 and 1"),
+        ((1, 0), "at least one rank and one model chunk, not 1 and 0"),
+        ((2, 2, "zigzag"), "unknown placement 'zigzag'"),
+    ],
+)
+def test_bad_placements_are_refused(arguments, words):
+    with pytest.raises(ValueError, match=words):
         Placement(*arguments)
 
 
