@@ -6,6 +6,7 @@ Tested in planner/test_search.py by test_bounds_are_bounds.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache, singledispatch
+from heapq import heapify, heapreplace
 from itertools import chain, pairwise
 from operator import add
 
@@ -100,12 +101,15 @@ def _balanced(alone: TrainingSetup, placement: Placement, machine: Machine, leas
     ranks = [0.0] * placement.num_ranks
     for stage in stages:
         ranks[placement.rank_of(stage)] += loads[stage]
+    waiting = [(load, -rank) for rank, load in enumerate(ranks)]  # of equal ranks the last comes first
+    heapify(waiting)
+    stages_of = [placement.stages_of(rank)[::-1] for rank in range(placement.num_ranks)]
     for _ in range(alone.model.num_layers - least * placement.num_stages):
-        rank = min(reversed(range(placement.num_ranks)), key=ranks.__getitem__)
-        stage = min(reversed(placement.stages_of(rank)), key=loads.__getitem__)
+        load, number = waiting[0]
+        stage = min(stages_of[-number], key=loads.__getitem__)
         counts[stage] += 1
         loads[stage] += layer
-        ranks[rank] += layer
+        heapreplace(waiting, (load + layer, number))
     return tuple(counts)
 
 

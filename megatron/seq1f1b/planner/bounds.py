@@ -19,7 +19,7 @@ from ..costs.step_memory import static_memory
 from ..costs.training_setup import TrainingSetup
 from ..schedule import Placement
 from .rank_ends import rank_ends
-from .space import MemoryBudget, Question, lengths_of, may_hide
+from .space import MemoryBudget, Question, lengths_of, may_hide, may_move
 
 
 def least_seconds(setup: TrainingSetup, machine: Machine) -> float:
@@ -154,8 +154,12 @@ def _activations(alone: TrainingSetup) -> float:
 def least_bytes(setup: TrainingSetup, segments: float = inf) -> float:
     """A lower bound on the fullest rank, on its device and host together: its state, and on the first rank activations
     of as many micro-batches as every schedule holds at once, whatever the number of segments if that is inf."""
-    first, most, held = _least_parts(setup)
+    first, most, held = _least_parts_of(setup)
     return max(first + held * _at_once(setup, segments), most)
+
+
+def _least_parts_of(setup: TrainingSetup) -> tuple[float, float, float]:
+    return _least_parts(setup if setup.partitions_state else setup.but(family="1f1b"))  # whole states are all alike
 
 
 @lru_cache(maxsize=1 << 16)
@@ -175,6 +179,8 @@ def _least_parts(setup: TrainingSetup) -> tuple[float, float, float]:
 
 def _at_once(setup: TrainingSetup, segments: float) -> float:
     """The least number of micro-batches that the first rank holds at some moment."""
+    if setup.family in ("breadth-first", "gpipe"):  # backwards come after all forwards
+        return setup.num_microbatches
     return min(setup.num_microbatches, 1 + (setup.pipeline_parallel - 1) / (segments * setup.placement.num_chunks))
 
 
@@ -185,7 +191,7 @@ def least_seconds_away(setup: TrainingSetup, budget: MemoryBudget, segments: int
     over = least_bytes(setup, segments) - budget.device
     if over <= 0:
         return 0.0
-    if _least_parts(setup)[1] > budget.device or over > budget.host:
+    if not may_move(setup) or _least_parts_of(setup)[1] > budget.device or over > budget.host:
         return inf
     return max(2, setup.num_microbatches / ceil(_at_once(setup, segments))) * over / budget.bandwidth
 

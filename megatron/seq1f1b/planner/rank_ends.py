@@ -13,7 +13,11 @@ from ..schedule import COMPUTE_KINDS, Action, Clock, Costs, Kind, Shape, clock_o
 from ..schedule.schedule import Place
 
 _SENDS = tuple(kind for kind in Kind if kind.facts.is_send)
+_SEND_OF = {kind.facts.payload: kind for kind in _SENDS}
 _KINDS = (*COMPUTE_KINDS, *_SENDS)  # those with times
+_ROW_OF = {kind: row for row, kind in enumerate(_KINDS)}
+# The last step of each forward and of each backward, by its outcome, stage, micro-batch and segment.
+type _Makers = dict[tuple[Kind | None, int, int, int], int]
 
 
 class RankEnds:
@@ -31,18 +35,16 @@ class RankEnds:
         self._work = array("i", [0])
         self._last = [0] * clock.shape.num_ranks  # the last step of each rank
         self._pairs: dict[tuple[Action, Action], int] = {}  # the places of what they save
-        made_by: dict[Action, int] = {}  # the last step of each forward and of each backward
+        made_by: _Makers = {}
         for rank, place in _in_order(clock):
             if len(place) == 1:
                 (action,) = place
-                self._append(rank, self._message_of(action, made_by), self._time_of(action.kind, action))
+                self._append(rank, self._message_of(action, made_by), self._work_of(action))
             else:
                 forward, backward = place
                 self._append_pair(rank, forward, backward, made_by)
             for action in place:
-                outcome = action.kind.facts.outcome
-                if outcome is not None:
-                    made_by[action._replace(kind=outcome)] = self._last[rank]
+                made_by[action.kind.facts.outcome, *action.unit] = self._last[rank]
 
     def by(self, costs: Costs, pairs: PairTimes | None = None) -> list[float]:
         """The end of each rank, in the unit of the costs. Pairs take as long as one after the other, less what they
@@ -57,11 +59,11 @@ class RankEnds:
             ends[step] = (arrival if arrival > start else start) + times[work]
         return [ends[step] for step in self._last]
 
-    def _append_pair(self, rank: int, forward: Action, backward: Action, made_by: dict[Action, int]) -> None:
+    def _append_pair(self, rank: int, forward: Action, backward: Action, made_by: _Makers) -> None:
         """Adds the steps of a pair, which starts when both have their messages, and saves time at its end."""
         self._append(rank, self._message_of(forward, made_by), work=0)
-        self._append(rank, self._message_of(backward, made_by), self._time_of(forward.kind, forward))
-        self._append(rank, (0, 0), self._time_of(backward.kind, backward))
+        self._append(rank, self._message_of(backward, made_by), self._work_of(forward))
+        self._append(rank, (0, 0), self._work_of(backward))
         of_any_microbatch = forward._replace(microbatch=0), backward._replace(microbatch=0)
         saved = self._pairs.setdefault(of_any_microbatch, self._num_times + len(self._pairs))
         self._append(rank, (0, 0), saved)
@@ -74,7 +76,7 @@ class RankEnds:
         self._work.append(work)
         self._last[rank] = len(self._work) - 1
 
-    def _message_of(self, action: Action, made_by: dict[Action, int]) -> tuple[int, int]:
+    def _message_of(self, action: Action, made_by: _Makers) -> tuple[int, int]:
         """The step on another rank that sends an action its message, and where the time of that message is."""
         receives = action.kind.facts.receives
         if receives is None or receives.facts.payload is None:
@@ -84,14 +86,16 @@ class RankEnds:
         if not 0 <= stage < self._shape.num_stages or rank_of(stage) == rank_of(action.stage):
             return 0, 0
         payload = receives.facts.payload
-        needed = action._replace(kind=payload, stage=stage)
-        sends = payload.facts.sends
-        return made_by[needed], 0 if sends is None else self._time_of(sends, needed)
+        sender = made_by[payload, stage, action.microbatch, action.segment]
+        return sender, self._time_of(_SEND_OF[payload], stage, action.segment)
 
-    def _time_of(self, kind: Kind, action: Action) -> int:
-        """Where `_times` has the time of a kind at the stage and the segment of an action."""
-        row = _KINDS.index(kind) * self._shape.num_stages + action.stage
-        return 1 + row * self._shape.num_segments + action.segment
+    def _work_of(self, action: Action) -> int:
+        """Where `_times` has the time of a compute action."""
+        return self._time_of(action.kind, action.stage, action.segment)
+
+    def _time_of(self, kind: Kind, stage: int, segment: int) -> int:
+        """Where `_times` has the time of a kind."""
+        return 1 + (_ROW_OF[kind] * self._shape.num_stages + stage) * self._shape.num_segments + segment
 
     @property
     def _num_times(self) -> int:

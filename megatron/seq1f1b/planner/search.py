@@ -30,6 +30,7 @@ from .space import (
     Question,
     cuts,
     families,
+    may_move,
     numbers_of_segments,
     parallel_sizes,
     partitioned,
@@ -209,21 +210,13 @@ class Search:
             for each in spread(question, sizes):
                 for family in families(question, each):
                     setup = each if family == each.family else each.but(family=family)
-                    seconds = self._seconds_away(setup, each, segments)
+                    seconds = least_seconds_away(partitioned(question, setup), question.budget, segments)
                     if seconds < inf:
                         away[setup] = seconds
         for fastest, alike in _by_fastest(away):
             of_alike = {each: away[each] for each in alike}
             least = least_seconds_cut(fastest, question.machine, segments)
             yield max(least, min(of_alike.values())), _Spread(of_alike, segments)
-
-    def _seconds_away(self, setup: TrainingSetup, of_any_family: TrainingSetup, segments: int) -> float:
-        """`least_seconds_away`, with a partitioned state where the search may choose that. Whole states need the same
-        for all families, so that a cache serves."""
-        smallest = partitioned(self.question, setup)
-        if not smallest.partitions_state:
-            smallest = of_any_family
-        return least_seconds_away(smallest, self.question.budget, segments)
 
     def _alike_cuts(self, away: Mapping[TrainingSetup, float], segments: int) -> Iterator[_AlikeCuts]:
         """The cuts of set-ups. Cuts with tensor-parallel collectives beside products and cuts without are separate,
@@ -259,10 +252,10 @@ class Search:
             elif question.accepts(each):
                 fitting = each
                 break
-        if budget.host and found.ranked[0].setup.family == "1f1b":
-            may_move = tuple(filter(question.accepts, too_large))
-            if may_move:
-                yield least_seconds(may_move[0].setup, machine), _TooLarge(may_move)
+        if budget.host and may_move(found.ranked[0].setup):
+            accepted = tuple(filter(question.accepts, too_large))
+            if accepted:
+                yield least_seconds(accepted[0].setup, machine), _TooLarge(accepted)
         if fitting is not None:
             yield least_seconds(fitting.setup, machine), fitting
 

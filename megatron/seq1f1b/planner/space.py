@@ -266,6 +266,11 @@ def partitioned(question: Question, setup: TrainingSetup) -> TrainingSetup:
     return setup.but(partitions_state=True) if may and saves else setup
 
 
+def may_move(setup: TrainingSetup) -> bool:
+    """Whether activations of a set-up may move to the host: a search tries that with 1F1B alone."""
+    return setup.family == "1f1b"
+
+
 def ways_to_move(question: Question, setup: TrainingSetup) -> tuple[Moves, ...]:
     """What of a set-up may move to the host. Megatron moves whole layers without a pipeline and recomputation, and in
     no hybrid model."""
