@@ -79,17 +79,17 @@ class PipelineConfig:
         """Resolved flags, by name, to write back to parsed arguments; empty under Megatron's own schedule."""
         if self.schedule is None:
             return {}
-        found: dict[str, Any] = {"offload_activations": self.offloads}
+        resolved: dict[str, Any] = {"offload_activations": self.offloads}
         if self.schedule.given is None:
-            found["pipeline_schedule"] = self.schedule.name
+            resolved["pipeline_schedule"] = self.schedule.name
         if self.flags.unit_tokens is None and self.flags.segment_tokens is None:
-            found["sequence_splits"] = self.num_segments
+            resolved["sequence_splits"] = self.num_segments
             if self.num_segments > 1 and self.partition.file is None:
-                found["sequence_split_strategy"] = self.partition.strategy
+                resolved["sequence_split_strategy"] = self.partition.strategy
         if self.schedule.pairs:
             # Megatron's configuration of a model demands 16 bits, and several chunks in a pipeline, for its own order.
-            found["overlap_moe_expert_parallel_comm"] = False
-        return found
+            resolved["overlap_moe_expert_parallel_comm"] = False
+        return resolved
 
     @property
     def wants_segment_attention(self) -> bool:

@@ -50,11 +50,11 @@ def number_type(
 
 def _in_digits(text: str) -> str:
     """The number that `8k` or `1m` stands for, as a question; empty for all else."""
-    found = re.fullmatch("([0-9]+)([km])", text, re.IGNORECASE)
-    if found is None:
+    match = re.fullmatch("([0-9]+)([km])", text, re.IGNORECASE)
+    if match is None:
         return ""
-    unit = 1024 if found[2].lower() == "k" else 1024**2
-    number = int(found[1]) * unit
+    unit = 1024 if match[2].lower() == "k" else 1024**2
+    number = int(match[1]) * unit
     return f" (did you mean {number}?)"
 
 

@@ -34,10 +34,10 @@ class DeviceTimer:
         self.sizes: dict[str, float] = {}
         if self._is_on_gpu:
             torch.cuda.set_device(self._device)
-            found = torch.cuda.get_device_properties(self._device)
-            self.name = found.name
-            self.nearest = "a100-80gb" if "A100" in found.name else "h100-80gb"
-            self.sizes = {"memory_gib": found.total_memory / 2**30, "multiprocessors": found.multi_processor_count}
+            gpu = torch.cuda.get_device_properties(self._device)
+            self.name = gpu.name
+            self.nearest = "a100-80gb" if "A100" in gpu.name else "h100-80gb"
+            self.sizes = {"memory_gib": gpu.total_memory / 2**30, "multiprocessors": gpu.multi_processor_count}
         else:
             torch.set_num_threads(1)
         self.rank = int(os.environ.get("RANK", "0"))
@@ -109,15 +109,15 @@ class DeviceTimer:
 
     def _seconds(self, work: Callable[[], object]) -> float:
         """The median of several runs; the first of all warms up."""
-        found = []
+        durations = []
         for _ in range(_REPEATS + 1):
             self._meet()
             start = time.perf_counter()
             work()
             if self._is_on_gpu:
                 torch.cuda.synchronize(self._device)
-            found.append(time.perf_counter() - start)
-        return median(found[1:])
+            durations.append(time.perf_counter() - start)
+        return median(durations[1:])
 
     def _meet(self) -> None:
         """All ranks wait for each other, and for what their devices still run."""

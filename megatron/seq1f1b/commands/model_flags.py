@@ -106,15 +106,15 @@ def _layer_frequency(text: str) -> int | list[int]:
     """A period in layers, or a list of 0 and 1 in the form of Megatron's parser: [0,1,1] or [0]*1+[1]*2."""
     if text.isdigit() and int(text):
         return int(text)
-    found: list[int] = []
+    entries_of_all: list[int] = []
     for part in text.replace(" ", "").strip("()").split("+"):
         entries, _, times = part.partition("*")
         if not re.fullmatch(r"\[\d+(,\d+)*\]", entries) or not (times or "1").isdigit():
             raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor a list such as [0]*1+[1]*47")
-        found += [int(number) for number in entries[1:-1].split(",")] * min(int(times or 1), MOST_LAYERS + 1)
-    if len(found) > MOST_LAYERS:
+        entries_of_all += [int(number) for number in entries[1:-1].split(",")] * min(int(times or 1), MOST_LAYERS + 1)
+    if len(entries_of_all) > MOST_LAYERS:
         raise argparse.ArgumentTypeError(f"{text!r} is longer than {MOST_LAYERS} layers")
-    return found
+    return entries_of_all
 
 
 def read_model(words: Sequence[str]) -> argparse.Namespace:

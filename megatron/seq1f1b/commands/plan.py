@@ -189,7 +189,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(plan_text.flags_of_both(answer.advised, answer.other, answer.megatron, flags_of))
     print_notes(search, rules, args.launch, flags_of(answer.advised))
     if args.explain:
-        print(plan_text.explained(answer.found))
+        print(plan_text.explained(answer.ours))
     if args.json is not None:
         write_answer(args.json, args, answer, flags_of)
         print(f"{args.json} written.")
@@ -213,17 +213,17 @@ def launch_rules(launch: argparse.Namespace, in_units: bool) -> LaunchRules:
 def answer_of(search: Any, rules: LaunchRules, args: argparse.Namespace) -> Answer:
     """The best plans of both sides, and the launch as given. Raises ValueError, with a way out, if nothing fits."""
     given = plan_as_given(args.launch, search)
-    found = search.best(args.best)
-    if not found:
+    ours = search.best(args.best)
+    if not ours:
         raise search.way_out() if isinstance(search, UnitSearch) else way_out(search.question, [*rules.left_out()])
     megatron = search.megatron_baseline()
     asked = search.question
     gain = Gain(
-        ours=found[0].tokens_per_second,
+        ours=ours[0].tokens_per_second,
         megatron=None if megatron is None else megatron.tokens_per_second,
         error=asked.machine.error_of(asked.model),
     )
-    return Answer(found=found, megatron=megatron, given=given, gain=gain)
+    return Answer(ours=ours, megatron=megatron, given=given, gain=gain)
 
 
 def print_plans(search: Any, answer: Answer) -> None:
@@ -236,12 +236,12 @@ def print_plans(search: Any, answer: Answer) -> None:
         print(plan_text.title(search.question))
         row = plan_text.row
     limit = search.question.memory_limit
-    print("", *plan_text.ranking(answer.found, answer.megatron, answer.given, row), sep="\n")
+    print("", *plan_text.ranking(answer.ours, answer.megatron, answer.given, row), sep="\n")
     if answer.given is not None:
         print(plan_text.of_launch(answer.given, answer.advised, limit))
     print("", plan_text.verdict(answer.gain, answer.megatron, in_units), sep="\n")
     if answer.megatron is not None and not in_units:
-        print(plan_text.reason(answer.found[0], answer.megatron, answer.gain))
+        print(plan_text.reason(answer.ours[0], answer.megatron, answer.gain))
     print(plan_text.memory_by_stage(answer.advised, search.question))
 
 

@@ -15,7 +15,7 @@ class Answer:
     """Plans of this package, the fastest first; the best plan of Megatron's own schedules, None if none fits; the
     launch as given, None if it has no parallel sizes; and the gain of the fastest plan over Megatron's."""
 
-    found: Sequence[Plan]
+    ours: Sequence[Plan]
     megatron: Plan | None
     given: Plan | None
     gain: Gain
@@ -24,10 +24,10 @@ class Answer:
     def advised(self) -> Plan:
         """The plan to use: that of this package, unless Megatron's is as fast within the error of predictions."""
         if self.megatron is None or self.gain.is_of_segments:
-            return self.found[0]
+            return self.ours[0]
         return self.megatron
 
     @property
     def other(self) -> Plan | None:
         """The best plan of the side that is not advised; None if it has none."""
-        return self.found[0] if self.advised is self.megatron else self.megatron
+        return self.ours[0] if self.advised is self.megatron else self.megatron

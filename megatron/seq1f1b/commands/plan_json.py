@@ -38,7 +38,7 @@ def write_answer(path: Path, args: argparse.Namespace, answer: Answer, flags_of:
         "advised": "this package" if answer.gain.is_of_segments else "megatron",
         "gain": answer.gain.value,
         "error": answer.gain.error,
-        "plans": [as_json(plan) for plan in answer.found],
+        "plans": [as_json(plan) for plan in answer.ours],
         "megatron": None if megatron is None else as_json(megatron),
         "as_given": None if given is None else as_json(given),
     }

@@ -168,23 +168,23 @@ def memory_by_stage(plan: Plan, question: Question) -> str:
     return "\n".join([*lines, ""])
 
 
-def verdict(found: Gain, megatron: Plan | None, in_units: bool) -> str:
+def verdict(gain: Gain, megatron: Plan | None, in_units: bool) -> str:
     """Whether Megatron's own schedules do as well, on packs as long as the longest sequence where ours run `in_units`;
     `megatron` is their best, None where they do not fit."""
     if in_units:
         packs = "packs as long as the longest sequence"
         if megatron is None:
             return f"Megatron's own schedules do not hold {packs}."
-        if found.is_of_segments:
-            return f"Units gain {found} over Megatron's own schedules on {packs}."
+        if gain.is_of_segments:
+            return f"Units gain {gain} over Megatron's own schedules on {packs}."
         number = megatron.candidate.setup.global_batch_size
-        return f"Use Megatron's own schedules on {packs}, {number} a step: the gain of units over them is {found}."
+        return f"Use Megatron's own schedules on {packs}, {number} a step: the gain of units over them is {gain}."
     if megatron is None:
         return "Megatron's own schedules do not fit."
     taken = f"{megatron.seconds:.3f} s ({short_name(megatron) or 'data parallel'})"
-    if found.is_of_segments:
-        return f"Megatron's own schedules take {taken}: the gain over them is {found}."
-    return f"Use Megatron's own schedules: they take {taken}, and the gain over them is {found}."
+    if gain.is_of_segments:
+        return f"Megatron's own schedules take {taken}: the gain over them is {gain}."
+    return f"Use Megatron's own schedules: they take {taken}, and the gain over them is {gain}."
 
 
 # What makes a step spend less on a part of it; parts that a user cannot make smaller are not here.

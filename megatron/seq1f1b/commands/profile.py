@@ -58,10 +58,10 @@ def main(argv: list[str] | None = None) -> None:
     timer = DeviceTimer()
     base = read_machine(args.machine or timer.nearest)
     device = within_peaks(measured_device(base.device, timer))
-    found = replace(measured_links(base, timer), device=device)
+    measured = replace(measured_links(base, timer), device=device)
     timer.close()
     if timer.rank == 0:
-        text = as_toml(found, base)
+        text = as_toml(measured, base)
         with written_whole(args.output) as unfinished:
             unfinished.write_text(text, encoding="utf-8")
             check(unfinished)

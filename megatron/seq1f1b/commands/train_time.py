@@ -129,13 +129,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         micro_batches=(1, 2),
         recomputes=("none", "layernorm mlp", "layernorm mlp moe", ALL_BUT_ATTENTION, FULL),
     )
-    found = []
+    answers = []
     rows = []
     counts = sorted({min(machine.devices_per_node << doubling, args.gpus) for doubling in range(20)})
     for number, devices in enumerate(counts, start=1):
         answer = soonest(replace(question, num_devices=devices), args.tokens, law, largest)
         if answer is not None:
-            found.append(answer)
+            answers.append(answer)
             days, plan = answer
             columns = row(plan)
             rows.append(
@@ -149,9 +149,9 @@ def main(argv: Sequence[str] | None = None) -> None:
                 }
             )
         show(number, len(counts))
-    if not found:
+    if not answers:
         raise way_out(question)
     print("\n".join(with_header(rows)))
-    days, best = min(found, key=lambda each: each[0])
+    days, best = min(answers, key=lambda each: each[0])
     flags = with_values(preset_words(args.model, args.seq_length)) + decided_flags(best.candidate)
     print(f"\nSoonest: {days:.2f} days on {best.candidate.setup.num_devices} GPUs, with{in_lines(flags)}")

@@ -31,13 +31,13 @@ def read_costs(shape: Shape, text: str) -> tuple[Costs, float]:
     """The costs in a .json file, or written out as `f=1,message=0.5`, and the time of a copy to the host or back.
     Raises ValueError for what is no set of costs, or of another shape."""
     if Path(text).suffix == ".json":
-        found = read_json(text, _Costs)
+        costs = read_json(text, _Costs)
     else:
         pairs = (part.partition("=") for part in text.split(","))
         named: dict[str, Any] = {name.strip(): number.strip() for name, _, number in pairs}
-        found = converted(f"--costs {text}", named, _Costs, is_text=True)
-    given = {name: value for name, value in structs.asdict(found).items() if name != "move" and value is not UNSET}
+        costs = converted(f"--costs {text}", named, _Costs, is_text=True)
+    given = {name: value for name, value in structs.asdict(costs).items() if name != "move" and value is not UNSET}
     try:
-        return Costs.from_mapping(shape, given), found.move
+        return Costs.from_mapping(shape, given), costs.move
     except ValueError as error:
         raise ValueError(f"--costs {text}: {error}") from None

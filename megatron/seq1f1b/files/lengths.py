@@ -37,15 +37,15 @@ def read_histogram(path: str | Path) -> Mapping[int, int]:
     """The number of sequences of each length in tokens, from the .idx file of a corpus, or from text with a line
     `tokens,sequences` or `tokens` for each. Raises ValueError for anything else."""
     content = read_bytes(path)
-    found = Counter[int]()
+    counts = Counter[int]()
     if content.startswith(_INDEX):
         number = int.from_bytes(content[_HEADER - 16 : _HEADER - 8], "little")
         sizes = content[_HEADER : _HEADER + 4 * number]
-        found.update(memoryview(sizes).cast("i") if len(sizes) == 4 * number else ())
-        del found[0]
-        if not found or min(found) < 0:
+        counts.update(memoryview(sizes).cast("i") if len(sizes) == 4 * number else ())
+        del counts[0]
+        if not counts or min(counts) < 0:
             raise ValueError(f"{path}: it is cut off, damaged or without tokens; make the corpus again")
-        return found
+        return counts
     for number, line in enumerate(read_text(path, content).splitlines(), start=1):
         words = line.replace(",", " ").split()
         is_comment = not words or words[0].startswith("#")
@@ -56,7 +56,7 @@ def read_histogram(path: str | Path) -> Mapping[int, int]:
             raise ValueError(f"{path}: line {number}: {line.strip()!r} is not 'tokens,sequences'")
         named = dict(zip(("tokens", "sequences"), words, strict=False))
         row = converted(path, named, _Row, f"line {number}: ", is_text=True)
-        found[row.tokens] += row.sequences
-    if not found:
+        counts[row.tokens] += row.sequences
+    if not counts:
         raise ValueError(f"{path}: it has no lengths; give a line 'tokens,sequences' for each")
-    return found
+    return counts

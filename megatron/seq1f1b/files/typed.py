@@ -65,12 +65,12 @@ def read_json[T](path: str | Path, kind: type[T]) -> T:
 
 def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """The names and values of a JSON object; Python itself would take the last of two."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    values = dict(pairs)
+    if len(values) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"{twice!r} is in one object twice")
-    return found
+    return values
 
 
 def read_rows[T: Struct](path: str | Path, kind: type[T], content: bytes | None = None) -> Iterator[T]:

@@ -38,19 +38,19 @@ def stop_watching() -> None:
 def keywords(text: str) -> dict[str, Any]:
     """Our flags as keywords of `install`: {"segment_tokens": "8192"} for `--segment-tokens 8192`. Raises ValueError for
     a word that belongs to no flag."""
-    found: dict[str, Any] = {}
+    flags: dict[str, Any] = {}
     name = ""
     for word in shlex.split(text):
         if word.startswith("--"):
             flag, equals, value = word[2:].partition("=")
             name = flag.replace("-", "_")
-            found[name] = value if equals else True
+            flags[name] = value if equals else True
         elif not name:
             raise ValueError(f"{VARIABLE}={text!r} must hold flags, such as '--segment-tokens 8192'")
         else:
-            before = [] if found[name] is True else found[name]
-            found[name] = [*before, word]
-    return found
+            before = [] if flags[name] is True else flags[name]
+            flags[name] = [*before, word]
+    return flags
 
 
 class _Watch:

@@ -35,9 +35,9 @@ def at_stage(placement: Placement, stage: int, groups: Any) -> Any:
     back."""
     if placement.rank_of(stage) == stage % placement.num_ranks:
         return groups
-    found = copy(groups)
-    found.pp = depth_of(stage, placement.num_ranks)
-    return found
+    groups_of_stage = copy(groups)
+    groups_of_stage.pp = depth_of(stage, placement.num_ranks)
+    return groups_of_stage
 
 
 def building(placement: Placement, stage: int) -> PatchTable:

@@ -53,9 +53,9 @@ class CumulativeLengths(NamedTuple):
     most_keys: int
 
     @classmethod
-    def of(cls, found: Sequence[Piece], device: torch.device) -> "CumulativeLengths":
-        queries = [piece.end - piece.start for piece in found]
-        keys = [piece.end - piece.first_key for piece in found]
+    def of(cls, documents: Sequence[Piece], device: torch.device) -> "CumulativeLengths":
+        queries = [piece.end - piece.start for piece in documents]
+        keys = [piece.end - piece.first_key for piece in documents]
         ends = torch.tensor([[0, *accumulate(queries)], [0, *accumulate(keys)]], dtype=torch.int32)
         if device.type == "cuda":  # the host does not wait for a copy from pinned memory
             ends = ends.pin_memory().to(device, non_blocking=True)
@@ -102,11 +102,11 @@ class MaskCheck:
 def differs(mask: Tensor, document: Tensor | None = None) -> Tensor:
     """Whether `mask` [b, s, s], True where hidden, differs from the causal mask, or from that within documents if
     `document` [b, s] numbers them for each token: a boolean on its device."""
-    found = torch.zeros((), dtype=torch.bool, device=mask.device)
+    is_different = torch.zeros((), dtype=torch.bool, device=mask.device)
     for first in range(0, mask.shape[-1], _ROWS_AT_ONCE):
         rows = mask[:, first : first + _ROWS_AT_ONCE]
         hidden = torch.ones(rows.shape[1:], dtype=torch.bool, device=mask.device).triu(first + 1)
         if document is not None:
             hidden = hidden | (document[:, first : first + _ROWS_AT_ONCE, None] != document[:, None])
-        found |= (rows != hidden).any()
-    return found
+        is_different |= (rows != hidden).any()
+    return is_different

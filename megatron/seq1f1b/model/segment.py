@@ -54,11 +54,11 @@ class Segment:
 
     def shared(self, name: Hashable, make: Callable[[], Tensor]) -> Tensor:
         """A constant of this segment, shared by model chunks while a backward needs it."""
-        found = self._shared[name]() if name in self._shared else None
-        if found is None:
-            found = make()
-            self._shared[name] = TensorWeakRef(found)
-        return found
+        constant = self._shared[name]() if name in self._shared else None
+        if constant is None:
+            constant = make()
+            self._shared[name] = TensorWeakRef(constant)
+        return constant
 
 
 class SegmentContext:

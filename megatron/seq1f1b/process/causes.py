@@ -45,16 +45,16 @@ def has_lost_a_peer(error: BaseException) -> bool:
 def plain(text: str) -> str:
     """The words of a library for communication, in those of the person who started the job."""
 
-    def lost(found: re.Match[str]) -> str:
-        place = f" on {found['host']}" if found["host"] else ""
+    def lost(match: re.Match[str]) -> str:
+        place = f" on {match['host']}" if match["host"] else ""
         return (
             f"the connection to another rank{place} broke, so that rank has ended; its own last words, or those of "
             "what started it, say why"
         )
 
-    def timed_out(found: re.Match[str]) -> str:
+    def timed_out(match: re.Match[str]) -> str:
         return (
-            f"nothing moved for {int(found[1]) / 1000:g} s; another rank hangs, or needs a longer "
+            f"nothing moved for {int(match[1]) / 1000:g} s; another rank hangs, or needs a longer "
             "--distributed-timeout-minutes"
         )
 

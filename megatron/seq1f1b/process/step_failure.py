@@ -32,10 +32,10 @@ def explained(error: BaseException, step: str) -> BaseException:
     words = plain(str(error))
     with suppress(RuntimeError):
         words = in_time(_PATIENCE, partial(_told, store, key)) or words
-    found = LostPeer(words)
+    lost_peer = LostPeer(words)
     for note in getattr(error, "__notes__", ()):
-        found.add_note(note)
-    return found
+        lost_peer.add_note(note)
+    return lost_peer
 
 
 def _told(store: Any, key: str) -> str:

@@ -26,11 +26,11 @@ class Point(NamedTuple):
 
 def frontier(points: Sequence[Point]) -> list[Point]:
     """The points that no other beats in both, from the least memory to the highest throughput."""
-    found: list[Point] = []
+    best: list[Point] = []
     for point in sorted(points, key=lambda each: (each.memory, -each.throughput)):
-        if not found or point.throughput > found[-1].throughput:
-            found.append(point)
-    return found
+        if not best or point.throughput > best[-1].throughput:
+            best.append(point)
+    return best
 
 
 def plot_frontier(

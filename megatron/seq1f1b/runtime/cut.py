@@ -32,8 +32,8 @@ class Arguments(NamedTuple):
 
     def embeddings(self) -> Tensor | None:
         """The embeddings [s, b, h] of a program that computes them by itself, else None."""
-        found = self.by_name().get("decoder_input")
-        return found if isinstance(found, Tensor) else None
+        embeddings = self.by_name().get("decoder_input")
+        return embeddings if isinstance(embeddings, Tensor) else None
 
     def with_embeddings(self, embeddings: Tensor) -> "Arguments":
         """These arguments with other embeddings."""
@@ -160,11 +160,11 @@ def size_of(arguments: Arguments) -> tuple[int, int] | None:
 
 def require_size(arguments: Arguments, num_sequences: int, length: int, microbatch: int) -> None:
     """Raise ValueError for a call on the first stage with data of another size than the step is cut for."""
-    found = size_of(arguments)
-    if found is None or found in ((num_sequences, length), (length, num_sequences)):
+    size = size_of(arguments)
+    if size is None or size in ((num_sequences, length), (length, num_sequences)):
         return
     raise ValueError(
-        f"the forward step of micro-batch {microbatch} calls its model with {found[0]} sequences of {found[1]} tokens, "
+        f"the forward step of micro-batch {microbatch} calls its model with {size[0]} sequences of {size[1]} tokens, "
         f"but segments are cut from {num_sequences} of {length}, as micro_batch_size and seq_length say; correct "
         "these, or set variable_seq_lengths in the model's configuration"
     )

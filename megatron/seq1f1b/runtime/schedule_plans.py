@@ -136,11 +136,11 @@ def let_go_of_values(nodes: Sequence[ScheduleNode], output: Any) -> None:
 
 def nodes_of(plan: Any) -> Iterator[ScheduleNode]:
     """The nodes of a plan that do something."""
-    found = [plan.pre_process, plan.post_process]
+    nodes = [plan.pre_process, plan.post_process]
     for index in range(plan.num_layers()):
         layer = plan.get_layer(index)
-        found += [getattr(layer, name) for name in _NODES]
-    return (node for node in found if node is not None and not isinstance(node, NoopScheduleNode))
+        nodes += [getattr(layer, name) for name in _NODES]
+    return (node for node in nodes if node is not None and not isinstance(node, NoopScheduleNode))
 
 
 def keep_for_stream(given: Sequence[Any]) -> None:

@@ -125,21 +125,21 @@ class Segmentation:
             numbers = range(step.num_microbatches)
             return [self._of_call(calls.at(chunk, number).arguments, number, step) for number in numbers]
 
-        found = on_all_ranks(step, told)
+        microbatches = on_all_ranks(step, told)
         starting.result()
-        return found
+        return microbatches
 
-    def _numbers(self, step: Step, found: Sequence[Sequences]) -> list[int]:
+    def _numbers(self, step: Step, microbatches: Sequence[Sequences]) -> list[int]:
         """The number of segments of each micro-batch. Replicas that exchange tokens, or weights and gradients of
         chunks, within a step do so after equally many segments: as many as the longest needs and the shortest has."""
         if not self.cuts_sequences:
-            return [1] * len(found)
+            return [1] * len(microbatches)
         if self._segments_for is None:
-            return [self.num_segments] * len(found)
+            return [self.num_segments] * len(microbatches)
         if getattr(step.config, "expert_model_parallel_size", 1) == 1 and not is_partitioned(step.chunks):
-            return [self._segments_for(each.length, each.length) for each in found]
+            return [self._segments_for(each.length, each.length) for each in microbatches]
         of_replicas: list[Any] = [None] * step.groups.dp.size()
-        dist.all_gather_object(of_replicas, [each.length for each in found], group=step.groups.dp)
+        dist.all_gather_object(of_replicas, [each.length for each in microbatches], group=step.groups.dp)
         by_microbatch = zip(*of_replicas, strict=True)
         return [self._segments_for(max(lengths), min(lengths)) for lengths in by_microbatch]
 

@@ -183,12 +183,12 @@ def places(order: Iterable[Action], paired: Set[Action]) -> list[Place]:
     """The actions of an order, each by itself, but the forwards in `paired` with the action after them."""
     if not paired:
         return [(action,) for action in order]
-    found: list[Place] = []
+    result: list[Place] = []
     is_open = False  # whether the last place waits for the backward of its pair
     for action in order:
         if is_open:
-            found[-1] += (action,)
+            result[-1] += (action,)
         else:
-            found.append((action,))
+            result.append((action,))
         is_open = not is_open and action in paired
-    return found
+    return result

@@ -52,15 +52,15 @@ class Timeline:
 
     def paired(self, rank: int) -> frozenset[Action]:
         """The compute actions of a rank that share their time with another: those of pairs."""
-        found: set[Action] = set()
+        beside: set[Action] = set()
         last: Span | None = None
         for span in self.ranks[rank]:
             if span.action.kind not in COMPUTE_KINDS:
                 continue
             if last is not None and span.start < last.end:
-                found |= {last.action, span.action}
+                beside |= {last.action, span.action}
             last = span
-        return frozenset(found)
+        return frozenset(beside)
 
     @property
     def bubble_ratio(self) -> float:

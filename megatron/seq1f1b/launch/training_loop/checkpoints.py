@@ -56,11 +56,11 @@ class Checkpoints:
         """Raises ValueError for a checkpoint of a run with the distributed optimizer if this run is without it, or the
         other way round: the state of the optimizer is saved in another form."""
         args = self._args()
-        found = upstream(*rest, preloaded_state_dict=preloaded_state_dict, **more)
+        content = upstream(*rest, preloaded_state_dict=preloaded_state_dict, **more)
         saved = preloaded_state_dict.get("args")
-        if found is None or saved is None or args.no_load_optim or args.finetune or saved.no_save_optim:
-            return found
-        is_saved_with = "distrib_optim_sharding_type" in found
+        if content is None or saved is None or args.no_load_optim or args.finetune or saved.no_save_optim:
+            return content
+        is_saved_with = "distrib_optim_sharding_type" in content
         is_loaded_with = args.use_distributed_optimizer or args.use_layer_wise_distributed_optimizer
         if is_saved_with != is_loaded_with:
             with_it, change = ("with", "add") if is_saved_with else ("without", "drop")
@@ -68,4 +68,4 @@ class Checkpoints:
                 f"the checkpoint in {args.load} was saved {with_it} --use-distributed-optimizer; {change} that flag, "
                 "or go on from the weights with --no-load-optim"
             )
-        return found
+        return content

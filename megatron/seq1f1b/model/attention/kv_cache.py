@@ -52,8 +52,8 @@ class Rows:
 
     def tensors(self) -> list[Tensor]:
         """The tensors that are held now, views among them."""
-        found = [self._rows, self._sum, *self._first.values()]
-        return [tensor for tensor in found if isinstance(tensor, Tensor)]
+        held = [self._rows, self._sum, *self._first.values()]
+        return [tensor for tensor in held if isinstance(tensor, Tensor)]
 
     def to_host(self, keep: Callable[[Tensor], Any]) -> None:
         """Replace the rows by what `keep` returns, see HostMemory, until a backward uses them."""

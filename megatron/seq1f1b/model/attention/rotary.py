@@ -39,10 +39,10 @@ def _of_documents(
 ) -> Any:
     """Positions count from the start of a document, as rounding errors of angles in fp32 grow with them. They count
     from that of the sequence if several sequences share them: attention depends on differences only."""
-    found = [Piece(0, segment.start, segment.start + length)]
+    documents = [Piece(0, segment.start, segment.start + length)]
     if segment.documents is not None and len(segment.documents) == 1 and length == segment.length:
-        found = pieces(segment.documents[0], segment.start, segment.end)
-    (first_key, start, end), *others = found
+        documents = pieces(segment.documents[0], segment.start, segment.end)
+    (first_key, start, end), *others = documents
     if not others:
         return forward(length, offset=start - first_key, packed_seq=packed_seq, cp_group=cp_group)
     # The others begin at 0 and share a table, which is not yet divided among context-parallel ranks.

@@ -62,10 +62,10 @@ class _OfLogits:
         return rows
 
     def backward(self, pieces: Sequence[Tensor], gradient_of: Callable[[int, Tensor], Tensor]) -> Tensor:
-        found = pieces[0].new_empty((sum(map(len, pieces)), pieces[0].shape[1]))
-        for number, (piece, of_piece) in enumerate(zip(pieces, found.split(self.length), strict=True)):
+        gradient = pieces[0].new_empty((sum(map(len, pieces)), pieces[0].shape[1]))
+        for number, (piece, of_piece) in enumerate(zip(pieces, gradient.split(self.length), strict=True)):
             of_piece.copy_(gradient_of(number, piece))
-        return found
+        return gradient
 
 
 class _OfHidden:
