@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -97,6 +99,18 @@ def test_every_command_but_those_of_training_runs(program, tmp_path):
         assert done.returncode == 0, (words, done.stdout, done.stderr)
         if "--output" in words:
             assert (tmp_path / words[words.index("--output") + 1]).stat().st_size
+
+
+def test_the_page_of_a_package_index_has_no_path(program):
+    (metadata,) = program.parents[1].glob("lib/python*/site-packages/megatron_seq1f1b-*.dist-info/METADATA")
+    text = metadata.read_text(encoding="utf-8")
+    assert "# Sequence-level pipeline parallelism for Megatron" in text and "](https://arxiv.org/" in text
+    assert re.findall(r"\]\((?!https:)[^)]*\)", text) == []
+    names = runpy.run_path(str(ROOT / "setup.py"))
+    addressed = names["page"]((ROOT / "README.md").read_text(encoding="utf-8"), "https://example.org/o/n")
+    assert "](https://example.org/o/n/raw/main/docs/images/1f1b.png)" in addressed
+    assert "[Documentation](https://example.org/o/n/blob/main/docs/index.md)" in addressed
+    assert re.findall(r"\]\((?!https:)[^)]*\)", addressed) == []
 
 
 @pytest.mark.parametrize(

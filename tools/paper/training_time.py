@@ -13,7 +13,7 @@ def plot_training_time(lines: Mapping[str, Sequence[tuple[int, float, float]]], 
 
     lines = {name: points for name, points in lines.items() if points}
     ticks = sorted({point[0] for points in lines.values() for point in points})
-    with picture(path, 9, 4) as figure:
+    with picture(path, 9, 5) as figure:
         days, hours = figure.subplots(1, 2)
         for (name, points), style in zip(lines.items(), cycle(("o-", "s--", "^:", "v-.", "D-"))):
             devices = [point[0] for point in points]
@@ -27,6 +27,6 @@ def plot_training_time(lines: Mapping[str, Sequence[tuple[int, float, float]]], 
             axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
             axes.minorticks_off()
             axes.set_xlabel("devices")
-            if len(lines) > 1:
-                axes.legend()
+        if len(lines) > 1:
+            figure.legend(*days.get_legend_handles_labels(), loc="outside lower center", ncols=2)
         figure.suptitle(title, fontsize=9)

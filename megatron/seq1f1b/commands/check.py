@@ -25,8 +25,8 @@ def main(argv: list[str] | None = None) -> None:
     shape = schedule.shape
     style = schedule.shape.placement.style
     print(
-        f"{path}: valid; {shape.num_ranks} ranks, {shape.num_chunks} model chunks on each ({style}), "
-        f"{shape.num_microbatches} micro-batches, {shape.num_segments} segments"
+        f"{path}: valid; ranks: {shape.num_ranks}, model chunks on each: {shape.num_chunks} ({style}), "
+        f"micro-batches: {shape.num_microbatches}, segments: {shape.num_segments}"
     )
     print(f"bubble ratio for equal F, I and W: {simulate(schedule.without_moves()).bubble_ratio:.4f}")
     held = (f"{sequences_held(actions, shape):.2f}" for actions in schedule.ranks)

@@ -238,7 +238,7 @@ def read_machine(machine: str | Path) -> Machine:
         names = machine_names()
         near = get_close_matches(str(machine), names, n=1)
         way_out = f"did you mean {near[0]}?" if near else f"this package has {', '.join(names)}"
-        raise ValueError(f"--machine {machine}: there is no such file; {way_out}")
+        raise ValueError(f"--machine {machine}: there is no such machine, and no such file; {way_out}")
     file = read_toml(path, _File)
     node = Link(file.node.bandwidth, file.node.message_bandwidth, file.node.latency)
     return Machine(

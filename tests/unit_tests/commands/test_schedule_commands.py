@@ -104,7 +104,7 @@ def test_the_checker(tmp_path, capsys):
     path.write_text("0F0.0,0F0.1,0B0.1,0B0.0\n1F0.0,1F0.1,1B0.1,1B0.0\n")
     assert seq1f1b("check", path) == 0
     printed = capsys.readouterr().out
-    assert "valid; 2 ranks, 1 model chunks on each (looped), 1 micro-batches, 2 segments" in printed
+    assert "valid; ranks: 2, model chunks on each: 1 (looped), micro-batches: 1, segments: 2" in printed
     assert "most sequences held by each rank, of all its layers: 1.00 1.00" in printed
     for kind, rest in (("B", ""), ("I", ",1W0.0,1W0.1")):
         path.write_text(f"0F0.0,0F0.1,0B0.1,0B0.0\n1F0.0,1F0.1,1{kind}0.0,1{kind}0.1{rest}\n")

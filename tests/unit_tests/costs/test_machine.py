@@ -57,7 +57,9 @@ def test_a_wrong_constant_is_named(tmp_path, old, new, sentence):
 
 
 def test_a_name_that_is_nearly_that_of_a_machine():
-    with pytest.raises(ValueError, match="--machine h100: there is no such file; did you mean h100-80gb?"):
+    with pytest.raises(
+        ValueError, match="--machine h100: there is no such machine, and no such file; did you mean h100-80gb?"
+    ):
         read_machine("h100")
 
 
