@@ -165,7 +165,7 @@ def test_the_new_kind_of_action_is_lowered_simulated_and_run(tmp_path):
     files = re.findall(r"^\d\. `megatron/seq1f1b/(\S+)`", text, re.MULTILINE)
     kinds, lowering, program, interpreter, _ = (package / file for file in files)
     edited(kinds, "\n    # A member equals its value", indent(word, " " * 4))
-    edited(kinds, '    }\n)\n"""What is known', indent(facts, " " * 8))
+    edited(kinds, '    }\n)\n"""All that is known', indent(facts, " " * 8))
     edited(lowering, "def _transfers(", lowering_pass + "\n\n")
     edited(program, "        self.splits_backwards =", indent(call, " " * 8))
     edited(program, "from ..process.ranks import", "from ..schedule.lowering import trim\n")
