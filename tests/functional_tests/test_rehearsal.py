@@ -114,27 +114,34 @@ LLAMA = f"""--num-layers 4 --hidden-size 8192 --ffn-hidden-size 28672 --num-atte
 BY_HEADS = "--tensor-model-parallel-size 4 --context-parallel-size 2"
 AGAIN = f"{RECOMPUTED} --recompute-keeps-attention"
 MODULES = "--recompute-granularity selective --recompute-modules layernorm mlp"
+# Of Qwen3-30B-A3B; what sorts tokens, and the router, are not in the planner's count.
+EXPERTS = """--num-layers 4 --hidden-size 2048 --ffn-hidden-size 6144 --num-attention-heads 32
+    --kv-channels 128 --group-query-attention --num-query-groups 4 --qk-layernorm --swiglu --normalization RMSNorm
+    --disable-bias-linear --vocab-size 32768 --num-experts 128 --moe-router-topk 8 --moe-ffn-hidden-size 768
+    --moe-grouped-gemm --moe-token-dispatcher-type alltoall --expert-model-parallel-size 8 --seq-length 32768
+    --max-position-embeddings 32768 --global-batch-size 32 --bf16
+    --use-distributed-optimizer --no-create-attention-mask-in-dataloader --device cuda"""
+IN_PAIRS = "--overlap-moe-expert-parallel-comm"
+REPEATED = "--recompute-granularity selective --recompute-modules moe"
 PLANNED = {
     "here": f"{LLAMA} --tensor-model-parallel-size 8 {AGAIN}",
     "there": f"{LLAMA} --tensor-model-parallel-size 8 {AGAIN} --offload-activations 1",
     "modules there": f"{LLAMA} --tensor-model-parallel-size 8 {MODULES} --offload-activations 1",
     "by heads there": f"{LLAMA} {BY_HEADS} {MODULES} --offload-activations 1",
     "by heads": f"{LLAMA} {BY_HEADS}",
-    # Of Qwen3-30B-A3B; what sorts tokens, and the router, are not in the planner's count.
-    "experts and norms of heads": """--num-layers 4 --hidden-size 2048 --ffn-hidden-size 6144 --num-attention-heads 32
-        --kv-channels 128 --group-query-attention --num-query-groups 4 --qk-layernorm --swiglu --normalization RMSNorm
-        --disable-bias-linear --vocab-size 32768 --num-experts 128 --moe-router-topk 8 --moe-ffn-hidden-size 768
-        --moe-grouped-gemm --moe-token-dispatcher-type alltoall --expert-model-parallel-size 8 --seq-length 32768
-        --max-position-embeddings 32768 --global-batch-size 32 --sequence-splits 4 --sequence-split-strategy even --bf16
-        --use-distributed-optimizer --no-create-attention-mask-in-dataloader --device cuda""",
+    "experts and norms of heads": f"{EXPERTS} --sequence-splits 4 --sequence-split-strategy even",
+    "experts in pairs": f"{EXPERTS} {IN_PAIRS} --sequence-splits 4 --sequence-split-strategy even",
+    "whole sequences in pairs": f"{EXPERTS} {IN_PAIRS} --pipeline-schedule 1f1b",
+    "repeated experts in pairs": f"{EXPERTS} {IN_PAIRS} {REPEATED} --sequence-splits 2 --sequence-split-strategy even",
     # Eight chunks, eight data-parallel ranks.
     "partitioned state": f"""--num-layers 16 --hidden-size 256 --ffn-hidden-size 1024 --vocab-size 511 --seq-length 64
         --global-batch-size 32 {CHUNKS} --pipeline-schedule breadth-first --use-distributed-optimizer
         --overlap-grad-reduce --overlap-param-gather --bf16 --partition-state""",
 }
+RARELY = {"here", "by heads there", "by heads", "experts in pairs", "whole sequences in pairs"}
 
 
-@pytest.mark.parametrize("case", few_of(PLANNED, PLANNED.keys() - {"here", "by heads there", "by heads"}))
+@pytest.mark.parametrize("case", few_of(PLANNED, PLANNED.keys() - RARELY))
 def test_the_planner_counts_the_same_memory(launch, tmp_path, case):
     flags = [*TWO_STAGES, *PLANNED[case].split()]
     stages = stages_of(launch, 16, *flags, output=tmp_path)
@@ -142,13 +149,14 @@ def test_the_planner_counts_the_same_memory(launch, tmp_path, case):
     machine, has_shares = read_machine("a100-80gb"), given.partition_state
     sizes = given.seq_length, given.global_batch_size
     setup = as_given(given, Question(model_of(given), machine, 16, *sizes, partitions_state=has_shares)).setup
-    schedule = build(setup.family, setup.shape)
+    schedule = build(setup.family, setup.shape, pairs=setup.has_pairs)
+    tolerance = 0.03 if setup.has_pairs else 0.02
     for rank, (order, rehearsed) in enumerate(zip(schedule.ranks, stages, strict=True)):
         order = with_moves(order, units_to_move(order, setup.offloads))
-        planned = rank_memory(setup, order, rank)
+        planned = rank_memory(setup, order, rank, schedule.paired)
         step = [moment for moment in rehearsed["moments"] if moment["name"] != "build"]
         counted = fullest(step)
-        assert planned.total - planned.reserved == pytest.approx(counted["in all"], rel=0.02), rank
+        assert planned.total - planned.reserved == pytest.approx(counted["in all"], rel=tolerance), rank
         assert host_bytes(setup, order) == pytest.approx(rehearsed["host_bytes"], rel=0.02), rank
         if has_shares:  # at most 2/8 + 1/8 of weights and gradients are there
             assert planned.weights == pytest.approx(counted["weights"], rel=0.02), rank

@@ -125,6 +125,8 @@ def decided_flags(candidate: Candidate, by_megatron: bool = False) -> list[str]:
     flags += [*_memory(setup), *_layout(setup, by_megatron)]
     if not by_megatron:
         flags.append(f"--pipeline-schedule {setup.family}")
+        if setup.keeps_logits:
+            flags.append("--keep-logits")
     segments = len(setup.segments)
     if candidate.unit_tokens is not None:
         flags += [f"--unit-tokens {candidate.unit_tokens}", "--calculate-per-token-loss"]

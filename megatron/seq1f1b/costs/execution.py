@@ -52,9 +52,8 @@ def execute_lowered(
     lowered: Schedule, costs: Costs, aside: Mapping[Kind, Table] | None = None, pairs: PairTimes | None = None
 ) -> Timeline:
     """The timeline of the compute actions, and of GATHER, REDUCE, OFFLOAD and RELOAD if `aside` has the seconds of the
-    kind, by stage and segment. With `pairs` the two of a pair save time; in an order without pairs, which is Megatron's
-    then, a backward and the forward right after it, which is of another unit. Raises ValueError if the costs do not
-    fit, or if the schedule cannot run to its end."""
+    kind, by stage and segment. With `pairs` the two of a pair save time. Raises ValueError if the costs do not fit, or
+    if the schedule cannot run to its end."""
     costs.check(lowered.shape)
     return _Execution(lowered, costs, aside or {}, pairs).timeline()
 
@@ -107,7 +106,6 @@ class _Execution:
         paired = self.lowered.paired
         beside = _Aside(self.aside)
         now = 0.0
-        before: Action | None = None  # the last compute action
         together: list[Action] = []  # the forward of a pair that has not begun
         for action in self.lowered.ranks[rank]:
             kind, stage, _, segment = action
@@ -126,11 +124,10 @@ class _Execution:
                     continue
                 together.append(action)
                 end = now + sum(table[each.stage][each.segment] for each in together for table in tables[each.kind])
-                if pairs is not None:
-                    end = max(now, end - _saved(pairs, together, before))
+                if pairs is not None and len(together) == 2:
+                    end = max(now, end - pairs.saved(*together))
                 spans += [Span(each, now, end) for each in together]
                 together = []
-                before = None if paired else action
                 now = end
             elif kind in self.aside:
                 span = beside.run(action, now)
@@ -157,13 +154,3 @@ def _queues(placement: Placement, ports: Sequence[Port]) -> dict[tuple[Kind, int
         for key, channel in channels_of(placement, rank).items():
             by_message[key] = by_channel.setdefault(channel, MessageQueue(ports[channel.source]))
     return by_message
-
-
-def _saved(pairs: PairTimes, together: Sequence[Action], before: Action | None) -> float:
-    """What a pair saves, or a forward of Megatron's, whose orders have no pairs, beside the backward `before` it."""
-    *forward, action = together
-    if forward:
-        return pairs.saved(forward[0], action)
-    if action.kind is Kind.F and before is not None and before.kind is Kind.B:
-        return pairs.saved(action, before)
-    return 0.0

@@ -85,7 +85,9 @@ def predict(setup: TrainingSetup, machine: Machine, schedule: Schedule | None = 
         costs = step_costs(short, machine)
         share = 0.0 if short.moves_parts else short.offloads
         actions = moved(schedule, share) if schedule else named(short.family, short.shape, share, short.has_pairs)
-        timeline = timeline_of(short, machine, actions, costs)
+        # Where Megatron moves a part of every unit, the order of forwards and backwards is the same.
+        in_time = moved(actions, 1.0) if _waits_for_copies(short, machine, costs) else actions
+        timeline = timeline_of(short, machine, in_time, costs)
         computing = [span for spans in timeline.ranks for span in spans if span.action.kind in COMPUTE_KINDS]
         pipeline = max(span.end for span in computing) - min(span.start for span in computing)
         through = (max(span.end for span in spans) for spans in timeline.ranks)
@@ -95,7 +97,7 @@ def predict(setup: TrainingSetup, machine: Machine, schedule: Schedule | None = 
             seconds,
             pipeline,
             busy=tuple(timeline.busy(rank) for rank in range(short.pipeline_parallel)),
-            host_bytes=tuple(host_bytes(short, order) for order in actions.ranks),
+            host_bytes=tuple(host_bytes(short, order, actions.paired) for order in actions.ranks),
             memory=tuple(memory_of_order(short, order) for order in _orders(actions)),
         )
 
@@ -135,12 +137,27 @@ def timeline_of(setup: TrainingSetup, machine: Machine, schedule: Schedule, cost
         reduce, gather = zip(*(replica_times(setup, machine, *sizes) for sizes in setup.parameters), strict=True)
         aside = {Kind.REDUCE: tuple((each,) for each in reduce), Kind.GATHER: tuple((each,) for each in gather)}
     if schedule.has_moves:
-        bandwidth = machine.device.host_bandwidth
-        if not bandwidth:
+        if not machine.device.host_bandwidth:
             raise ValueError(f"{machine.name} has no host_bandwidth in [device], which copies to the host take; add it")
-        copies = tuple(tuple(size / bandwidth for size in row) for row in moved_bytes(setup))
-        aside |= {Kind.OFFLOAD: copies, Kind.RELOAD: copies}
+        copies = _copies(setup, machine)
+        aside[Kind.OFFLOAD] = copies
+        if not setup.moves_parts:  # these come back within their backward
+            aside[Kind.RELOAD] = copies
     return execute_lowered(lowered, costs, aside, pair_times(setup, machine) if setup.hides_experts else None)
+
+
+def _copies(setup: TrainingSetup, machine: Machine) -> Table:
+    """Seconds in which a unit, or the part of it that moves, goes to the host, by stage and segment."""
+    bandwidth = machine.device.host_bandwidth
+    return tuple(tuple(size / bandwidth for size in row) for row in moved_bytes(setup))
+
+
+def _waits_for_copies(setup: TrainingSetup, machine: Machine, costs: Costs) -> bool:
+    """Whether parts of units take longer to their host than forwards, so that one forward right after another waits."""
+    if not (setup.moves_parts and setup.offloads):
+        return False
+    of_stages = zip(_copies(setup, machine), costs.f, strict=True)
+    return any(copy > forward for rows in of_stages for copy, forward in zip(*rows, strict=True))
 
 
 @lru_cache(maxsize=64)
@@ -156,7 +173,8 @@ def _lowered(schedule: Schedule) -> Schedule:
 
 @lru_cache(maxsize=64)
 def _orders(schedule: Schedule) -> tuple[RankOrder, ...]:
-    return tuple(RankOrder(schedule.shape.placement, rank, order) for rank, order in enumerate(schedule.ranks))
+    placement = schedule.shape.placement
+    return tuple(RankOrder(placement, rank, order, schedule.paired) for rank, order in enumerate(schedule.ranks))
 
 
 def extended(shape: Shape, measured: Callable[[int], Sequence[float]]) -> Sequence[float]:

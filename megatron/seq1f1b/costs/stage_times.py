@@ -61,8 +61,10 @@ def _rows(setup: TrainingSetup, machine: Machine, stage: StageLayers) -> StageRo
         copying = copied / machine.device.host_bandwidth if copied else 0.0
         total = max(back + weight, launch_b, copying, gather + reduce) + host.action
         weight *= (total - host.action) / (back + weight) if setup.splits_backward and weight else 1.0
-        # A forward waits for the copies of whole layers: Transformer Engine frees a layer only when it has moved.
-        leaving = copying if setup.moves is Moves.LAYERS else 0.0
+        # A forward waits for the copies of all layers but the last two, which may be on their way at its end; for those
+        # of whole layers, all: Transformer Engine frees a layer only when it has moved.
+        on_their_way = 0.0 if setup.moves is Moves.LAYERS else min(1.0, 2 / max(1, num_layers))
+        leaving = copying * (1 - on_their_way)
         rows.append((max(forward, launch_f, leaving, gather) + host.action, total - weight, weight))
     f, i, w = zip(*rows, strict=True)
     return f, i, w

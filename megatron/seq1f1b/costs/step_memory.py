@@ -1,6 +1,6 @@
 """The memory of a training step on a device, with Megatron's mixed precision and Adam. Bytes."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, fields
 from itertools import accumulate, pairwise
 from math import log2
@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..schedule import COMPUTE_KINDS, Action, Kind, Placement, Unit, channels_of, partition_state
+from ..schedule.schedule import places
 from .blocks import BYTES
 from .layer_bytes import Phase, Sizes, Use, changes_of, layer_state, loss_bytes, moved_bytes
 from .training_setup import TrainingSetup
@@ -46,11 +47,12 @@ _COLUMN = {field.name: number for number, field in enumerate(fields(Memory))}
 _COME_AND_GO = ("activations", "keys_values", "states", "logits", "working", "messages")
 
 
-def host_bytes(setup: TrainingSetup, actions: Iterable[Action]) -> float:
-    """The most that a rank has in the memory of its host at once."""
+def host_bytes(setup: TrainingSetup, actions: Iterable[Action], paired: Set[Action] = frozenset()) -> float:
+    """The most that a rank has in the memory of its host at once. The forwards in `paired` run beside the next action,
+    layer by layer, so there parts leave as others come back."""
     # Megatron moves a part of every unit, from its forward to its backward.
     signs = {Kind.F: 1, Kind.B: -1} if setup.moves_parts else {Kind.OFFLOAD: 1, Kind.RELOAD: -1}
-    moves = [action for action in actions if action.kind in signs]
+    moves = [action for place in places(actions, paired) for action in reversed(place) if action.kind in signs]
     sizes = moved_bytes(setup) if moves else ()
     changes = (sizes[stage][segment] * signs[kind] for kind, stage, _, segment in moves)
     return max(accumulate(changes, initial=0.0))
@@ -108,8 +110,10 @@ class RankOrder:
     """The actions of a rank, each OFFLOAD where it has freed its memory, and where in this order what changes: all that
     set-ups with the same order share. `changes` are pairs of a kind and a stage."""
 
-    def __init__(self, placement: Placement, rank: int, actions: Iterable[Action]) -> None:
-        """`actions` are compute actions and moves to the host, in order."""
+    def __init__(
+        self, placement: Placement, rank: int, actions: Iterable[Action], paired: Set[Action] = frozenset()
+    ) -> None:
+        """`actions` are compute actions and moves to the host, in order; those in `paired` run beside the next."""
         self.rank = rank
         self.actions = list(_when_freed(actions))
         changes = [(action.kind, action.stage) for action in self.actions]
@@ -118,13 +122,20 @@ class RankOrder:
         self.change_of_action = np.array([numbers[change] for change in changes])
         self.segment_of_action = np.array([action.segment for action in self.actions])
         self.computing = np.array([n for n, action in enumerate(self.actions) if action.kind in COMPUTE_KINDS])
+        # Where the forwards of pairs are; the backward of each is the next action. Then the stages of both. [pairs, 2]
+        self.pairs = np.array([n for n, action in enumerate(self.actions) if action in paired], dtype=int)
+        stages = [(self.actions[n].stage, self.actions[n + 1].stage) for n in self.pairs]
+        self.stages_of_pairs = np.array(stages, dtype=int).reshape(-1, 2)
         # Where each waiting message starts to wait, where it ends, and its segment. [messages, 3]
         self.messages = np.array(_messages_waiting(placement, self.actions, rank), dtype=int).reshape(-1, 3)
 
 
-def rank_memory(setup: TrainingSetup, actions: Iterable[Action], rank: int) -> Memory:
-    """The memory of a rank at its peak; `actions` are its compute actions and moves to the host, in order."""
-    return memory_of_order(setup, RankOrder(setup.placement, rank, actions))
+def rank_memory(
+    setup: TrainingSetup, actions: Iterable[Action], rank: int, paired: Set[Action] = frozenset()
+) -> Memory:
+    """The memory of a rank at its peak; `actions` are its compute actions and moves to the host, in order, and those in
+    `paired` run beside the next."""
+    return memory_of_order(setup, RankOrder(setup.placement, rank, actions, paired))
 
 
 def memory_of_order(setup: TrainingSetup, order: RankOrder) -> Memory:
@@ -139,7 +150,8 @@ def memory_of_order(setup: TrainingSetup, order: RankOrder) -> Memory:
     # Held while action i runs: what actions up to i added at their start, those before i at their end, and its own.
     added = of_actions[:, Phase.STARTS].copy()
     added[1:] += of_actions[:-1, Phase.ENDS]
-    of_units = added.cumsum(axis=0) + of_actions[:, Phase.RUNS]
+    of_units = added.cumsum(axis=0)
+    _run_beside(setup, order, of_units, of_actions)
     whole_weights, whole_gradients = _whole_chunks(setup, order.actions).T
     held = np.zeros((len(order.actions), len(_COLUMN)))
     held[:, _COLUMN["weights"]] = whole_weights
@@ -171,6 +183,35 @@ def memory_of_order(setup: TrainingSetup, order: RankOrder) -> Memory:
     if stages[-1].is_last:
         memory["reserved"] += _OF_LOGITS * loss_bytes(setup, max(setup.segments))
     return Memory(**memory)
+
+
+def _run_beside(setup: TrainingSetup, order: RankOrder, held: Sizes, of_actions: Sizes) -> None:
+    """Add what actions hold while they run to what units hold then, `held`. The two of a pair run beside each other,
+    layer by layer: one goes forward, and adds what it keeps, while one goes backward, and frees it. So the pair holds
+    most at its first layers, which count in place of its forward, or at its last, in place of its backward. There
+    attention of the forward has run, about half of a layer, when experts go backward; and experts go backward and
+    forward, and the logits of both come and go, one after the other. Chunks of unequal depth count as if they had as
+    many layers as the shorter."""
+    forward = order.pairs
+    backward = forward + 1
+    running_f = of_actions[forward, Phase.RUNS]
+    running_b = of_actions[backward, Phase.RUNS]
+    before = held[forward] - of_actions[forward, Phase.STARTS]
+    held += of_actions[:, Phase.RUNS]
+    if not len(forward):
+        return
+    depths = np.array([sum(count for _, count in stage.layers) for stage in setup.stages])
+    layer = 1 / np.maximum(1, depths[order.stages_of_pairs].min(axis=1))[:, None]
+    added = of_actions[forward, Phase.STARTS] + of_actions[backward, Phase.STARTS]
+    freed = of_actions[backward, Phase.ENDS]
+    working = np.maximum(running_f, running_b)
+    if setup.repeats("E"):  # tokens of the forward travel, half of what it holds, while those of the backward are back
+        working += running_f / 2
+    held[forward] = before + added * layer / 2 + working
+    held[backward] = before + added * (1 - layer / 2) + freed * (1 - layer) + working
+    logits = Use.LOGITS
+    held[forward, logits] = (before + running_b)[:, logits]
+    held[backward, logits] = (before + added + freed + running_f)[:, logits]
 
 
 def _segments_held(order: Sequence[Action], peak: int) -> set[int]:

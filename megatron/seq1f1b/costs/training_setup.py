@@ -200,9 +200,8 @@ class TrainingSetup:
 
     @property
     def has_pairs(self) -> bool:
-        """Whether its order has pairs. That of whole sequences has none, since it may be Megatron's, which is credited
-        with the time of pairs and without their memory."""
-        return self.hides_experts and len(self.segments) > 1 and self.family in PAIRED
+        """Whether its order has pairs; Megatron's own order of whole sequences then has the same ones."""
+        return self.hides_experts and self.family in PAIRED
 
     @property
     def moves_parts(self) -> bool:

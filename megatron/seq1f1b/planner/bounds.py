@@ -19,7 +19,7 @@ from ..costs.step_memory import static_memory
 from ..costs.training_setup import TrainingSetup
 from ..schedule import Placement
 from .rank_ends import rank_ends
-from .space import MemoryBudget, Question, lengths_of, may_hide, may_move
+from .space import MemoryBudget, Question, lengths_of, may_hide, may_move, ways_to_take_the_loss
 
 
 def least_seconds(setup: TrainingSetup, machine: Machine) -> float:
@@ -71,18 +71,22 @@ def least_seconds_of(sizes: TrainingSetup, machine: Machine, segments: int) -> f
     idle; inf where there is no such cut."""
     work = _least_work(sizes.alone, machine, segments)
     if sizes.hides_experts:
-        # Of several chunks of whole sequences two have most pairs; with enough segments all units are in pairs.
-        paired = 1.0 if segments > 1 else _most_paired(sizes, segments, min(2, sizes.pipeline_parallel))
+        # Of whole sequences one chunk has most pairs; with enough segments all units are in pairs.
+        paired = 1.0 if segments > 1 else _most_paired(sizes, segments, chunks=1)
         work -= paired * _most_hidden(sizes.alone, machine, segments)
     return sizes.num_microbatches * work / sizes.pipeline_parallel + machine.host.step
 
 
 def least_seconds_of_any(sizes: TrainingSetup, question: Question, segments: int) -> float:
-    """The same for all recomputations: none of them takes less than no recomputation."""
-    hides = may_hide(question, sizes, segments, "none")
-    return least_seconds_of(
-        sizes.but(recompute="none", recomputed_share=1.0, hides_experts=hides), question.machine, segments
+    """The same for all recomputations and losses: none of them takes less than no recomputation, with logits kept if
+    they may be."""
+    least = sizes.but(
+        recompute="none",
+        recomputed_share=1.0,
+        hides_experts=may_hide(question, sizes, segments, "none"),
+        keeps_logits=ways_to_take_the_loss(sizes)[-1],
     )
+    return least_seconds_of(least, question.machine, segments)
 
 
 @lru_cache(maxsize=1 << 16)

@@ -108,7 +108,7 @@ def _first_without(excess: Callable[[int], float], first: int, last: int) -> int
 def _order(family: str, shape: Shape, rank: int, offloads: float, has_pairs: bool) -> RankOrder:
     clock = clock_of(family, shape, has_pairs)
     order = clock.order(rank)
+    paired = clock.pairs_in(order)
     if offloads:
-        paired = clock.pairs_in(order)
         order = with_moves(order, units_to_move(order, offloads, paired), paired)
-    return RankOrder(shape.placement, rank, order)
+    return RankOrder(shape.placement, rank, order, paired)

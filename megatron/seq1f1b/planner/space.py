@@ -10,7 +10,8 @@ from itertools import product
 from math import ceil
 from typing import Any, NamedTuple
 
-from ..costs.blocks import paper_flops
+from ..costs.blocks import head_flops, model_flops, paper_flops
+from ..costs.layer_bytes import keeps_logits
 from ..costs.layer_times import fastest_cp_comm_type
 from ..costs.machine import GIB, OUTSIDE_GIB, Machine
 from ..costs.model_shape import ModelShape
@@ -26,6 +27,8 @@ _FAMILIES = tuple(name for name in FAMILY_NAMES if name != "gpipe")
 _SHORTEST = 512
 # As many tokens fill a GPU, whatever the model: more sequences in a micro-batch gain nothing.
 _FULL = 32768
+# The part of the products of a pipeline rank from which on those that are computed again can make a step longer.
+_VISIBLE = 0.05
 # The shares of the layers of a stage that Megatron may compute again.
 _SHARES = (0.25, 0.5, 0.75, 1.0)
 # What a search may compute again, beside whole layers.
@@ -148,29 +151,38 @@ def recomputed(question: Question, sizes: TrainingSetup, segments: int = 1) -> I
     it, and with sharded parameters."""
     shards = (False, True) if question.by_megatron and sizes.data_group.size > 1 else (False,)
     for recompute in recomputes(question):
-        hiding = [may_hide(question, sizes, segments, recompute)]
-        if hiding[0] and not question.by_megatron:
-            hiding.append(False)  # pairs hold more units
+        # Pairs hold more units.
+        hiding = (True, False) if may_hide(question, sizes, segments, recompute) else (False,)
         shares = _SHARES if question.by_megatron and recompute == FULL else (1.0,)
-        for hides, share, is_sharded in product(hiding, shares, shards):
+        for hides, share, is_sharded, keeps in product(hiding, shares, shards, ways_to_take_the_loss(sizes)):
             yield sizes.but(
                 recompute=recompute,
                 hides_experts=hides,
                 recomputed_share=share,
                 shards_parameters=is_sharded,
+                keeps_logits=keeps,
             )
 
 
+def ways_to_take_the_loss(sizes: TrainingSetup) -> tuple[bool, ...]:
+    """Whether logits are kept: both, where computing them in pieces, again in the backward, would take the last of the
+    pipeline's ranks visibly longer than its share of all products."""
+    if keeps_logits(sizes):
+        return (sizes.keeps_logits,)
+    again = head_flops(sizes.model) * sizes.sequence_length
+    share = model_flops(sizes.model, sizes.sequence_length, batch=1) / sizes.pipeline_parallel
+    return (False, True) if again > _VISIBLE * share else (False,)
+
+
 def may_hide(question: Question, sizes: TrainingSetup, segments: int, recompute: str) -> bool:
-    """Whether the exchange of experts may be hidden: by schedule plans, in no hybrid model, beside one prediction head
-    at most. Megatron does in whole sequences, and refuses to with experts that are computed again."""
+    """Whether the exchange of experts may be hidden: by schedule plans, beside another unit, in no hybrid model, with
+    one prediction head at most. Megatron's plans refuse to with experts that are computed again."""
     model = question.model
     if sizes.expert_parallel == 1 or model.pattern is not None or model.prediction_depth > 1:
         return False
-    if question.by_megatron:
-        return recompute != FULL and "moe" not in recompute.split()
-    # Whole sequences of ours hold a micro-batch more than the order that is predicted for them.
-    return segments > 1 and recompute not in (FULL, ALL_BUT_ATTENTION)
+    if sizes.num_microbatches * segments == 1 or (question.by_megatron and "moe" in recompute.split()):
+        return False
+    return recompute not in (FULL, ALL_BUT_ATTENTION)
 
 
 def recomputes(question: Question) -> list[str]:
@@ -197,13 +209,14 @@ def spread(question: Question, sizes: TrainingSetup) -> Iterator[TrainingSetup]:
     for chunks in question.chunks if ranks > 1 else (1,):
         # Megatron interleaves groups of at least as many micro-batches as there are ranks.
         has_group = chunks == 1 or not question.by_megatron or sizes.num_microbatches >= ranks
-        if has_group and ranks * chunks <= question.model.num_layers:
+        # Its pairs need several chunks in a pipeline.
+        has_pairs = not sizes.hides_experts or not question.by_megatron or min(ranks, 2) <= chunks
+        if has_group and has_pairs and ranks * chunks <= question.model.num_layers:
             placement = Placement(ranks, chunks)
             layers = balanced_layers(sizes, placement, question.machine)
             yield sizes.but(
                 placement=placement,
                 layers_per_stage=layers,
-                hides_experts=sizes.hides_experts and (min(ranks, 2) <= chunks or not question.by_megatron),
                 recomputed_share=ceil(sizes.recomputed_share * max(layers)) / max(layers),
             )
 
@@ -273,11 +286,11 @@ def may_move(setup: TrainingSetup) -> bool:
 
 def ways_to_move(question: Question, setup: TrainingSetup) -> tuple[Moves, ...]:
     """What of a set-up may move to the host. Megatron moves whole layers without a pipeline and recomputation, and in
-    no hybrid model."""
+    no hybrid model; its schedule plans move none."""
     if not question.by_megatron:
         return (Moves.UNITS,)
-    has_layers = setup.pipeline_parallel == 1 and setup.recompute == "none" and setup.model.pattern is None
-    return (Moves.MODULES, Moves.LAYERS) if has_layers else (Moves.MODULES,)
+    is_plain = setup.recompute == "none" and setup.model.pattern is None and not setup.hides_experts
+    return (Moves.MODULES, Moves.LAYERS) if is_plain and setup.pipeline_parallel == 1 else (Moves.MODULES,)
 
 
 def cuts(setup: TrainingSetup, segments: int) -> Iterator[Candidate]:

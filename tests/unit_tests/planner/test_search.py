@@ -106,9 +106,7 @@ def test_a_rank_alone_takes_no_longer_than_in_its_pipeline(family):
         segments = draw.choice(numbers_of_segments(question, sizes))
         found = draw.choice([*spread(question, draw.choice([*recomputed(question, sizes, segments)]))])
         setup = draw.choice([*cuts(replace(found, family=family), segments)]).setup
-        moving = replace(
-            setup, offloads=draw.randint(1, 16) / 16, hides_experts=setup.hides_experts and setup.has_pairs
-        )
+        moving = replace(setup, offloads=draw.randint(1, 16) / 16, hides_experts=setup.has_pairs)
         bandwidth = draw.choice([*machines])
         predicted = predict(moving, machines[bandwidth])
         seconds = predicted.seconds
@@ -171,18 +169,22 @@ def test_more_segments_have_no_lower_bound(changes):
             assert least == sorted(least)
 
 
-def test_segments_hide_the_exchange_of_experts_or_show_it():
-    """With experts recomputed, too, and under families with pairs; whole sequences do so in Megatron's order alone."""
+def test_the_exchange_of_experts_is_hidden_or_shown():
+    """Under families with pairs, of whole sequences and of segments; with experts recomputed, too, but for Megatron's
+    plans; where a unit has another to run beside."""
     question = mixture(recomputes=("none", "layernorm moe", FULL, ALL_BUT_ATTENTION))
     shared = [each for each in parallel_sizes(question) if each.expert_parallel > 1]
     assert shared
     for sizes in shared:
-        found = [*recomputed(question, sizes, segments=2)]
-        hiding = [each for each in found if each.hides_experts]
-        assert {each.recompute for each in hiding} == {"none", "layernorm moe"}
-        assert {each.recompute for each in found if not each.hides_experts} == {*question.recomputes}
-        assert {*chain.from_iterable(families(question, each) for each in hiding)} <= {*PAIRED}
-        assert not any(each.hides_experts for each in recomputed(question, sizes))
+        for segments in (1, 2):
+            found = [*recomputed(question, sizes, segments)]
+            hiding = [each for each in found if each.hides_experts]
+            is_alone = sizes.num_microbatches * segments == 1
+            assert {each.recompute for each in hiding} == (set() if is_alone else {"none", "layernorm moe"})
+            assert {each.recompute for each in found if not each.hides_experts} == {*question.recomputes}
+            assert {*chain.from_iterable(families(question, each) for each in hiding)} <= {*PAIRED}
+        of_megatron = [*recomputed(question.megatron_baseline(), sizes)]
+        assert not any(each.repeats("E") for each in of_megatron if each.hides_experts)
     least = min(shared, key=lambda each: each.pipeline_parallel)
     setup = replace(least, segments=(4608, 4608), num_microbatches=4, family="1f1b", hides_experts=True)
     predicted = predict_candidate(Candidate(setup), question).prediction
