@@ -134,8 +134,7 @@ def timeline_of(setup: TrainingSetup, machine: Machine, schedule: Schedule, cost
         lowered = replace(lowered, ranks=tuple(tuple(partition_state(actions)) for actions in lowered.ranks))
     aside: dict[Kind, Table] = {}
     if setup.overlaps_data_parallel and setup.data_group.size > 1 and not setup.shards_parameters:
-        reduce, gather = zip(*(replica_times(setup, machine, *sizes) for sizes in setup.parameters), strict=True)
-        aside = {Kind.REDUCE: tuple((each,) for each in reduce), Kind.GATHER: tuple((each,) for each in gather)}
+        aside = _of_replicas(setup, machine, costs)
     if schedule.has_moves:
         if not machine.device.host_bandwidth:
             raise ValueError(f"{machine.name} has no host_bandwidth in [device], which copies to the host take; add it")
@@ -158,6 +157,23 @@ def _waits_for_copies(setup: TrainingSetup, machine: Machine, costs: Costs) -> b
         return False
     of_stages = zip(_copies(setup, machine), costs.f, strict=True)
     return any(copy > forward for rows in of_stages for copy, forward in zip(*rows, strict=True))
+
+
+def _of_replicas(setup: TrainingSetup, machine: Machine, costs: Costs) -> dict[Kind, Table]:
+    """Seconds of sums of gradients, and of gathered parameters, by stage. DistributedDataParallel moves them in
+    buckets, some for each layer: a forward waits for the parameters of one layer, and after a backward the
+    gradients of one are still to be sent. So the first chunk that a rank gathers, and the last that it reduces,
+    move beside their own compute; the others move beside that of other chunks. A partitioned state moves whole
+    chunks."""
+    reduce, gather = map(list, zip(*(replica_times(setup, machine, *sizes) for sizes in setup.parameters), strict=True))
+    for rank in range(0 if setup.partitions_state else setup.pipeline_parallel):
+        stage = setup.placement.stages_of(rank)[0]
+        layers = max(1, setup.layers_per_stage[stage])
+        others = 1 - 1 / layers
+        last = costs.w[stage][0] + (0.0 if setup.splits_backward else costs.i[stage][0])
+        gather[stage] = max(gather[stage] / layers, gather[stage] - others * costs.f[stage][0])
+        reduce[stage] = max(reduce[stage] / layers, reduce[stage] - others * last)
+    return {Kind.REDUCE: tuple((each,) for each in reduce), Kind.GATHER: tuple((each,) for each in gather)}
 
 
 @lru_cache(maxsize=64)

@@ -147,11 +147,13 @@ def message_times(setup: TrainingSetup, machine: Machine, parts: int) -> tuple[T
 
 
 def replica_times(setup: TrainingSetup, machine: Machine, parameters: float, experts: float) -> tuple[float, float]:
-    """Seconds to sum gradients over replicas, and to gather parameters where the optimizer state is sharded."""
+    """Seconds to sum gradients over replicas, and to gather parameters where the optimizer state is sharded. FSDP sums
+    them in 16 bit (--megatron-fsdp-grad-comm-dtype)."""
     reduce = gather = 0.0
+    gradient = BYTES if setup.shards_parameters else setup.gradient_bytes
     for group, count in ((setup.data_group, parameters), (setup.expert_data_group, experts)):
         if count and setup.distributed_optimizer:
-            reduce += machine.all_gather_time(group, setup.gradient_bytes * count)
+            reduce += machine.all_gather_time(group, gradient * count)
             gather += machine.all_gather_time(group, BYTES * count)
         elif count:
             reduce += machine.all_reduce_time(group, setup.gradient_bytes * count)

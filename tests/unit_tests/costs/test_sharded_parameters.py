@@ -7,10 +7,11 @@ from msgspec import structs
 
 from megatron.seq1f1b.commands.model_flags import preset
 from megatron.seq1f1b.costs.machine import read_machine
-from megatron.seq1f1b.costs.simulator import predict
-from megatron.seq1f1b.costs.stage_times import replica_times, stage_rows
+from megatron.seq1f1b.costs.simulator import named, predict, timeline_of
+from megatron.seq1f1b.costs.stage_times import replica_times, stage_rows, step_costs
 from megatron.seq1f1b.costs.step_memory import static_memory
 from megatron.seq1f1b.costs.training_setup import TrainingSetup
+from megatron.seq1f1b.schedule import Kind
 
 MACHINE = read_machine("h100-80gb")
 WHOLE = TrainingSetup(
@@ -44,4 +45,31 @@ def test_what_compute_does_not_hide_takes_its_time():
     assert (forward, inputs + weight) == (pytest.approx(gather + action), pytest.approx(gather + reduce + action))
     # Every micro-batch gathers and reduces, instead of the whole step once.
     assert predict(SHARDED, slow).seconds > predict(WHOLE, slow).seconds
-    assert predict(SHARDED, MACHINE).seconds < predict(WHOLE, MACHINE).seconds
+
+
+def test_gradients_are_summed_in_16_bit():
+    """As by --megatron-fsdp-grad-comm-dtype; DistributedDataParallel sums what it accumulates, in 32."""
+    (reduce, gather), (of_whole, gather_once) = (
+        replica_times(each, MACHINE, *WHOLE.parameters[0]) for each in (SHARDED, WHOLE)
+    )
+    assert reduce == gather == gather_once
+    assert gather < of_whole < 2 * gather  # twice the bytes over as many hops
+
+
+@pytest.mark.parametrize("rate", [360e9, 40e9, 1e9])
+@pytest.mark.parametrize("splits", [1, 4])
+def test_buckets_go_beside_the_only_chunk_of_a_rank(rate, splits):
+    """32 layers: a forward waits for the parameters of one, a backward leaves the gradients of one to be sent. Only the
+    last segment to go backward has gradients that are final."""
+    machine = replace(MACHINE, network=structs.replace(MACHINE.network, bandwidth=rate, message_bandwidth=rate / 8))
+    setup = replace(WHOLE, segments=(8192 // splits,) * splits)
+    costs = step_costs(setup, machine)
+    timeline = timeline_of(setup, machine, named(setup.family, setup.shape), costs)
+    spans = {kind: [span for span in timeline.ranks[0] if span.action.kind is kind] for kind in (Kind.F, Kind.B)}
+    reduce, gather = replica_times(setup, machine, *setup.parameters[0])
+    forward = costs.f[0][0]
+    backward = costs.i[0][0] + costs.w[0][0]
+    assert spans[Kind.F][0].start == pytest.approx(max(gather / 32, gather - 31 / 32 * forward))
+    left = timeline.makespan - spans[Kind.B][-1].end
+    assert left == pytest.approx(max(reduce / 32, reduce - 31 / 32 * backward))
+    assert predict(setup, machine).seconds > timeline.makespan

@@ -10,10 +10,13 @@ PAGE = Path(__file__).parents[3] / "docs" / "planning.md"
 # Words of flags that save memory of training, or hide messages of it.
 SAVES = re.compile(
     r"offload|overlap|recompute|fsdp|shard|stash|(delay|embedding|experts)-wgrad|checkpoint-act|precision-aware"
-    r"|param-gather|param-ag|hierarchical|hybrid-context"
+    r"|param-gather|param-ag|hierarchical|hybrid-context|grad-reduce|grads-in|-dtype|reduce-scatter|nccl-ub|sharp|all-gather"
+    r"|optimizer-instances|loss-fusion|empty-unused|high-priority|deepep|hybridep|dispatcher|cp-comm-type|capacity"
 )
 # What has these words and is of inference, checkpoints, data or orders of launches.
-OTHERS = re.compile(r"^--(no-)?rl-|inference|ckpt|dist-|distrib-|load|data-sharding|align-param-gather")
+OTHERS = re.compile(
+    r"^--(no-)?rl-|inference|ckpt|dist-|distrib-|load|data-sharding|align-param-gather|save-|ssm-states|router-dtype"
+)
 
 
 def named_by_megatron() -> set[str]:
