@@ -73,6 +73,8 @@ def _add_decided(parser: argparse.ArgumentParser) -> None:
         "recompute_method",
         "pipeline_model_parallel_layout",
         "data_parallel_sharding_strategy",
+        "megatron_fsdp_main_grads_dtype",
+        "megatron_fsdp_grad_comm_dtype",
     ):
         add(f"--{name.replace('_', '-')}")
     add("--pipeline-schedule", choices=sorted(FAMILY_NAMES))
@@ -106,6 +108,8 @@ def decided_flags(candidate: Candidate, by_megatron: bool = False) -> list[str]:
         flags += [
             "--use-megatron-fsdp",
             "--data-parallel-sharding-strategy optim_grads_params",
+            "--megatron-fsdp-main-grads-dtype fp32",
+            "--megatron-fsdp-grad-comm-dtype bf16",
             "--ckpt-format fsdp_dtensor",
             "--no-gradient-accumulation-fusion",
         ]

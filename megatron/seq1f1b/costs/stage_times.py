@@ -148,7 +148,7 @@ def message_times(setup: TrainingSetup, machine: Machine, parts: int) -> tuple[T
 
 def replica_times(setup: TrainingSetup, machine: Machine, parameters: float, experts: float) -> tuple[float, float]:
     """Seconds to sum gradients over replicas, and to gather parameters where the optimizer state is sharded. FSDP sums
-    them in 16 bit (--megatron-fsdp-grad-comm-dtype)."""
+    them in 16 bit (--megatron-fsdp-grad-comm-dtype bf16)."""
     reduce = gather = 0.0
     gradient = BYTES if setup.shards_parameters else setup.gradient_bytes
     for group, count in ((setup.data_group, parameters), (setup.expert_data_group, experts)):

@@ -97,6 +97,7 @@ def test_the_checkpoints_of_fsdp_are_those_of_its_runs_only():
     kept = read_launch(["--ckpt-format", "torch_dist", "--lr", "1"]).passed_through
     assert kept == ["--ckpt-format torch_dist", "--lr 1"]
     sharded = "--use-megatron-fsdp --ckpt-format fsdp_dtensor --data-parallel-sharding-strategy optim_grads_params"
+    sharded += " --megatron-fsdp-main-grads-dtype fp32 --megatron-fsdp-grad-comm-dtype bf16"
     assert read_launch([*sharded.split(), "--lr", "1"]).passed_through == ["--lr 1"]
 
 
