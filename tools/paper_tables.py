@@ -140,7 +140,7 @@ What is off, and why, as far as we found:
   GPU; with 50, or 25, Kwai's rows are as far off. Its tensor-parallel collectives overlap products; ours do not, as
   in Megatron without --tp-comm-overlap, so rows with TP 4 come out too slow. 65B on 256 GPUs without offload is
   published as out of memory; we predict 75 of 79 GiB.
-- Mixtures: the 36 rows to which nothing is fitted are 9.4 % off in the mean. Their sizes are those of the recipe of
+- Mixtures: the 36 rows to which nothing is fitted are 9.6 % off in the mean. Their sizes are those of the recipe of
   the release, where NVIDIA's page has those of an earlier one: gpt-oss-120b and qwen3-30b-a3b in 25.11 ran with
   micro-batches of 1, the latter in 24 chunks, and qwen3-30b-a3b in 26.02.01 without a pipeline; with the sizes of the
   page they would be predicted 6 and 36 % too fast, and 43 % too slow. Runs with dropped tokens are left out.
@@ -149,7 +149,7 @@ What is off, and why, as far as we found:
   measured 40 % faster a step than `alltoall`, and is predicted 33 %; with the exchange beside other micro-batches 15
   %, and 17 % predicted. For qwen3-235b-a22b with DeepEP that was 11 %, and we predict 24 %: prediction hides all that
   compute can.
-- Mixtures, more than 10 % off: DeepSeek-V3 in 8 bits (26 % too fast) repeats up-projections of its attention and
+- Mixtures, more than 10 % off: DeepSeek-V3 in 8 bits (23 % too fast) repeats up-projections of its attention and
   casts in blocks, which is not counted, like the casts of Mixtral (17 %). Qwen3-Next (26 %) is not well tuned by its
   source. With HybridEP steps come out 7 to 18 % too slow: its launches count like those of `alltoall`, though
   NVIDIA's runs in 16 bit capture routers as CUDA graphs. Nemotron 3 Nano (12 and 15 % too slow) has the only rows
