@@ -107,10 +107,15 @@ class Predicted(NamedTuple):
     peak: float
 
 
+MACHINES = {"A100": "a100-80gb", "H200": "h200-141gb", "H20": "h20-96gb", "L40S": "l40s-48gb"}
+
+
 def nearest_machine(device: str) -> Machine:
+    """The machine file of the GPU at hand; that of an H100 for one without."""
     if device == "cpu":
         return read_machine("cpu")
-    return read_machine("a100-80gb" if "A100" in torch.cuda.get_device_name() else "h100-80gb")
+    card = torch.cuda.get_device_name()
+    return read_machine(next((machine for name, machine in MACHINES.items() if name in card), "h100-80gb"))
 
 
 def prediction(stage: Stage, machine: Machine, length: int, k: int, microbatches: int) -> Predicted:
