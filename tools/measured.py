@@ -4,6 +4,8 @@
     python tools/measured.py gpu_test.json
     python tools/measured.py first.json second.json   # with sections that were run again (--only), or in another call
 
+    python tools/measured.py --name measured-h200 gpu_test.json    # a page of its own for another kind of GPU
+
 keeps what it read as docs/measured.json, and draws docs/images/measured.svg (which needs matplotlib). Without a file it
 writes the page anew from docs/measured.json; where there is none, the page says that nothing has been measured.
 """
@@ -22,15 +24,13 @@ from megatron.seq1f1b.files import read_json
 from megatron.seq1f1b.report.style import picture
 
 DOCS = Path(__file__).parents[1] / "docs"
-PAGE = DOCS / "measured.md"
-KEPT = PAGE.with_suffix(".json")
-PICTURE = DOCS / "images" / "measured.svg"
 
 Figure = Mapping[str, Any]
 
-HEAD = "# Measured\n\nWritten by `python tools/measured.py gpu_test.json`, of what [`bash scripts/gpu_test.sh`]"
+HEAD = "\nWritten by `python tools/measured.py gpu_test.json`, of what [`bash scripts/gpu_test.sh`]"
 HEAD += "(first-gpu.md) found on one GPU.\n"
 NOTHING_YET = f"""\
+# Measured
 {HEAD}
 There is no measurement yet: no GPU was at hand. All figures of GPUs in these pages are predicted; [Results](results.md)
 and [Published tables](paper_tables.md) show how, and how far predictions are off. Ten minutes on one GPU fill this page
@@ -128,7 +128,7 @@ TABLES = (
             Column("GiB", number("peak_gib", ".2f")),
             Column("GiB with what the allocator holds", number("reserved_gib", ".1f")),
         ),
-        "![Time and memory of a stage over the number of segments](images/measured.svg)",
+        "Time and memory of a stage over the number of segments",
     ),
     Table(
         "Beside the prediction",
@@ -297,11 +297,12 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str
         yield f"| {' | '.join(cell.replace('|', '/') for cell in row)} |"
 
 
-def page_of(result: Mapping[str, Any] | None) -> str:
-    """The page, from the content of gpu_test.json or without one."""
+def page_of(result: Mapping[str, Any] | None, name: str = "measured") -> str:
+    """The page of a name, from the content of gpu_test.json or without one."""
     if result is None:
         return NOTHING_YET
-    lines = [HEAD]
+    title = "Measured" if name == "measured" else f"Measured on {result['device']}"
+    lines = [f"# {title}", HEAD]
     lines.append(f"Measured on {result['date']}, on {result['device']}.")
     lines += ["", *summary(result), ""]
     for table in TABLES:
@@ -310,7 +311,7 @@ def page_of(result: Mapping[str, Any] | None) -> str:
             continue
         lines += [f"## {table.title}", "", table.text, ""]
         if table.picture and drawn(result):
-            lines += [table.picture, ""]
+            lines += [f"![{table.picture}](images/{name}.svg)", ""]
         lines += [*markdown([column.title for column in table.columns], rows), ""]
     lines += ["## All checks", "", *checks(result), ""]
     return "\n".join(lines)
@@ -377,23 +378,26 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "json", type=Path, nargs="*", help="written by scripts/gpu_test.sh; default: docs/measured.json"
     )
+    parser.add_argument("--name", default="measured", help="of the page and of what is kept; default: measured")
     args = parser.parse_args(argv)
     sources = args.json
-    if not sources and KEPT.exists():
-        sources = [KEPT]
+    kept = DOCS / f"{args.name}.json"
+    picture_file = DOCS / "images" / f"{args.name}.svg"
+    if not sources and kept.exists():
+        sources = [kept]
     result = None
     if sources:
         try:
             result = to_builtins(joined([read_result(source) for source in sources]))
         except ValueError as error:
             raise SystemExit(f"error: {error}.") from error
-    page = page_of(result)
+    page = page_of(result, args.name)
     if result is not None:
-        PICTURE.unlink(missing_ok=True)
+        picture_file.unlink(missing_ok=True)
         if figures := drawn(result):
-            plot(figures, PICTURE)
-        KEPT.write_text(f"{json.dumps(result, indent=1)}\n", encoding="utf-8")
-    PAGE.write_text(page, encoding="utf-8")
+            plot(figures, picture_file)
+        kept.write_text(f"{json.dumps(result, indent=1)}\n", encoding="utf-8")
+    (DOCS / f"{args.name}.md").write_text(page, encoding="utf-8")
 
 
 def read_result(source: Path) -> Result:

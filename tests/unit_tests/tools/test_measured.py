@@ -62,18 +62,21 @@ def test_figures_become_tables():
     assert "## Attention" not in page  # there is no figure of it
 
 
-def test_the_page_is_that_of_the_figures_that_are_kept():
-    """Without any it says so, and links to what is predicted."""
-    kept = json.loads(measured.KEPT.read_text(encoding="utf-8")) if measured.KEPT.exists() else None
-    assert measured.PAGE.read_text(encoding="utf-8") == measured.page_of(kept)
-    assert measured.PICTURE.exists() == (kept is not None and bool(measured.drawn(kept)))
+@pytest.mark.parametrize("name", ["measured", "measured-h200"])
+def test_a_page_is_that_of_the_figures_that_are_kept(name):
+    kept = json.loads((measured.DOCS / f"{name}.json").read_text(encoding="utf-8"))
+    assert (measured.DOCS / f"{name}.md").read_text(encoding="utf-8") == measured.page_of(kept, name)
+    assert (measured.DOCS / "images" / f"{name}.svg").exists() == bool(measured.drawn(kept))
+
+
+def test_without_figures_the_page_says_so():
     assert "There is no measurement yet" in measured.page_of(None)
 
 
 @pytest.fixture
 def docs(tmp_path, monkeypatch):
-    for name in ("PAGE", "KEPT", "PICTURE"):
-        monkeypatch.setattr(measured, name, tmp_path / getattr(measured, name).name)
+    (tmp_path / "images").mkdir()
+    monkeypatch.setattr(measured, "DOCS", tmp_path)
     return tmp_path
 
 
@@ -82,11 +85,11 @@ def test_a_file_becomes_the_page_and_its_picture(docs):
     given = docs / "gpu_test.json"
     given.write_text(json.dumps(result()))
     measured.main([str(given)])
-    page = measured.PAGE.read_text()
-    assert page == measured.page_of(result()) and "<svg" in measured.PICTURE.read_text()
+    page = (docs / "measured.md").read_text()
+    assert page == measured.page_of(result()) and "<svg" in (docs / "images" / "measured.svg").read_text()
     given.unlink()
     measured.main([])  # from the copy
-    assert measured.PAGE.read_text() == page
+    assert (docs / "measured.md").read_text() == page
 
 
 @pytest.mark.parametrize("figures", [[], [{"table": "stage", "length": 16384, "segments": 1, "out_of_memory": True}]])
@@ -94,9 +97,9 @@ def test_a_page_without_a_stage_has_no_picture(docs, figures):
     given = docs / "gpu_test.json"
     checks = [{"name": "first", "passed": True, "found": "0"}]
     given.write_text(json.dumps(result(sections=[{"title": "a", "checks": checks, "figures": figures}])))
-    measured.PICTURE.touch()  # of an earlier visit
+    (docs / "images" / "measured.svg").touch()  # of an earlier visit
     measured.main([str(given)])
-    assert "measured.svg" not in measured.PAGE.read_text() and not measured.PICTURE.exists()
+    assert "measured.svg" not in (docs / "measured.md").read_text() and not (docs / "images" / "measured.svg").exists()
 
 
 @pytest.mark.parametrize(
@@ -124,7 +127,7 @@ def test_a_file_that_measures_nothing_is_refused(docs, content, words):
         given.write_text(content)
     with pytest.raises(SystemExit, match=words):
         measured.main([str(given)])
-    assert not measured.PAGE.exists() and not measured.KEPT.exists()
+    assert not (docs / "measured.md").exists() and not (docs / "measured.json").exists()
 
 
 def test_of_a_section_that_ran_twice_the_last_counts(docs):
@@ -135,7 +138,10 @@ def test_of_a_section_that_ran_twice_the_last_counts(docs):
     other = {"title": "another", "checks": [], "figures": []}
     again.write_text(json.dumps(result(sections=[{"title": "all of it", "checks": checks, "figures": []}, other])))
     measured.main([str(first), str(again)])
-    assert "Measured on 2027-01-31" in measured.PAGE.read_text() and "Checks: 1 ok." in measured.PAGE.read_text()
+    assert (
+        "Measured on 2027-01-31" in (docs / "measured.md").read_text()
+        and "Checks: 1 ok." in (docs / "measured.md").read_text()
+    )
     first.write_text(json.dumps(result(device="1 x NVIDIA A100")))
     with pytest.raises(SystemExit, match="the files are of 1 x NVIDIA A100 and of 1 x NVIDIA H100; give those of one"):
         measured.main([str(first), str(again)])
