@@ -190,8 +190,9 @@ def _at_once(setup: TrainingSetup, segments: float) -> float:
 
 def least_seconds_away(setup: TrainingSetup, budget: MemoryBudget, segments: int) -> float:
     """A lower bound from the time to copy what exceeds the memory of the first rank to its host and back; inf if both
-    memories together are too small, or if a search moves nothing of this schedule. The excess is on the host after the last forward of each micro-batch, and a byte
-    may stay there for as many of these moments as micro-batches are held at once."""
+    memories together are too small, or if a search moves nothing of this schedule. The excess is on the host after the
+    last forward of each micro-batch, and a byte may stay there for as many of these moments as micro-batches are held
+    at once."""
     over = least_bytes(setup, segments) - budget.device
     if over <= 0:
         return 0.0
