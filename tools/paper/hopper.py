@@ -6,7 +6,7 @@ else is as in 16 bit. Of NVIDIA's long sequences the batch is not published: eig
 pipeline stage.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -172,6 +172,27 @@ def _setup(model: ModelShape, length: int, batch: int, devices: int, *sizes: int
     )
 
 
+def _of_recipe(model: ModelShape, row: Mapping[str, str], **choices: Any) -> TrainingSetup:
+    """The set-up of a row that has the columns of a recipe."""
+    stages = int(row["pp"])
+    return _setup(
+        model,
+        int(row["seq_length"]),
+        int(row["gbs"]),
+        int(row["gpus"]),
+        *(int(row["tp"]), int(row["cp"]), stages),
+        micro_batch_size=int(row["mbs"]),
+        placement=Placement(stages, int(row["vp"])),
+        layers_per_stage=_layers(row["layout"]),
+        expert_parallel=int(row["ep"]),
+        overlaps_data_parallel=True,
+        recompute=row["recompute"],
+        dispatches_once=row["dispatcher"] != "alltoall",
+        hides_experts=row["hides_experts"] == "yes",
+        **choices,
+    )
+
+
 def kwai(folder: Path = REFERENCE) -> Iterator[Row]:
     for row in read("kwai_offload_h800", folder):
         model = known(_KWAI, row["model"])
@@ -233,22 +254,7 @@ def summary(folder: Path = REFERENCE) -> Iterator[Row]:
     for row in read("h100_megatron_bridge", folder):
         model = known(_OF_SUMMARY, row["model"])
         devices = int(row["gpus"])
-        stages = int(row["pp"])
-        setup = _setup(
-            model,
-            int(row["seq_length"]),
-            int(row["gbs"]),
-            devices,
-            *(int(row["tp"]), int(row["cp"]), stages),
-            micro_batch_size=int(row["mbs"]),
-            placement=Placement(stages, int(row["vp"])),
-            layers_per_stage=_layers(row["layout"]),
-            expert_parallel=int(row["ep"]),
-            overlaps_data_parallel=True,
-            recompute=row["recompute"],
-            dispatches_once=row["dispatcher"] != "alltoall",
-            hides_experts=row["hides_experts"] == "yes",
-        )
+        setup = _of_recipe(model, row)
         published = scaled(measured(row["tokens_per_second_per_gpu"]), devices)
         release = row["source"].split()[-1]
         label = f"{row['model']}, {devices} GPUs, {row['precision'].split('-')[0]}, batch {row['gbs']}, {release}"
@@ -261,23 +267,11 @@ def other_mixtures(folder: Path = REFERENCE) -> Iterator[Row]:
         model = known(_OTHER_MIXTURES, row["model"])
         length = int(row["seq_length"])
         devices = int(row["gpus"])
-        stages = int(row["pp"])
         batch = int(row["gbs"])
-        setup = _setup(
+        setup = _of_recipe(
             model,
-            length,
-            batch,
-            devices,
-            *(int(row["tp"]), int(row["cp"]), stages),
-            micro_batch_size=int(row["mbs"]),
-            placement=Placement(stages, int(row["vp"])),
-            layers_per_stage=_layers(row["layout"]),
-            expert_parallel=int(row["ep"]),
-            overlaps_data_parallel=True,
+            row,
             shards_parameters=row["fsdp"] == "yes",
-            recompute=row["recompute"],
-            dispatches_once=row["dispatcher"] != "alltoall",
-            hides_experts=row["hides_experts"] == "yes",
             hides_tensor_exchange=row["tp_comm_overlap"] == "yes",
         )
         seconds = measured(row["step_seconds"])

@@ -242,7 +242,8 @@ def encoded(source: Iterable[Document], encoder: Encoder, num_workers: int) -> I
         _start(pool)
         # While the results of some batches are written, workers are at the next; nothing follows the last.
         for batches in chain(batched(batched(source, BATCH), AHEAD * num_workers), [()]):
-            results, next_ones = next_ones, pool.map(_work, batches)
+            results = next_ones
+            next_ones = pool.map(_work, batches)
             yield from chain.from_iterable(results)
     except BrokenProcessPool:
         way_out = f"try fewer than --workers {num_workers}" if num_workers > 1 else "cut the longest documents"

@@ -137,17 +137,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         if answer is not None:
             answers.append(answer)
             days, plan = answer
-            columns = row(plan)
-            rows.append(
-                {
-                    "GPUs": f"{devices}",
-                    "days": f"{days:.2f}",
-                    "GPU hours": f"{24 * days * devices:.0f}",
-                    "batch": f"{plan.candidate.setup.global_batch_size}",
-                    "steps": f"{_SECONDS_OF_A_DAY * days / plan.seconds:.0f}",
-                    **{name: columns[name] for name in _OF_PLAN},
-                }
-            )
+            columns = {
+                "GPUs": f"{devices}",
+                "days": f"{days:.2f}",
+                "GPU hours": f"{24 * days * devices:.0f}",
+                "batch": f"{plan.candidate.setup.global_batch_size}",
+                "steps": f"{_SECONDS_OF_A_DAY * days / plan.seconds:.0f}",
+            }
+            of_plan = row(plan)
+            for name in _OF_PLAN:
+                columns[name] = of_plan[name]
+            rows.append(columns)
         show(number, len(counts))
     if not answers:
         raise way_out(question)

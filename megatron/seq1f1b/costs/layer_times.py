@@ -81,7 +81,7 @@ def layer_time(setup: TrainingSetup, machine: Machine, start: int, end: int, lay
 
 def layer_times(setup: TrainingSetup, machine: Machine, layer: int) -> tuple[LayerTime, ...]:
     """`layer_time` of every segment."""
-    return _layer_times(setup.but(recompute="none", recomputed_share=1.0), machine, layer)
+    return _layer_times(setup.without_recomputation(), machine, layer)
 
 
 @lru_cache(maxsize=8192)

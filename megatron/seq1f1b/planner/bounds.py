@@ -80,9 +80,7 @@ def least_seconds_of(sizes: TrainingSetup, machine: Machine, segments: int) -> f
 def least_seconds_of_any(sizes: TrainingSetup, question: Question, segments: int) -> float:
     """The same for all recomputations and losses: none of them takes less than no recomputation, with logits kept if
     they may be."""
-    least = sizes.but(
-        recompute="none",
-        recomputed_share=1.0,
+    least = sizes.without_recomputation().but(
         hides_experts=may_hide(question, sizes, segments, "none"),
         keeps_logits=ways_to_take_the_loss(sizes)[-1],
     )

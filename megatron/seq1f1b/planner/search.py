@@ -37,7 +37,6 @@ from .space import (
     recomputed,
     spread,
     ways_to_move,
-    without_recomputation,
 )
 
 # `auto` plans at the granularity of units, which takes too long beyond this many actions.
@@ -227,7 +226,7 @@ class Search:
             for hides in (True, False):
                 alike = tuple(each for each in ranked if each.setup.hides_tensor_exchange == hides)
                 if alike:
-                    fastest = tuple(dict.fromkeys(without_recomputation(each.setup) for each in alike))
+                    fastest = tuple(dict.fromkeys(each.setup.without_recomputation() for each in alike))
                     by_fastest[fastest].append(_Cuts(alike, is_tight=seconds > 0))
         for fastest, of_setups in by_fastest.items():
             yield _AlikeCuts(fastest, tuple(of_setups))
@@ -299,7 +298,7 @@ def _by_fastest(
     no other takes less time."""
     groups = defaultdict[TrainingSetup, list[TrainingSetup]](list)
     for setup in setups:
-        groups[without_recomputation(setup)].append(setup)
+        groups[setup.without_recomputation()].append(setup)
     for fastest, alike in groups.items():
         yield fastest, tuple(alike)
 

@@ -196,13 +196,6 @@ def recomputes(question: Question) -> list[str]:
     return list(dict.fromkeys(each or "none" for each in found))
 
 
-def without_recomputation(setup: TrainingSetup) -> TrainingSetup:
-    """The set-up that computes nothing again, which takes the least time of all that differ in that alone."""
-    if setup.recompute == "none":
-        return setup
-    return setup.but(recompute="none", recomputed_share=1.0)
-
-
 def spread(question: Question, sizes: TrainingSetup) -> Iterator[TrainingSetup]:
     """The sizes with all numbers of model chunks; layers are spread for the least compute of the busiest rank."""
     ranks = sizes.pipeline_parallel

@@ -97,9 +97,10 @@ class Recorder(StepRecorder):
         collectives = [(action, start, end.wait()) for action, start, end in self._collectives]
         spans: dict[Action, Span] = {}
         for mark in (*self._marks, *collectives):
-            action, start, end = self._span(*mark)
-            start += self.origin
-            end += self.origin
+            span = self._span(*mark)
+            action = span.action
+            start = self.origin + span.start
+            end = self.origin + span.end
             if action in spans:
                 earlier = spans[action]
                 start = min(start, earlier.start)

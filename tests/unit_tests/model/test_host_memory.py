@@ -144,8 +144,14 @@ def test_nothing_is_pinned_in_a_later_step(kinds):
 
 def test_the_link_is_measured(monkeypatch):
     """Copies go each way once all ranks are ready, first as a warm-up."""
-    copied, ready, copy = [], [], copies.copy_pairs
-    counting = lambda pairs, *rest: copied.extend(pairs) or copy(pairs, *rest)  # noqa: E731
+    copied = []
+    ready = []
+    copy_pairs = copies.copy_pairs
+
+    def counting(pairs, *rest):
+        copied.extend(pairs)
+        return copy_pairs(pairs, *rest)
+
     monkeypatch.setattr(copies, "copy_pairs", counting)
     monkeypatch.setattr(copies, "_PROBE", 1 << 20)
     assert copies.link_rate(torch.device("cpu"), lambda: ready.append(len(copied))) > 1e6
