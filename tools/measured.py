@@ -119,11 +119,13 @@ TABLES = (
         "stage",
         "The first of 8 stages of the 2.7b model (4 layers, hidden size 2560, 32 heads), in the order of its "
         "pipeline rank under Seq1F1B, alone: it computes and keeps what a rank of the pipeline does, and never waits. "
-        "Memory is above weights and the state of the optimizer.",
+        "*Host*: the share of that time after which the host has issued all; near 100 %, the GPU waits for it. Memory "
+        "is above weights and the state of the optimizer.",
         (
             TOKENS,
             SEGMENTS,
             SECONDS,
+            Column("host", number("issued_share", ".0%")),
             Column("tokens/s", number("tokens_per_second", ",.0f")),
             Column("GiB", number("peak_gib", ".2f")),
             Column("GiB with what the allocator holds", number("reserved_gib", ".1f")),
@@ -207,19 +209,23 @@ TABLES = (
         "What the host needs",
         "host",
         "Microseconds a layer and unit to issue a forward and a backward, and until the GPU has computed them, at the "
-        "shapes of a rank of this tensor parallelism. Where the first is the longer, shorter segments gain nothing.",
+        "shapes of a rank of this tensor parallelism. Where both are equal, the GPU waits for the host, and shorter "
+        "segments gain nothing. *Megatron's own*: what the host needs for Megatron's layers and as many tokens, in "
+        "sequences of their own.",
         (
             Column("tokens of a segment", number("tokens", ",.0f")),
             Column("TP", words("tensor_parallel")),
             Column("host", number("host_us_per_layer_and_unit", ".0f")),
+            Column("Megatron's own", number("own_us_per_layer_and_unit", ".0f")),
             Column("until computed", number("all_us_per_layer_and_unit", ".0f")),
         ),
     ),
     Table(
         "A stage with experts",
         "experts",
-        "Eight experts, two for each token; their dispatcher makes the host wait in each layer and segment.",
-        (TOKENS, SEGMENTS, SECONDS),
+        "Eight experts, two for each token; their dispatcher makes the host wait in each layer and segment. Beside it, "
+        "the same tokens as whole sequences of a segment's length: what short calls cost without any segments.",
+        (TOKENS, SEGMENTS, SECONDS, Column("s as short sequences", number("seconds_as_sequences", ".3f"))),
     ),
     Table(
         "Forwards beside backwards",

@@ -51,9 +51,10 @@ TINY = Sizes(layers=1, hidden=32, heads=2, vocabulary=64)
 
 
 class Stage:
-    """The model, and the actions of its rank on sequences of any length."""
+    """The model, and the actions of its rank on sequences of any length. Without `by_segments` its layers are left as
+    Megatron made them, for whole sequences."""
 
-    def __init__(self, sizes: Sizes, device: str, longest: int) -> None:
+    def __init__(self, sizes: Sizes, device: str, longest: int, *, by_segments: bool = True) -> None:
         layers, hidden, heads, vocabulary, tensor, experts = sizes
         self.device = torch.device(device)
         self.dtype = dtype_of(device)
@@ -75,7 +76,8 @@ class Stage:
         self.context = SegmentContext()
         self.host_memory = self.context.host_memory
         self.moved_bytes = 0  # to the host, in the last run
-        attach([self.model], self.context)
+        if by_segments:
+            attach([self.model], self.context)
 
     @property
     def gradient_bytes(self) -> int:

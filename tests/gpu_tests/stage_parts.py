@@ -18,7 +18,7 @@ from megatron.seq1f1b.costs.machine import Machine, read_machine
 from megatron.seq1f1b.costs.model_shape import ModelShape
 from megatron.seq1f1b.costs.simulator import predict
 from megatron.seq1f1b.costs.training_setup import TrainingSetup
-from megatron.seq1f1b.model import link_rate
+from megatron.seq1f1b.model import Segment, link_rate
 from megatron.seq1f1b.runtime.recorder import Recorder
 from megatron.seq1f1b.schedule import Action, Kind, Placement, units_to_move, with_moves
 from support.segments import of_lengths
@@ -29,12 +29,16 @@ STEPS, TINY_STEPS = {16384: 16, 32768: 8}, {64: 2}
 # Times as long as with the fewest segments that a stage may take: judged at 8 segments of 2,048 tokens and more.
 MOST_TIMES, MOST_SEGMENTS_JUDGED = 1.15, 8
 MOST_TIMES_OF_EXPERTS = 1.3
+# Times as long as with Megatron's own layers that the host may need.
+MOST_TIMES_OF_HOST = 1.1
 
 
 class StepTaken(NamedTuple):
-    """The second of two runs of one step: seconds, and bytes above those before it, and held back by the allocator."""
+    """The second of two runs of one step: seconds, those after which the host had issued all, bytes above those before
+    it, and bytes held back by the allocator."""
 
     seconds: float
+    issued: float
     peak: float
     reserved: int
     retries: int
@@ -42,17 +46,27 @@ class StepTaken(NamedTuple):
 
 def step_of(stage: Stage, args: argparse.Namespace, length: int, k: int, microbatches: int) -> StepTaken | None:
     """None if the memory does not suffice."""
-    run = partial(stage.run, stage.segments(length, k), first_rank(microbatches, k))
+    segments, actions = stage.segments(length, k), first_rank(microbatches, k)
     stage.free()
     try:
         for _ in range(2):  # the first warms up
             stage.model.zero_grad()
             with Recorder(stage.device, traced=True) as recorder:
-                took, _ = seconds(args.device, run)
+                issued, took = issued_and_done(stage, segments, actions)
     except torch.OutOfMemoryError:
         return None
     retries = torch.cuda.memory_stats().get("num_alloc_retries", 0)  # a CPU has none
-    return StepTaken(took, recorder.reading().peak_memory, torch.cuda.max_memory_reserved(), retries)
+    return StepTaken(took, issued, recorder.reading().peak_memory, torch.cuda.max_memory_reserved(), retries)
+
+
+def issued_and_done(stage: Stage, segments: list[Segment], actions: list[Action]) -> tuple[float, float]:
+    """Seconds until the host has issued `actions`, and until the device has computed them."""
+    synchronise(stage.device.type)
+    start = time.perf_counter()
+    stage.run(segments, actions)
+    issued = time.perf_counter() - start
+    synchronise(stage.device.type)
+    return issued, time.perf_counter() - start
 
 
 def time_and_memory(report: Report, args: argparse.Namespace, stage: Stage) -> None:
@@ -71,6 +85,7 @@ def time_and_memory(report: Report, args: argparse.Namespace, stage: Stage) -> N
                 length=length,
                 segments=k,
                 seconds_per_sequence=found.seconds / microbatches,
+                issued_share=found.issued / found.seconds,
                 tokens_per_second=length * microbatches / found.seconds,
                 peak_gib=found.peak / GIB,
                 reserved_gib=found.reserved / GIB,
@@ -145,26 +160,24 @@ def prediction(stage: Stage, machine: Machine, length: int, k: int, microbatches
 
 
 def host_time(report: Report, args: argparse.Namespace) -> None:
-    """What Python needs to issue a unit of a layer beside what the GPU needs to compute it, at the shapes of TP 8."""
+    """What Python needs to issue a unit of a layer beside what the GPU needs to compute it, at the shapes of TP 8, and
+    beside what Megatron's own layers need for as many tokens in sequences of their own."""
     sizes = TINY if args.tiny else Sizes(layers=4, hidden=4096, heads=32, vocabulary=32000, tensor=8)
     lengths, k = ((16, 32), 2) if args.tiny else ((512, 1024, 2048, 4096), 8)
-    stage = Stage(sizes, args.device, max(lengths) * k)
-    actions = [Action(Kind.F, 0, 0, i) for i in range(k)] + [Action(Kind.B, 0, 0, i) for i in reversed(range(k))]
+    ours = Stage(sizes, args.device, max(lengths) * k)
+    own = Stage(sizes, args.device, max(lengths), by_segments=False)
+    of_segments = [Action(Kind.F, 0, 0, i) for i in range(k)] + [Action(Kind.B, 0, 0, i) for i in reversed(range(k))]
+    of_sequences = [Action(kind, 0, i, 0) for i in range(k) for kind in (Kind.F, Kind.B)]
+    units = k * sizes.layers
     for length in lengths:
-        segments = of_lengths([length] * k)
-        for _ in range(2):  # the first warms up
-            synchronise(args.device)
-            start = time.perf_counter()
-            stage.run(segments, actions)
-            issued = time.perf_counter() - start
-            synchronise(args.device)
-            done = time.perf_counter() - start
-        units = k * stage.shape.num_layers
+        issued, done = shortest(ours, of_lengths([length] * k), of_segments)
+        of_own, _ = shortest(own, of_lengths([length]), of_sequences)
         report.figure(
             "host",
             tokens=length,
             tensor_parallel=sizes.tensor,
             host_us_per_layer_and_unit=1e6 * issued / units,
+            own_us_per_layer_and_unit=1e6 * of_own / units,
             all_us_per_layer_and_unit=1e6 * done / units,
         )
         is_judged = length == 4096 and not args.tiny
@@ -173,6 +186,19 @@ def host_time(report: Report, args: argparse.Namespace) -> None:
             issued < 0.9 * done if is_judged else None,
             f"it issues in {issued / done:.2f} of the time",
         )
+        is_judged = length == min(lengths) and not args.tiny  # where Megatron's layers, too, wait for the host alone
+        report.check(
+            f"segments of {length} tokens at TP {sizes.tensor}: the host needs at most {MOST_TIMES_OF_HOST} times as "
+            "long as for Megatron's own layers",
+            issued <= MOST_TIMES_OF_HOST * of_own if is_judged else None,
+            f"{issued / of_own:.2f} times",
+        )
+
+
+def shortest(stage: Stage, segments: list[Segment], actions: list[Action]) -> tuple[float, float]:
+    """`issued_and_done` of the run, of a few, that the host issued soonest."""
+    issued_and_done(stage, segments, actions)  # warms up
+    return min(issued_and_done(stage, segments, actions) for _ in range(3))
 
 
 class Offloaded(NamedTuple):
@@ -298,16 +324,25 @@ def longest(fits: Callable[[int], bool], guess: int, step: int) -> int:
 
 
 def experts(report: Report, args: argparse.Namespace) -> None:
-    """A stage with experts, each of whose dispatchers makes the host wait for the GPU in each segment."""
+    """A stage with experts, each of whose dispatchers makes the host wait for the GPU in each segment. As many whole
+    sequences of a segment's length tell what shorter calls cost anyway."""
     sizes = (TINY if args.tiny else OF_2_7B)._replace(experts=8)
     length, microbatches = (64, 2) if args.tiny else (16384, 8)
     stage = Stage(sizes, args.device, length)
     taken = {}
     for k in (1, 2, 4, 8):
         found = step_of(stage, args, length, k, microbatches)
-        if found is not None:
-            taken[k] = found.seconds
-            report.figure("experts", length=length, segments=k, seconds_per_sequence=found.seconds / microbatches)
+        if found is None:
+            continue
+        taken[k] = found.seconds
+        as_sequences = step_of(stage, args, length // k, 1, microbatches * k) if k > 1 else found
+        report.figure(
+            "experts",
+            length=length,
+            segments=k,
+            seconds_per_sequence=found.seconds / microbatches,
+            seconds_as_sequences=as_sequences.seconds / microbatches if as_sequences else None,
+        )
     if not taken:
         report.check("a stage with experts runs", False, "out of memory")
         return
