@@ -35,6 +35,9 @@ from megatron.seq1f1b.runtime import PipelineExecutor, Segmentation
 from megatron.seq1f1b.schedule import ScheduleChoice
 
 LAYERS, HEADS, EXPERTS, STEPS, REPEATS = 4, 8, 8, 3, 5
+# Tokens that are computed at once, where speed is measured: few enough for two ranks on one GPU, and enough to keep the
+# host ahead of it.
+TOKENS, TINY_TOKENS = 4096, 16
 
 
 def build(args: argparse.Namespace, length: int, dtype: torch.dtype) -> GPTModel:
@@ -162,16 +165,16 @@ def main() -> None:
     args.hidden = 64 if args.tiny else 1024
     args.segments = 0  # a micro-batch is a batch of its own
     args.unequal = False
-    length = 64 if args.tiny else 4096
+    tokens = TINY_TOKENS if args.tiny else TOKENS
     if args.device == "cuda":
         use_own_or_shared_gpu()
     start_megatron(args.device, args.backend, expert_parallel=True)
     report = Report(args.output)
     for segments in (1, 4):
         for dtype in (torch.float32, torch.bfloat16):
-            check_losses(args, segments, length, dtype, report)
+            check_losses(args, segments, 4 * TINY_TOKENS if args.tiny else TOKENS, dtype, report)
     for segments in (1, 4):
-        time_exchange(args, segments, length, report)
+        time_exchange(args, segments, segments * tokens, report)
     dist.barrier()
     dist.destroy_process_group()
 
