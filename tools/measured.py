@@ -119,8 +119,8 @@ TABLES = (
         "stage",
         "The first of 8 stages of the 2.7b model (4 layers, hidden size 2560, 32 heads), in the order of its "
         "pipeline rank under Seq1F1B, alone: it computes and keeps what a rank of the pipeline does, and never waits. "
-        "*Host*: the share of that time after which the host has issued all; near 100 %, the GPU waits for it. Memory "
-        "is above weights and the state of the optimizer.",
+        "*Host*: the share of that time after which the host has issued all. It can be ahead by about a thousand "
+        "kernels; at 100 % the GPU waits for it. Memory is above weights and the state of the optimizer.",
         (
             TOKENS,
             SEGMENTS,

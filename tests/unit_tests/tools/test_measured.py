@@ -17,6 +17,7 @@ def result(**more) -> dict:
                 "length": 16384,
                 "segments": k,
                 "seconds_per_sequence": 0.125 * k,
+                "issued_share": 0.96,
                 "tokens_per_second": 131072 / k,
                 "peak_gib": 12 / k,
                 "reserved_gib": 14.0,
@@ -52,8 +53,8 @@ def test_figures_become_tables():
     page = measured.page_of(result())
     assert "Measured on 2027-01-31, on 1 x NVIDIA H100." in page and "| PyTorch | 2.11.0 |" in page
     assert "reaches 650 TFLOPS in bf16, a copy on the card 2,600 GB/s" in page
-    assert "| 16,384 | 1 | out of memory |  |  |  |" in page
-    assert "| 16,384 | 4 | 0.500 | 32,768 | 3.00 | 14.0 |" in page
+    assert "| 16,384 | 1 | out of memory |  |  |  |  |" in page
+    assert "| 16,384 | 4 | 0.500 | 96% | 32,768 | 3.00 | 14.0 |" in page
     assert "| 16,384 | 2 | 0.250 | 0.200 | -20 % | 6.00 | 6.60 | +10 % | h100-80gb |" in page
     assert "| one GPU | 4 segments | 8,192 | 5.5000 | 2.2500 | 4.0000 | 70,000 |" in page
     assert "Checks: 1 ok, 1 FAILED, 1 not run." in page
