@@ -85,7 +85,7 @@ def _free_bytes(file: str) -> float:
 
 
 def _folder_of(file: str) -> Path:
-    return next(each for each in Path(file).absolute().parents if each.is_dir())
+    return next(folder for folder in Path(file).absolute().parents if folder.is_dir())
 
 
 def way_out(error: OSError) -> str:

@@ -50,12 +50,14 @@ def patched_on(objects: Iterable[Any], table: Iterable[Patch]) -> ExitStack:
     """Bind every target of the table on each of the `objects` of its class; raises AttributeError for a missing one."""
     objects = list(objects)
     kinds = [(owner_of(patch.target)[0], patch) for patch in table]
-    return _bound((each, patch, True) for kind, patch in kinds for each in objects if isinstance(each, kind))
+    return _bound(
+        (instance, patch, True) for kind, patch in kinds for instance in objects if isinstance(instance, kind)
+    )
 
 
 def patched_in(classes: Iterable[type], patch: Patch) -> ExitStack:
     """Bind the target of the patch in each of these classes, which derive from that of the target or look like it."""
-    return _bound((each, patch, False) for each in classes)
+    return _bound((owner, patch, False) for owner in classes)
 
 
 def rebound(old: Any, new: Any) -> ExitStack:

@@ -131,7 +131,7 @@ def _share_storage(discarded: Tensor, recomputed: Tensor) -> None:
 
 
 def _one_after_the_other(p2p_op_list: list[dist.P2POp], *_: Any, **__: Any) -> list[Any]:
-    return [each.op(each.tensor, each.peer, each.group) for each in p2p_op_list]
+    return [message.op(message.tensor, message.peer, message.group) for message in p2p_op_list]
 
 
 def _gathered_apart(_: Any, tensor_shape: tuple[int, ...], dtype: torch.dtype, *__: Any, **___: Any) -> Tensor:

@@ -41,8 +41,8 @@ def plot_frontier(
     with picture(path, 8, 5) as figure:
         axes = figure.subplots()
         for (name, points), marker in zip(groups.items(), cycle("os^vD")):
-            memory = [each.memory for each in points]
-            throughput = [each.throughput for each in points]
+            memory = [point.memory for point in points]
+            throughput = [point.throughput for point in points]
             axes.plot(memory, throughput, marker, markersize=4, alpha=0.6, label=name)
         # Where what is advised is one of the others, the star lies on their sign.
         signs = zip(marked.items(), ("*", "s", "P"), (8, 12, 12), strict=False)

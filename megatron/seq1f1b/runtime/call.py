@@ -104,7 +104,7 @@ class Call(greenlet):
             )
         has_gradients = self._state is None or self._state.has_gradients
         is_own = asked.model is self.model
-        if has_gradients and not is_own and any(each.requires_grad for each in asked.model.parameters()):
+        if has_gradients and not is_own and any(weight.requires_grad for weight in asked.model.parameters()):
             raise ValueError(
                 f"the forward step of {self._where} calls another model than the schedule was given, and with "
                 "gradients; call a reference under torch.no_grad"

@@ -97,7 +97,7 @@ class PartitionedChunk(ChunkSync):
     def begin(self, chunk: Any, chunks: Sequence[Any]) -> "PartitionedChunk":
         """Begin a step of `chunk`, one of a rank's `chunks`, perhaps not the first for this step of the optimizer."""
         self._no_sync.enter_context(chunk.no_sync())  # in which Megatron's hooks never reduce
-        self._states = [each.partitioned_state for each in chunks]
+        self._states = [chunk.partitioned_state for chunk in chunks]
         self.finish_reduction()
         self.take_back_gradients()
         self.release()
@@ -137,7 +137,7 @@ class PartitionedChunk(ChunkSync):
     def before_backward(self) -> None:
         self.before_forward()
         if any(map(is_empty, self._gradients)):
-            have_gradients = [not any(map(is_empty, each._gradients)) for each in self._states]
+            have_gradients = [not any(map(is_empty, state._gradients)) for state in self._states]
             if sum(have_gradients) > 1:  # one may still be waiting for its REDUCE
                 for state in self._states:
                     state.finish_reduction()

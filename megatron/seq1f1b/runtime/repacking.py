@@ -167,7 +167,7 @@ def _joined(sample: SequenceEntries, sequences: Sequence[SequenceEntries], lengt
             values: list[Any] = [max(lengths)] if name == "max_seqlen" else [[0, *accumulate(lengths)]]
             batch[name] = torch.tensor(values, dtype=leaf.dtype)
         elif name == "position_ids":
-            batch[name] = torch.cat([torch.arange(each) for each in lengths])[None].to(leaf)
+            batch[name] = torch.cat([torch.arange(tokens) for tokens in lengths])[None].to(leaf)
         else:
             parts = [sequence[name] for sequence in sequences]
             batch[name] = torch.cat([*parts, leaf.new_zeros(length)])[None, :length]

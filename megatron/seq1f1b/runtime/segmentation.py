@@ -137,9 +137,9 @@ class Segmentation:
         if self._segments_for is None:
             return [self.num_segments] * len(microbatches)
         if getattr(step.config, "expert_model_parallel_size", 1) == 1 and not is_partitioned(step.chunks):
-            return [self._segments_for(each.length, each.length) for each in microbatches]
+            return [self._segments_for(batch.length, batch.length) for batch in microbatches]
         of_replicas: list[Any] = [None] * step.groups.dp.size()
-        dist.all_gather_object(of_replicas, [each.length for each in microbatches], group=step.groups.dp)
+        dist.all_gather_object(of_replicas, [batch.length for batch in microbatches], group=step.groups.dp)
         by_microbatch = zip(*of_replicas, strict=True)
         return [self._segments_for(max(lengths), min(lengths)) for lengths in by_microbatch]
 

@@ -94,7 +94,7 @@ class Step:
 
     @cached_property
     def shape(self) -> Shape:
-        return Shape.of(self.placement, [len(each) for each in self.segments])
+        return Shape.of(self.placement, [len(segments) for segments in self.segments])
 
     def length_of(self, microbatch: int) -> int:
         """Tokens of a sequence of a micro-batch: those of its segments, or of the call where it is not cut yet."""

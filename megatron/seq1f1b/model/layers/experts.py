@@ -45,7 +45,7 @@ class _Tally(Carried):
 
     def tensors(self) -> Iterable[Tensor]:
         sums = (self._before, self._microbatches, self._probabilities, self._loss)
-        tensors = [each for each in sums if isinstance(each, Tensor)]  # numbers before the first segment
+        tensors = [total for total in sums if isinstance(total, Tensor)]  # numbers before the first segment
         return [*self.counts.values(), *tensors]
 
     def chosen(self) -> Tensor:

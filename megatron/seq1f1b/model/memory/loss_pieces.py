@@ -176,7 +176,7 @@ class Logits:
         if is_argmax:
             _, indices = args[0].max(**options)
             return indices
-        whole = [each.whole() if isinstance(each, Logits) else each for each in args]
+        whole = [arg.whole() if isinstance(arg, Logits) else arg for arg in args]
         return func(*whole, **options)
 
 
@@ -225,7 +225,7 @@ class _LossOfPieces(torch.autograd.Function):
         if weight.requires_grad:
             fits = main_grad is not None and main_grad.dtype is dtype
             alias.main_grad = main_grad if fits else torch.zeros_like(weight, dtype=dtype)
-        of_pieces = (each.split(ctx.length) for each in (hidden, labels, grad_losses, grad_hidden))
+        of_pieces = (tensor.split(ctx.length) for tensor in (hidden, labels, grad_losses, grad_hidden))
         for part, labels_of_part, grad_of_losses, grad_of_part in zip(*of_pieces, strict=True):
             part = part.detach().requires_grad_()
             with torch.enable_grad():

@@ -114,7 +114,9 @@ class _Values(torch.autograd.Function):
         source = ctx.source
         scale = ctx.scale
         rows = tensor.detach().flatten(0, -2)
-        parts = [each.flatten().split(source.length) for each in (tokens, log_sums, entropies, are_known, *gradients)]
+        parts = [
+            tensor.flatten().split(source.length) for tensor in (tokens, log_sums, entropies, are_known, *gradients)
+        ]
 
         def gradient_of(number: int, piece: Tensor) -> Tensor:
             tokens_of_piece, log_sum, entropy, is_known, of_log_prob, *of_entropy = (part[number] for part in parts)
