@@ -3,6 +3,7 @@ one passes while the other computes (--overlap-moe-expert-parallel-comm). Second
 
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
+from itertools import chain
 from typing import NamedTuple
 
 from ..schedule import Action
@@ -83,6 +84,9 @@ def _pair_times(alone: TrainingSetup, machine: Machine, layers_per_stage: tuple[
 def pair_row(setup: TrainingSetup, machine: Machine, stage: StageLayers) -> PairRow:
     """Those of one stage. Its embedding, its loss and what its backward computes again hide nothing; tokens
     that travel to experts once more are hidden."""
+    if setup.parts:
+        of_parts = [pair_row(part.alone, machine, stage) for part in setup.parts]
+        return PairRow(*(tuple(chain(*columns)) for columns in zip(*of_parts, strict=True)))
     of_layers = [(count, layer_times(setup, machine, layer)) for layer, count in stage.layers]
     columns = []
     for segment in range(len(setup.spans)):

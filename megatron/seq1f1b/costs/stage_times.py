@@ -73,14 +73,15 @@ def _rows(setup: TrainingSetup, machine: Machine, stage: StageLayers) -> StageRo
 def stage_rows(setup: TrainingSetup, machine: Machine) -> Sequence[StageRows]:
     """Those of every stage."""
     if setup.parts:
-        of_stages = zip(*(stage_rows(part, machine) for part in setup.parts), strict=True)
-        tables = (zip(*of_parts, strict=True) for of_parts in of_stages)
+        of_parts = [rows_of_stages(part.alone, machine, setup.layers_per_stage) for part in setup.parts]
+        tables = (zip(*of_stage, strict=True) for of_stage in zip(*of_parts, strict=True))
         return [(tuple(chain(*f)), tuple(chain(*i)), tuple(chain(*w))) for f, i, w in tables]
-    return _stage_rows(setup.alone, machine, setup.layers_per_stage)
+    return rows_of_stages(setup.alone, machine, setup.layers_per_stage)
 
 
 @lru_cache(maxsize=8192)
-def _stage_rows(alone: TrainingSetup, machine: Machine, layers_per_stage: tuple[int, ...]) -> Sequence[StageRows]:
+def rows_of_stages(alone: TrainingSetup, machine: Machine, layers_per_stage: tuple[int, ...]) -> Sequence[StageRows]:
+    """Those of these stages, from a set-up with a fixed value of all that does not matter to a single layer."""
     return of_stages(alone.model, layers_per_stage, lambda stage: _rows(alone, machine, stage))
 
 

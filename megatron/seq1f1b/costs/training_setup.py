@@ -266,6 +266,7 @@ class TrainingSetup:
             hides_experts=self.hides_experts and self.repeats("E"),
             offloads=self.offloads if self.moves_parts else 0.0,
             moves=self.moves if self.offloads else Moves.UNITS,
+            parts=tuple(part.alone for part in self.parts),
         )
 
     def rows(self, tokens: int) -> float:

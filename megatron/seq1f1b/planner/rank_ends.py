@@ -4,9 +4,11 @@ Tested in planner/test_search.py by test_ranks_end_as_in_the_simulation.
 """
 
 from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import chain
 from operator import itemgetter
+from typing import NamedTuple
 
 from ..costs.pair_times import PairTimes
 from ..schedule import COMPUTE_KINDS, Action, Clock, Costs, Kind, Shape, clock_of
@@ -20,13 +22,28 @@ _ROW_OF = {kind: row for row, kind in enumerate(_KINDS)}
 type _Makers = dict[tuple[Kind | None, int, int, int], int]
 
 
+class Columns(NamedTuple):
+    """Where tables of costs have the units of micro-batches that differ: the first column of each micro-batch, and the
+    number of columns."""
+
+    first: Sequence[int]
+    number: int
+
+    def in_columns(self, actions: Iterable[Action]) -> Iterator[Action]:
+        """The actions with the numbers of columns as segments."""
+        for kind, stage, microbatch, segment in actions:
+            yield Action(kind, stage, microbatch, self.first[microbatch] + segment)
+
+
 class RankEnds:
     """The compute of all ranks as steps, each after all that it waits for, so that one pass gives their ends for any
     costs. A step starts when the step before it on its rank has ended and its message has arrived; messages overlap
     with compute and with each other, as in `simulate`."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, columns: Columns | None = None) -> None:
+        """Without `columns` costs have one for each segment."""
         self._shape = clock.shape
+        self._num_columns = columns.number if columns else clock.shape.num_segments
         # For each step the numbers of the step before it and of the step that sends its message, and the places of the
         # message and of the step itself among the times of all kinds and pairs. 0 stands for none, which ends at 0.
         self._before = array("i", [0])
@@ -36,7 +53,8 @@ class RankEnds:
         self._last = [0] * clock.shape.num_ranks  # the last step of each rank
         self._pairs: dict[tuple[Action, Action], int] = {}  # the places of what they save
         made_by: _Makers = {}
-        for rank, place in _in_order(clock):
+        for rank, in_segments in _in_order(clock):
+            place = tuple(columns.in_columns(in_segments)) if columns else in_segments
             if len(place) == 1:
                 (action,) = place
                 self._append(rank, self._message_of(action, made_by), self._work_of(action))
@@ -95,12 +113,12 @@ class RankEnds:
 
     def _time_of(self, kind: Kind, stage: int, segment: int) -> int:
         """Where `_times` has the time of a kind."""
-        return 1 + (_ROW_OF[kind] * self._shape.num_stages + stage) * self._shape.num_segments + segment
+        return 1 + (_ROW_OF[kind] * self._shape.num_stages + stage) * self._num_columns + segment
 
     @property
     def _num_times(self) -> int:
         """The length of `_times`."""
-        return 1 + len(_KINDS) * self._shape.num_stages * self._shape.num_segments
+        return 1 + len(_KINDS) * self._shape.num_stages * self._num_columns
 
 
 def _in_order(clock: Clock) -> list[tuple[int, Place]]:

@@ -185,21 +185,29 @@ class Search:
                 for of_cuts in self._alike_cuts(away, segments):
                     yield min(least_seconds(each, machine) for each in of_cuts.fastest), of_cuts
             case _AlikeCuts(fastest):
-                yield min(least_seconds_in_time(each, machine) for each in fastest), _Timed(item)
+                yield min(map(self._least_seconds_in_order, fastest)), _Timed(item)
             case _Timed(_AlikeCuts(_, of_setups)):
                 for cut in of_setups:
                     yield min(least_seconds(each.setup, machine) for each in cut.ranked), cut
             case _Cuts():
                 yield from self._fitting(item)
             case _TooLarge(ranked):
-                yield min(least_seconds_in_time(each.setup, machine) for each in ranked), _Timed(item)
+                yield min(self._least_seconds_in_order(each.setup) for each in ranked), _Timed(item)
             case _Timed(_TooLarge(ranked)):
                 yield from self._moved(ranked)
             case Candidate(setup):
-                yield least_seconds_in_time(setup, machine), _Timed(item)
+                yield self._least_seconds_in_order(setup), _Timed(item)
             case _Timed(Candidate() as candidate):
                 if question.accepts(candidate) and (found := self._plan(candidate)).fits(question.budget):
                     yield found.prediction.seconds, found
+
+    def _least_seconds_away(self, setup: TrainingSetup, segments: int) -> float:
+        """A lower bound from copies to the host; inf if the set-up cannot fit."""
+        return least_seconds_away(partitioned(self.question, setup), self.question.budget, segments)
+
+    def _least_seconds_in_order(self, setup: TrainingSetup) -> float:
+        """A lower bound by the order of actions."""
+        return least_seconds_in_time(setup, self.question.machine)
 
     def _spread(self, setups: tuple[TrainingSetup, ...], segments: int) -> Iterator[tuple[float, _Spread]]:
         """Set-ups with layers spread over stages, by all numbers of chunks, and with a family."""
@@ -209,7 +217,7 @@ class Search:
             for each in spread(question, sizes):
                 for family in families(question, each):
                     setup = each if family == each.family else each.but(family=family)
-                    seconds = least_seconds_away(partitioned(question, setup), question.budget, segments)
+                    seconds = self._least_seconds_away(setup, segments)
                     if seconds < inf:
                         away[setup] = seconds
         for fastest, alike in _by_fastest(away):

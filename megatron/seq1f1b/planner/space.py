@@ -106,6 +106,10 @@ class Question:
             **choices,
         )
 
+    def sharing_experts(self, setup: TrainingSetup, ranks: int) -> TrainingSetup:
+        """The set-up with the experts of a pipeline rank shared by so many ranks."""
+        return setup.but(expert_parallel=ranks)
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -143,7 +147,7 @@ def parallel_sizes(question: Question) -> Iterator[TrainingSetup]:
             setup = setup.but(dispatches_once=question.dispatches_once)
             setup = setup.but(cp_comm_type=fastest_cp_comm_type(setup.alone, question.machine))
             for expert in expert_sizes(question.model, tensor * context * data):
-                yield setup.but(expert_parallel=expert)
+                yield question.sharing_experts(setup, expert)
 
 
 def recomputed(question: Question, sizes: TrainingSetup, segments: int = 1) -> Iterator[TrainingSetup]:

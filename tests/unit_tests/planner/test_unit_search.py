@@ -7,14 +7,16 @@ import pytest
 
 from megatron.seq1f1b.costs.blocks import pairs
 from megatron.seq1f1b.costs.execution import execute_lowered
+from megatron.seq1f1b.costs.model_shape import Experts
 from megatron.seq1f1b.costs.simulator import predict
-from megatron.seq1f1b.costs.stage_times import stage_rows
 from megatron.seq1f1b.partition import Pack
+from megatron.seq1f1b.planner.packed_steps import seen_by_units
 from megatron.seq1f1b.planner.space import Candidate
-from megatron.seq1f1b.planner.unit_search import UnitSearch, draw, seen_by_units
+from megatron.seq1f1b.planner.unit_search import UnitSearch, draw
 from megatron.seq1f1b.schedule import Costs, Shape, build, lower, peak_memory
 from unit_tests.planner.question import MODEL, small
 
+MIXTURE = replace(MODEL, experts=Experts(8, 2, 1024), expert_layers=tuple(range(6)))
 HISTOGRAM = {100: 50, 1500: 10, 5000: 3, 8192: 1}
 
 
@@ -53,15 +55,19 @@ def test_unequal_micro_batches_run_as_the_family_orders_them():
     found = search(HISTOGRAM, global_batch_size=4)
     asked = candidate(found, 2048, (1, 1, 2, 1))
     found.fullest = (8192, 2048, 1024, 2048)
-    packed = found._packed(asked)
-    setup, shape = packed.setup_of(asked.setup), Shape.of(asked.setup.placement, [1, 1, 4, 1])
-    assert [len(packed.kinds[kind][0]) for kind in packed.fullest] == [1, 1, 4, 1]
-    schedule, named = packed.schedule(setup, packed.fullest), build("1f1b", shape)
+    packed = found.packed(asked)
+    setup = packed.setup_of(asked.setup, packed.fullest)
+    shape = Shape.of(setup.placement, [1, 1, 4, 1])
+    assert [len(packed.kinds[kind].lengths) for kind in packed.fullest] == [1, 1, 4, 1]
+    schedule = packed.schedule(setup, packed.fullest)
+    named = build("1f1b", shape)
     columns = Costs.uniform(Shape(shape.placement, 4, len(setup.segments)))
     steps = (execute_lowered(lower(schedule), columns), execute_lowered(lower(named), Costs.uniform(shape)))
     for ours, theirs in zip(*(step.ranks for step in steps), strict=True):
         assert [span[1:] for span in ours] == [span[1:] for span in theirs]
     assert peak_memory(schedule, columns) == peak_memory(named, Costs.uniform(shape))
+    for rank, actions in enumerate(schedule.ranks):
+        assert packed.rank_order(setup, packed.fullest, rank).actions == list(actions)
 
 
 def test_units_see_all_pairs_of_their_sequences():
@@ -105,18 +111,46 @@ def test_the_best_units_fit_and_no_other_that_fits_is_faster():
             assert plan.memory_gib > 4 or plan.seconds >= best.seconds * 0.999
 
 
-def test_no_step_is_shorter_than_its_compute():
-    """So what a search leaves out by its compute is no faster than what it has."""
+@pytest.mark.parametrize("family", ["1f1b", "zb-h1", "breadth-first"])
+@pytest.mark.parametrize(("sizes", "chunks"), [((1, 1, 4, 1), 1), ((1, 1, 2, 2), 1), ((1, 1, 2, 2), 2)])
+def test_no_step_is_shorter_than_its_bounds(family, sizes, chunks):
+    """So what a search leaves out is no faster than what it has."""
     found = search(HISTOGRAM, global_batch_size=64)
-    for sizes in ((1, 1, 4, 1), (1, 1, 2, 2)):
-        chosen = candidate(found, 2048, sizes)
-        packed = found._packed(chosen)
-        setup = packed.setup_of(chosen.setup)
-        rows = stage_rows(setup, found.question.machine)
-        least = [max(packed.compute(setup, rows, order) for order in step) for step in packed.steps]
-        plan = found.predict(chosen)
-        assert all(0.5 < a / step.seconds <= 1 for a, step in zip(least, plan.steps, strict=True))
-        assert found._likely_seconds(chosen, below=least[0] / 2) == float("inf") > found._likely_seconds(chosen, 1e9)
+    machine = found.question.machine
+    chosen = candidate(found, 2048, sizes, chunks=chunks, family=family)
+    packed = found.packed(chosen)
+    plan = found.predict(chosen)
+    for orders, step in zip(packed.steps, plan.steps, strict=True):
+        compute = max(packed.least_seconds_of_compute(chosen.setup, machine, order) for order in orders)
+        in_time = max(packed.least_seconds(chosen.setup, machine, order) for order in orders)
+        assert 0.5 * step.seconds < compute <= in_time * (1 + 1e-9) <= step.seconds * (1 + 2e-9)
+        assert in_time > 0.99 * step.seconds
+    assert found.predict_likely(chosen).seconds <= plan.seconds
+
+
+def test_units_of_experts_run_beside_each_other():
+    """Over a slow network pairs save time, and no more than their bounds allow; they hold a unit more."""
+    apart = replace(small().machine, devices_per_node=1)
+    found = search(HISTOGRAM, model=MIXTURE, machine=apart, global_batch_size=64)
+    plain = candidate(found, 2048, (1, 1, 2, 2), expert_parallel=2)
+    paired = replace(plain, setup=replace(plain.setup, hides_experts=True))
+    alone, beside = map(found.predict, (plain, paired))
+    assert beside.seconds < 0.98 * alone.seconds and beside.memory_gib > alone.memory_gib
+    packed = found.packed(paired)
+    machine = found.question.machine
+    for step, of_step in zip(packed.steps, beside.steps, strict=True):
+        bounds = (packed.least_seconds_of_compute, packed.least_seconds)
+        compute, in_time = (max(bound(paired.setup, machine, order) for order in step) for bound in bounds)
+        assert 0.5 * of_step.seconds < compute <= in_time * (1 + 1e-9) <= of_step.seconds * (1 + 2e-9)
+
+
+def test_replicas_that_share_experts_count_with_equally_many_units():
+    """Short sequences beside the longest are cut into as many units as it has; average units see that."""
+    found = search(HISTOGRAM, model=MIXTURE, global_batch_size=64)
+    average = found.average(1024)
+    setup = average.setup((1, 1, 2, 2))
+    sharing = average.sharing_experts(setup, 2)
+    assert sharing.expert_parallel == 2 and sharing.num_microbatches > setup.num_microbatches
 
 
 def test_where_nothing_fits_the_longest_sequence_is_named():
