@@ -144,7 +144,7 @@ def test_units_of_experts_run_beside_each_other():
         assert 0.5 * of_step.seconds < compute <= in_time * (1 + 1e-9) <= of_step.seconds * (1 + 2e-9)
 
 
-def test_replicas_that_share_experts_count_with_equally_many_units():
+def test_replicas_that_share_experts_have_equally_many_units():
     """Short sequences beside the longest are cut into as many units as it has; average units see that."""
     found = search(HISTOGRAM, model=MIXTURE, global_batch_size=64)
     average = found.average(1024)
