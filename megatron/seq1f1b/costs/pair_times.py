@@ -7,19 +7,20 @@ from itertools import chain
 from typing import NamedTuple
 
 from ..schedule import Action
-from ..schedule.cost_tables import Table
 from .layer_times import Parts, dispatched_again, layer_times
 from .machine import Machine
 from .training_setup import StageLayers, TrainingSetup, of_stages
 
+Row = tuple[float, ...]  # by segment
+
 
 class PairRow(NamedTuple):
-    """Of one stage, by segment."""
+    """Of one stage."""
 
-    exchange_f: tuple[float, ...]  # tokens on the way to experts and back, in a forward
-    compute_f: tuple[float, ...]  # what an exchange can pass behind
-    exchange_b: tuple[float, ...]
-    compute_b: tuple[float, ...]
+    exchange_f: Row  # tokens on the way to experts and back, in a forward
+    compute_f: Row  # what an exchange can pass behind
+    exchange_b: Row
+    compute_b: Row
 
 
 class PairTimes:
@@ -37,20 +38,14 @@ class PairTimes:
         hidden_b = min(row_b.exchange_b[backward.segment], row_f.compute_f[forward.segment])
         return hidden_f + hidden_b
 
-    @property
-    def most_saved(self) -> float:
-        """The most that any pair saves."""
-        most = self._most
-        return min(most.exchange_f, most.compute_b) + min(most.exchange_b, most.compute_f)
-
-    @property
-    def most_saved_by_forward(self) -> Table:
-        """The most that a pair with this forward saves."""
+    @cached_property
+    def most_hidden(self) -> tuple[tuple[Row, Row], ...]:
+        """The most that a forward and that a backward of each stage hide, by segment."""
         most = self._most
         by_stage = {
-            row: tuple(
-                min(exchange, most.compute_b) + min(most.exchange_b, compute)
-                for exchange, compute in zip(row.exchange_f, row.compute_f, strict=True)
+            row: (
+                tuple(min(exchange, most.compute_b) for exchange in row.exchange_f),
+                tuple(min(exchange, most.compute_f) for exchange in row.exchange_b),
             )
             for row in set(self.rows)
         }
@@ -58,15 +53,15 @@ class PairTimes:
 
     @cached_property
     def _most(self) -> "_Most":
-        """The largest of each column of all rows."""
-        columns = zip(*set(self.rows), strict=True)
-        return _Most(*(max(map(max, column)) for column in columns))
+        """The largest of all rows."""
+        return _Most(
+            compute_f=max(chain.from_iterable(row.compute_f for row in self.rows)),
+            compute_b=max(chain.from_iterable(row.compute_b for row in self.rows)),
+        )
 
 
 class _Most(NamedTuple):
-    exchange_f: float
     compute_f: float
-    exchange_b: float
     compute_b: float
 
 

@@ -5,7 +5,6 @@ Tested in planner/test_search.py.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from math import ceil, inf
 
@@ -18,6 +17,7 @@ from ..costs.stage_times import StageRows, stage_rows, step_costs, step_end
 from ..costs.step_memory import static_memory
 from ..costs.training_setup import TrainingSetup
 from ..schedule import Placement
+from .pair_bounds import most_hidden
 from .rank_ends import rank_ends
 from .space import MemoryBudget, Question, lengths_of, may_hide, may_move, ways_to_take_the_loss
 
@@ -26,14 +26,9 @@ def least_seconds(setup: TrainingSetup, machine: Machine) -> float:
     """A lower bound from the compute of each rank."""
     rows = stage_rows(setup, machine)
     work = [sum(f) + sum(i) + sum(w) for f, i, w in rows]
-    hidden = 0.0
-    if setup.hides_experts:
-        chunks = setup.placement.num_chunks
-        units = setup.num_microbatches * len(setup.segments) * chunks
-        hidden = _most_paired(setup, len(setup.segments), chunks) * units * pair_times(setup, machine).most_saved
     of_ranks = {
         rank: setup.num_microbatches * sum(work[stage] for stage in setup.placement.stages_of(rank)) - hidden
-        for rank in range(setup.pipeline_parallel)
+        for rank, hidden in enumerate(most_hidden(setup, machine))
     }
     return _least_step(setup, machine, rows, of_ranks)
 
@@ -71,8 +66,8 @@ def least_seconds_of(sizes: TrainingSetup, machine: Machine, segments: int) -> f
     idle; inf where there is no such cut."""
     work = _least_work(sizes.alone, machine, segments)
     if sizes.hides_experts:
-        # Of whole sequences one chunk has most pairs; with enough segments all units are in pairs.
-        paired = 1.0 if segments > 1 else _most_paired(sizes, segments, chunks=1)
+        # All forwards of the first micro-batch come before the first backward.
+        paired = 1 - 1 / sizes.num_microbatches
         work -= paired * _most_hidden(sizes.alone, machine, segments)
     return sizes.num_microbatches * work / sizes.pipeline_parallel + machine.host.step
 
@@ -104,13 +99,6 @@ def _most_hidden(alone: TrainingSetup, machine: Machine, segments: int) -> float
         return 0.0
     row = pair_row(evenly, machine, evenly.stages[0])
     return min(sum(row.exchange_f), sum(row.compute_b)) + min(sum(row.exchange_b), sum(row.compute_f))
-
-
-def _most_paired(setup: TrainingSetup, segments: int, chunks: int) -> float:
-    """The most of the units of a rank that run their forward beside a backward, as a share: those of the last rank, on
-    which the fewest forwards are alone."""
-    alone = (chunks - 1) * setup.pipeline_parallel + segments
-    return max(0.0, 1 - alone / (setup.num_microbatches * segments * chunks))
 
 
 def least_seconds_cut(setup: TrainingSetup, machine: Machine, segments: int) -> float:
@@ -221,12 +209,7 @@ def least_seconds_in_time(setup: TrainingSetup, machine: Machine) -> float:
 @lru_cache(maxsize=1 << 14)
 def _least_seconds_in_time(setup: TrainingSetup, machine: Machine) -> float:
     costs = step_costs(setup, machine)
-    pairs = pair_times(setup, machine) if setup.hides_experts else None
-    if pairs and not setup.has_pairs:
-        # Megatron's order has none. Every forward takes as little as in the pair that saves most.
-        saved = pairs.most_saved_by_forward
-        rest = ([f - most for f, most in zip(*rows, strict=True)] for rows in zip(costs.f, saved, strict=True))
-        costs = replace(costs, f=tuple(tuple(max(0.0, seconds) for seconds in row) for row in rest))
+    pairs = pair_times(setup, machine) if setup.has_pairs else None
     ends = rank_ends(setup.family, setup.shape, setup.has_pairs).by(costs, pairs)
     reduce, others = _ends(setup, machine)
     return max(ends[rank] + seconds for rank, seconds in reduce.items()) + others
