@@ -1,9 +1,10 @@
 """Runs of others on Hopper, by Megatron's schedules: Kwai's on H800 (USENIX ATC '24), NVIDIA's on H100, mostly in FP8.
 
 Kwai's recomputation of its own, norms and activation functions, counts as that of norms, and its share of every unit
-that moves to the host as that share of the units. In FP8 the products of linear layers have twice the peak, and all
-else is as in 16 bit. Of NVIDIA's long sequences the batch is not published: eight micro-batches stand for it, on one
-pipeline stage.
+that moves to the host as that share of the units. In FP8 the products of linear layers are faster and have casts before
+them, and all else is as in 16 bit. The projection to the vocabulary counts as a product in FP8, though Megatron has it
+in 16 bit; counted so, the rows of dense models would be predicted 4 % slower. Of NVIDIA's long sequences the batch is
+not published: eight micro-batches stand for it, on one pipeline stage.
 """
 
 from collections.abc import Iterator, Mapping
@@ -35,7 +36,22 @@ LONG = "NVIDIA long sequences"
 _HARDLY = 0.05
 MEMORY = "Kwai with offload, memory"
 META = "Llama 3 405B"
-_CASTING = 3.1
+# More launches for each expert in 8 bits, which casts its inputs: fitted on one row, qwen3-30b-a3b in release 26.02.
+_CASTING = 2.85
+# FLOP/s of products in 8 bits with a scale for each tensor: cuBLASLt, matrices of 8192 (Azure/AI-benchmarking-guide,
+# ND_H100_v5_results.md). With a scale for each block, 1x128 of activations and 128x128 of weights, they are 1.75 times
+# as fast as those of 16 bit for large matrices (NVIDIA, "Boosting Matrix Multiplication Speed and Flexibility with
+# NVIDIA cuBLAS 12.9").
+_BY_TENSORS = 1290e12
+_BY_BLOCKS = 1.75
+# Bytes of a cast: a number in 16 bit is read, and written in 8 bit by rows and by columns; a scale for each tensor
+# needs another read.
+_CAST_BY_TENSORS = 6
+_CAST_BY_BLOCKS = 4
+# Megatron pads the tokens of each expert to sizes that products in 8 bits need: what an expert receives is copied, and
+# what it returns (TEGroupedMLP.quantization_padding); HybridEP and --moe-router-padding-for-quantization spare that.
+_PADDING = 8
+_PRECISIONS = {"bf16": "bf16", "fp8": "fp8", "fp8-cs": "fp8", "fp8-sc": "fp8 by blocks"}
 _KWAI = {
     "Llama-65B": ModelShape(
         num_layers=80,
@@ -79,6 +95,8 @@ _OF_SUMMARY = {
 # config.json of moonshotai/Moonlight-16B-A3B, and NVIDIA's recipe of Nemotron 3 Nano, 30B-A3B.
 _OTHER_MIXTURES = {name: preset(name) for name in ("deepseek-v3", "mixtral-8x22b", "qwen3-30b-a3b")}
 _OTHER_MIXTURES |= {name: preset(name) for name in ("qwen3-235b-a22b", "qwen3-next-80b")}
+# Its run has the prediction head of the model, which `plan` leaves out.
+_OTHER_MIXTURES["qwen3-next-80b"] = replace(_OTHER_MIXTURES["qwen3-next-80b"], prediction_depth=1)
 _OTHER_MIXTURES["moonlight-16b-a3b"] = ModelShape(
     num_layers=27,
     hidden_size=2048,
@@ -122,34 +140,46 @@ def h800(machine: Machine) -> Machine:
     )
 
 
-def fp8(machine: Machine) -> Machine:
-    """With twice the peak in products of linear layers, and more launches for each expert, which casts its inputs; that
-    factor is fitted on one row, qwen3-30b-a3b in release 26.02."""
+def fp8(machine: Machine, by_blocks: bool = False, pads: bool = False) -> Machine:
+    """With faster products of linear layers and casts before them. `pads`: the tokens of experts are copied into padded
+    tensors."""
     device = machine.device
+    by_tensors = _BY_TENSORS / device.peak_flops
     return replace(
         machine,
-        device=structs.replace(device, matmul_efficiency=2 * device.matmul_efficiency),
+        device=structs.replace(
+            device,
+            matmul_efficiency=_BY_BLOCKS * device.matmul_efficiency if by_blocks else by_tensors,
+            cast_bytes=_CAST_BY_BLOCKS if by_blocks else _CAST_BY_TENSORS,
+            padding_bytes=_PADDING if pads else 0,
+        ),
         host=structs.replace(machine.host, expert=_CASTING * machine.host.expert),
     )
 
 
 def on(row: Row, machine: Machine) -> Machine:
-    """The machine of a row, made of that of H100."""
-    if row.table in (WITHOUT_OFFLOAD, WITH_OFFLOAD):
-        return h800(machine)
-    return machine if "bf16" in row.label else fp8(machine)
+    """The machine of a row of dense models, made of that of H100."""
+    return h800(machine) if row.table in (WITHOUT_OFFLOAD, WITH_OFFLOAD) else fp8(machine)
 
 
-def _predicted(table: str, label: str, tokens_per_second: float | None, setup: TrainingSetup) -> Row:
-    row = Row(
+def _of_precision(row: Mapping[str, str]) -> Machine:
+    """The machine of a row that has the columns of a recipe."""
+    machine = read_machine("h100-80gb")
+    if row["precision"] == "bf16":
+        return machine
+    return fp8(machine, by_blocks=row["precision"] == "fp8-sc", pads=row["pads_tokens"] == "yes")
+
+
+def _predicted(table: str, label: str, tokens_per_second: float | None, setup: TrainingSetup, machine: Machine) -> Row:
+    return Row(
         table=table,
         label=label,
         unit="tokens/s",
         published=tokens_per_second,
+        predicted=predict(setup, machine).tokens_per_second,
         setup=setup,
+        machine=machine,
     )
-    machine = on(row, read_machine("h100-80gb"))
-    return replace(row, machine=machine, predicted=predict(setup, machine).tokens_per_second)
 
 
 def _setup(model: ModelShape, length: int, batch: int, devices: int, *sizes: int, **choices: Any) -> TrainingSetup:
@@ -185,7 +215,8 @@ def _of_recipe(model: ModelShape, row: Mapping[str, str], **choices: Any) -> Tra
         placement=Placement(stages, int(row["vp"])),
         layers_per_stage=_layers(row["layout"]),
         expert_parallel=int(row["ep"]),
-        overlaps_data_parallel=True,
+        overlaps_data_parallel=row["overlaps_gradients"] == "yes",
+        fuses_loss=row["fused_loss"] == "yes",
         recompute=row["recompute"],
         dispatches_once=row["dispatcher"] != "alltoall",
         hides_experts=row["hides_experts"] == "yes",
@@ -210,7 +241,9 @@ def kwai(folder: Path = REFERENCE) -> Iterator[Row]:
             offloads=float(row["offload_alpha"]),
         )
         table = WITHOUT_OFFLOAD if float(row["offload_alpha"]) < _HARDLY else WITH_OFFLOAD
-        yield _predicted(table, f"{row['model']}, {devices} GPUs", measured(row["tokens_per_second_all_gpus"]), setup)
+        published = measured(row["tokens_per_second_all_gpus"])
+        machine = h800(read_machine("h100-80gb"))
+        yield _predicted(table, f"{row['model']}, {devices} GPUs", published, setup, machine)
 
 
 def _layers(layout: str) -> tuple[int, ...]:
@@ -249,6 +282,12 @@ def memory_of_kwai(folder: Path = REFERENCE) -> Iterator[Row]:
             )
 
 
+def _of_tflops(setup: TrainingSetup, tflops_per_gpu: float | None) -> float | None:
+    """The tokens/s of a run whose source has the FLOPs of its model alone."""
+    length = setup.sequence_length
+    return scaled(tflops_per_gpu, 1e12 * setup.num_devices / (model_flops(setup.model, length, 1) / length))
+
+
 def summary(folder: Path = REFERENCE) -> Iterator[Row]:
     """Recomputation, and whether experts exchange beside another micro-batch, are those of NVIDIA's recipes."""
     for row in read("h100_megatron_bridge", folder):
@@ -256,9 +295,13 @@ def summary(folder: Path = REFERENCE) -> Iterator[Row]:
         devices = int(row["gpus"])
         setup = _of_recipe(model, row)
         published = scaled(measured(row["tokens_per_second_per_gpu"]), devices)
+        if published is None:
+            published = _of_tflops(setup, measured(row["model_tflops_per_gpu"]))
         release = row["source"].split()[-1]
-        label = f"{row['model']}, {devices} GPUs, {row['precision'].split('-')[0]}, batch {row['gbs']}, {release}"
-        yield _predicted(SUMMARY if model.experts is None else MIXTURES, label, published, setup)
+        precision = _PRECISIONS[row["precision"]]
+        label = f"{row['model']}, {devices} GPUs, {precision}, batch {row['gbs']}, {release}"
+        table = SUMMARY if model.experts is None else MIXTURES
+        yield _predicted(table, label, published, setup, _of_precision(row))
 
 
 def other_mixtures(folder: Path = REFERENCE) -> Iterator[Row]:
@@ -274,23 +317,21 @@ def other_mixtures(folder: Path = REFERENCE) -> Iterator[Row]:
             shards_parameters=row["fsdp"] == "yes",
             hides_tensor_exchange=row["tp_comm_overlap"] == "yes",
         )
+        published = _of_tflops(setup, measured(row["tflops_per_gpu"]))
         seconds = measured(row["step_seconds"])
-        flops = model_flops(model, length, 1) / length
-        if seconds is None:
-            published = scaled(measured(row["tflops_per_gpu"]), 1e12 * devices / flops)
-        else:
+        if seconds is not None:
             published = length * batch / seconds
         words = [
             row["model"],
             f"{length // 1024}K",
             f"{devices} GPUs",
-            row["precision"],
+            _PRECISIONS[row["precision"]],
             f"TP {row['tp']}, CP {row['cp']}, PP {row['pp']}, EP {row['ep']}",
             f"{row['dispatcher']} hidden" if setup.hides_experts else row["dispatcher"],
             row["note"],
         ]
         label = ", ".join(word for word in words if word)
-        yield _predicted(OTHER_MIXTURES, label, published, setup)
+        yield _predicted(OTHER_MIXTURES, label, published, setup, _of_precision(row))
 
 
 def long(folder: Path = REFERENCE) -> Iterator[Row]:
@@ -311,7 +352,8 @@ def long(folder: Path = REFERENCE) -> Iterator[Row]:
         )
         flops = model_flops(LLAMA_7B, length, 1) / length
         published = scaled(measured(row["tflops_per_gpu"]), 1e12 * devices / flops)
-        yield _predicted(LONG, f"{row['model']}, {length // 1024}K, {devices} GPUs, fp8", published, setup)
+        label = f"{row['model']}, {length // 1024}K, {devices} GPUs, fp8"
+        yield _predicted(LONG, label, published, setup, fp8(read_machine("h100-80gb")))
 
 
 def meta(folder: Path = REFERENCE) -> Iterator[Row]:
@@ -336,4 +378,5 @@ def meta(folder: Path = REFERENCE) -> Iterator[Row]:
             setup = replace(setup, cp_comm_type="all_gather")
         flops = model_flops(model, length, 1) / length
         published = scaled(measured(row["tflops_per_gpu"]), 1e12 * devices / flops)
-        yield _predicted(META, f"{devices} GPUs, {length // 1024}K, bf16", published, setup)
+        label = f"{devices} GPUs, {length // 1024}K, bf16"
+        yield _predicted(META, label, published, setup, read_machine("h100-80gb"))

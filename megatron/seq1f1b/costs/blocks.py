@@ -17,6 +17,10 @@ from .model_shape import DeltaNet, Experts, LatentAttention, Mamba, ModelShape
 BYTES = 2  # of an element, in 16 bit
 # Tokens that the kernels of recurrent layers compute at once.
 _DELTA_NET_CHUNK = 64
+# FLOPs of matrix products that take as long as a FLOP of the gated delta rule by the kernels of flash-linear-attention,
+# forward and backward: for 8,192 tokens and 32 heads of 128 these take 0.472 and 1.444 ms on an H200
+# (QwenLM/FlashQLA, benchmark/benchmark_results_H200.txt), 77 and 51 TFLOPS, where products reach 574.
+_OF_DELTA_NET = (7.4, 11.3)
 _MAMBA_CHUNK = 128
 
 
@@ -59,11 +63,18 @@ class Block:
     activated: float = 0  # the part of `kept` that activation functions of experts return
     exchanged: float = 0  # numbers that context-parallel ranks exchange around a recurrence
     scan: float = 0  # FLOPs of a recurrence
+    scan_slower: tuple[float, float] = (1.0, 1.0)  # than products, for each FLOP, forward and backward
     state: float = 0  # bytes that a recurrence passes to the next segment, whatever its length
     expert: tuple[Product, ...] = ()  # the products of one routed expert, which no ranks share
     experts: int = 0  # routed experts
     active: int = 0  # routed experts of a token
     symbol: str = ""  # the name of such a block in hybrid models
+
+    @property
+    def up_projections(self) -> tuple[Product, ...]:
+        """The products of multi-latent attention from latents to heads."""
+        queries, values = self.products[-4], self.products[-2]
+        return (queries, values)
 
     def on_rank(self, ranks: int) -> "Block":
         """The part of one of `ranks` tensor-parallel ranks; each has at least one head of keys and values."""
@@ -185,6 +196,7 @@ def _delta_net(hidden: int, net: DeltaNet) -> Block:
         moved=2 * kept,
         exchanged=convolved + 3 * values,
         scan=2 * scan,
+        scan_slower=_OF_DELTA_NET,
         state=4 * heads * key * value + BYTES * (net.convolution - 1) * convolved,
     )
 

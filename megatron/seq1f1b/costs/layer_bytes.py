@@ -5,7 +5,7 @@ layer keeps what the kernels of flash-linear-attention and mamba-ssm save. Aroun
 holds the whole input and its gradient (section 4.2.2), elsewhere a part of them.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from enum import IntEnum
 from functools import lru_cache, singledispatch
@@ -59,11 +59,24 @@ def layer_activation(setup: TrainingSetup, layer: int, start: int, end: int) -> 
 def _kept_of_block(setup: TrainingSetup, block: Block, length: int) -> float:
     """Bytes that a block keeps: its input, the normalised input of its first product, and its inner activations."""
     again = setup.recompute.split()
-    inside = 0.0 if setup.repeats(block.symbol) else block.kept - (block.activated if "moe_act" in again else 0)
+    inside = 0.0 if setup.repeats(block.symbol) else block.kept - _computed_again(block, again)
     if block.attention is not None and setup.context_parallel > 1 and len(setup.segments) > 1:
         # Attention keeps its output by heads, and the projection behind it by tokens.
         inside += BYTES * block.attention.heads * block.attention.value_dim
     return (1 if "layernorm" in again else 2) * setup.residual(length) + setup.rows(length) * inside
+
+
+def _computed_again(block: Block, modules: Sequence[str]) -> float:
+    """Bytes for each token that Megatron's modules for parts of a block compute again instead of keeping them."""
+    spared = 0.0
+    if "moe_act" in modules:
+        spared += block.activated
+    if "shared_experts" in modules and block.expert and block.products:
+        first, last = block.products
+        spared += BYTES * (first.outputs + last.inputs)
+    if "mla_up_proj" in modules and block.symbol == "+" and block.attention is not None:
+        spared += BYTES * block.attention.heads * block.attention.score_dim
+    return spared
 
 
 def layer_kept_for_weights(setup: TrainingSetup, layer: int, start: int, end: int) -> float:
@@ -89,7 +102,9 @@ def layer_keys_values(setup: TrainingSetup, layer: int, start: int, end: int) ->
     """Keys and values that the segment [start, end) leaves for its backward. The buffer of a whole micro-batch counts
     with its first segment, which goes backward last. With a window every segment has its own; only a window of them
     stays where layers are computed again."""
-    if len(setup.segments) == 1:
+    if len(setup.segments) == 1 and setup.recomputes_up_projections:
+        tokens = 0.0
+    elif len(setup.segments) == 1:
         tokens = (end - start) * (1 - setup.recomputed_share if setup.recomputes_layers else 1)
     elif (window := setup.model.window_of(layer)) is not None:
         tokens = min(end - start, window) if setup.recomputes_layers else end - start
@@ -222,6 +237,8 @@ def _layer_working(setup: TrainingSetup, layer: int, start: int, end: int) -> fl
             now += BYTES * keys_values_of(setup, layer, length)
     for block in reversed(blocks):
         computed, kept = (_kept_of_block(each, block, length) for each in (without, setup))
+        if setup.recomputes_up_projections and len(setup.segments) == 1 and block.symbol == "+":
+            computed += BYTES * keys_values_of(setup, layer, length)
         working = max(_around_products(setup, block, length), block_working(setup, layer, block, start, end))
         if setup.recomputes_layers or computed > kept:
             working = max(working, routed_bytes(setup, (block,), length))

@@ -20,7 +20,7 @@ from math import ceil, gcd, lcm
 from operator import add
 from typing import NamedTuple
 
-from .blocks import BYTES, Attention, Block, pairs
+from .blocks import BYTES, Attention, Block, Product, pairs
 from .layer_bytes import keeps_logits
 from .machine import Group, Machine
 from .training_setup import ALL_BUT_ATTENTION, TrainingSetup
@@ -30,6 +30,17 @@ from .training_setup import ALL_BUT_ATTENTION, TrainingSetup
 _HIDING = 0.8
 _OF_LOGIT_FORWARD = 40
 _OF_LOGIT_BACKWARD = 16
+# Transformer Engine's loss reads logits in 16 bit twice and writes their gradients in the forward, and scales these in
+# the backward (transformer_engine/common/triton/cross_entropy.py).
+_OF_FUSED_LOGIT_FORWARD = 6
+_OF_FUSED_LOGIT_BACKWARD = 4
+# Megatron adds the biases of last products expert by expert, in 32 bit (TEGroupedMLP._apply_bias): a product with the
+# router's probabilities, a sum, the outputs of all experts in one tensor, and a cast; the backward has the gradients of
+# each. Bytes for each number of an output, and kernels for each expert.
+_OF_BIASED_FORWARD = 24
+_OF_BIASED_BACKWARD = 40
+_BIAS_KERNELS_FORWARD = 2
+_BIAS_KERNELS_BACKWARD = 6
 
 
 class Parts(NamedTuple):
@@ -99,7 +110,8 @@ def _dense_time(
     rows = setup.rows(length)
     residual = setup.residual(length)
     products = [product[:2] for block in blocks for product in block.products]
-    scan = rows * sum(block.scan for block in blocks) / (device.peak_flops * device.matmul_efficiency)
+    scan_forward, scan_backward = _scan_times(setup, machine, blocks, length)
+    cast_forward, cast_backward = cast_times(machine, [each for block in blocks for each in block.products], rows)
     # A norm (read, write) and an addition to the residual (read two, write one) for each block, and its inside.
     whole = len(blocks) * residual
     moved = BYTES * rows * sum(block.moved for block in blocks)
@@ -110,22 +122,47 @@ def _dense_time(
     attention = _attention(setup, machine, blocks[0], start, end, layer)
     exchanged = context_exchange(setup, machine, blocks[0], length, attention)
     forward = Parts(
-        matmul=scan + sum(device.matmul_time(rows, out, into) for out, into in products),
+        matmul=scan_forward + sum(device.matmul_time(rows, out, into) for out, into in products),
         attention=attention[0],
-        other=device.moving_time(5 * whole + moved, 5 * len(blocks)),
+        other=cast_forward + device.moving_time(5 * whole + moved, 5 * len(blocks)),
         exchange=exchange,
         all_to_all=exchanged[0],
         dispatch=0.0,
     )
     back = Parts(
-        matmul=2 * scan + sum(device.matmul_time(rows, into, out) for out, into in products),
+        matmul=scan_backward + sum(device.matmul_time(rows, into, out) for out, into in products),
         attention=attention[1],
-        other=device.moving_time(7 * whole + 1.5 * moved, 7 * len(blocks)),
+        other=cast_backward + device.moving_time(7 * whole + 1.5 * moved, 7 * len(blocks)),
         exchange=exchange * (1.5 if setup.sequence_parallel else 1),
         all_to_all=exchanged[1],
         dispatch=0.0,
     )
     return LayerTime(forward, back, sum(device.matmul_time(out, into, rows) for out, into in products))
+
+
+def _scan_times(setup: TrainingSetup, machine: Machine, blocks: Sequence[Block], length: int) -> tuple[float, float]:
+    """Recurrences of the forward and of the backward, which has twice the FLOPs."""
+    rate = machine.device.peak_flops * machine.device.matmul_efficiency
+    forward = backward = 0.0
+    for block in blocks:
+        slower_forward, slower_backward = block.scan_slower
+        forward += slower_forward * block.scan
+        backward += 2 * slower_backward * block.scan
+    rows = setup.rows(length)
+    return rows * forward / rate, rows * backward / rate
+
+
+def cast_times(machine: Machine, products: Sequence[Product], rows: float) -> tuple[float, float]:
+    """Casts of what enters products of `rows` rows: their inputs in the forward, gradients of their outputs in the
+    backward."""
+    device = machine.device
+    if not device.cast_bytes:
+        return 0.0, 0.0
+    inputs, outputs = (sum(getattr(each, name) for each in products) for name in ("inputs", "outputs"))
+    forward, backward = (
+        device.moving_time(device.cast_bytes * rows * columns, len(products)) for columns in (inputs, outputs)
+    )
+    return forward, backward
 
 
 def _attention(
@@ -170,8 +207,31 @@ def _routed_time(setup: TrainingSetup, machine: Machine, blocks: Sequence[Block]
     # Sorting tokens by expert and back, each a read and a write; the activation function.
     other = device.moving_time(BYTES * routed * (4 * hidden + first.outputs + last.inputs), 12)
     other += machine.host.expert * here
-    forward = NOTHING._replace(matmul=matmul + router, other=other, dispatch=_dispatch_time(setup, machine, tokens))
-    return LayerTime(forward, forward._replace(other=2 * other), max(weight, adding) + router)
+    forward_alone, backward_alone = _around_experts(setup, machine, block, routed)
+    forward = NOTHING._replace(
+        matmul=matmul + router,
+        other=other + forward_alone,
+        dispatch=_dispatch_time(setup, machine, tokens),
+    )
+    back = forward._replace(other=2 * other + backward_alone)
+    return LayerTime(forward, back, max(weight, adding) + router)
+
+
+def _around_experts(setup: TrainingSetup, machine: Machine, block: Block, routed: float) -> tuple[float, float]:
+    """Kernels around the products of experts that few models or machines have, for `routed` tokens on a rank: casts,
+    padding and biases, forward and backward."""
+    device = machine.device
+    outputs = routed * setup.model.hidden_size
+    forward, backward = cast_times(machine, block.expert, routed)
+    if device.padding_bytes:
+        padding = device.moving_time(device.padding_bytes * outputs, 2)
+        forward += padding
+        backward += padding
+    if setup.model.has_biases:
+        here = ceil(block.experts / setup.expert_parallel)
+        forward += device.moving_time(_OF_BIASED_FORWARD * outputs, _BIAS_KERNELS_FORWARD * here)
+        backward += device.moving_time(_OF_BIASED_BACKWARD * outputs, _BIAS_KERNELS_BACKWARD * here)
+    return forward, backward
 
 
 def _dispatch_time(setup: TrainingSetup, machine: Machine, tokens: float) -> float:
@@ -210,9 +270,23 @@ def repeated_time(
             again += shown - device.moving_time(5 * residual, 4)
             routed = _routed_time(setup, machine, (block,), length, layer).forward
             again += routed.total - routed.dispatch + dispatched_again(setup, routed)
-        elif "moe_act" in modules and block.expert:
-            again += device.moving_time(3 * setup.rows(length) * block.activated, 1)
+            continue
+        rows = setup.rows(length)
+        if "moe_act" in modules and block.expert:
+            again += device.moving_time(3 * rows * block.activated, 1)
+        if "shared_experts" in modules and block.expert:
+            again += _products_again(setup, machine, block.products, rows)
+            again += device.moving_time(BYTES * rows * block.moved, 2)
+        if "mla_up_proj" in modules and block.symbol == "+":
+            again += _products_again(setup, machine, block.up_projections, rows)
+            again += device.moving_time(BYTES * rows * block.moved, 5)  # rotary positions and layouts
     return again
+
+
+def _products_again(setup: TrainingSetup, machine: Machine, products: Sequence[Product], rows: float) -> float:
+    """Seconds of the forward of these products."""
+    cast, _ = cast_times(machine, products, rows)
+    return cast + sum(machine.device.matmul_time(rows, each.outputs, each.inputs) for each in products)
 
 
 def dispatched_again(setup: TrainingSetup, forward: Parts) -> float:
@@ -342,9 +416,15 @@ def head_time(setup: TrainingSetup, machine: Machine, start: int, end: int) -> t
     columns = model.vocab_size / setup.tensor_parallel
     logits = rows * columns
     once = machine.all_reduce_time(setup.tensor_group, setup.whole_input(end - start))
-    of_logits = device.matmul_time(rows, columns, hidden) + device.moving_time(_OF_LOGIT_FORWARD * logits, 10)
+    if setup.fuses_loss:
+        loss_forward = device.moving_time(_OF_FUSED_LOGIT_FORWARD * logits, 3)
+        loss_backward = device.moving_time(_OF_FUSED_LOGIT_BACKWARD * logits, 1)
+    else:
+        loss_forward = device.moving_time(_OF_LOGIT_FORWARD * logits, 10)
+        loss_backward = device.moving_time(_OF_LOGIT_BACKWARD * logits, 4)
+    of_logits = device.matmul_time(rows, columns, hidden) + loss_forward
     forward = of_logits + (once / 2 if setup.sequence_parallel else 0.0)
-    back = device.matmul_time(rows, hidden, columns) + device.moving_time(_OF_LOGIT_BACKWARD * logits, 4) + once
+    back = device.matmul_time(rows, hidden, columns) + loss_backward + once
     adding = device.moving_time(2 * setup.gradient_bytes * setup.embedding_parameters)
     weight = max(device.matmul_time(columns, hidden, rows), adding)
     if not keeps_logits(setup):  # the input gradients of pieces compute the logits again, and the weight gradients

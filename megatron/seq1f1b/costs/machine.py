@@ -50,11 +50,19 @@ class Device(Struct, frozen=True, forbid_unknown_fields=True):
     # Bytes/s to the memory of its host and at once back, while all devices of the node copy; 0: not known.
     host_bandwidth: At0 = 0.0
     host_memory_gib: At0 = 0.0  # what activations of one device may take of the memory of its host, GiB
+    # Multiprocessors that an exchange of experts keeps from the compute beside it (--moe-flex-dispatcher-num-sms).
+    exchange_multiprocessors: Annotated[int, Meta(ge=0)] = 0
+    # With products in 8 bits, the bytes moved to cast each number that enters a product, and to pad each number that
+    # experts receive and return, in each direction.
+    cast_bytes: At0 = 0.0
+    padding_bytes: At0 = 0.0
 
     def __post_init__(self) -> None:
         queries = [number for number, _ in self.slow_attention]
         if queries != sorted({*queries}):
             raise ValueError("the numbers of queries in slow_attention must ascend")
+        if self.exchange_multiprocessors >= self.multiprocessors:
+            raise ValueError("exchange_multiprocessors must be fewer than all multiprocessors")
 
     @lru_cache(maxsize=1 << 16)  # noqa: B019 - devices are few
     def matmul_time(self, rows: float, columns: float, inner: float, batch: float = 1) -> float:

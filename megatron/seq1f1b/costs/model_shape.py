@@ -126,7 +126,7 @@ class ModelShape:
     delta_net: DeltaNet | None = None
     mamba: Mamba | None = None
     prediction_depth: int = 0  # more layers that predict later tokens, each with a projection to the vocabulary
-    has_biases: bool = False  # of products; costs leave them out
+    has_biases: bool = False  # of products; costs have only those of experts
     learned_positions: int = 0  # with an embedding each; 0: positions are rotary
     has_qk_norms: bool = False  # each head of queries and of keys has a norm
 

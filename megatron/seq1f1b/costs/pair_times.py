@@ -7,7 +7,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from ..schedule import Action
-from .layer_times import Parts, dispatched_again, layer_times
+from .layer_times import LayerTime, Parts, dispatched_again, layer_times
 from .machine import Machine
 from .training_setup import StageLayers, TrainingSetup, of_stages
 
@@ -17,7 +17,7 @@ Row = tuple[float, ...]  # by segment
 class PairRow(NamedTuple):
     """Of one stage."""
 
-    exchange_f: Row  # tokens on the way to experts and back, in a forward
+    exchange_f: Row  # tokens on the way to experts and back, in a forward, as far as compute can hide them
     compute_f: Row  # what an exchange can pass behind
     exchange_b: Row
     compute_b: Row
@@ -78,23 +78,30 @@ def _pair_times(alone: TrainingSetup, machine: Machine, layers_per_stage: tuple[
 @lru_cache(maxsize=8192)
 def pair_row(setup: TrainingSetup, machine: Machine, stage: StageLayers) -> PairRow:
     """Those of one stage. Its embedding, its loss and what its backward computes again hide nothing; tokens
-    that travel to experts once more are hidden."""
+    that travel to experts once more are hidden. While tokens travel, their kernels take some multiprocessors from the
+    compute beside them, so as much of an exchange shows."""
     if setup.parts:
         of_parts = [pair_row(part.alone, machine, stage) for part in setup.parts]
         return PairRow(*(tuple(chain(*columns)) for columns in zip(*of_parts, strict=True)))
+    shown = machine.device.exchange_multiprocessors / machine.device.multiprocessors
     of_layers = [(count, layer_times(setup, machine, layer)) for layer, count in stage.layers]
     columns = []
     for segment in range(len(setup.spans)):
         times = [(count, of_segments[segment]) for count, of_segments in of_layers]
         columns.append(
             (
-                sum(count * time.forward.dispatch for count, time in times),
+                (1 - shown) * sum(count * time.forward.dispatch for count, time in times),
                 sum(count * _computing(time.forward) for count, time in times),
-                sum(count * (time.input.dispatch + dispatched_again(setup, time.forward)) for count, time in times),
+                (1 - shown) * sum(count * _exchanged_back(setup, time) for count, time in times),
                 sum(count * (_computing(time.input) + time.weight) for count, time in times),
             )
         )
     return PairRow(*zip(*columns, strict=True))
+
+
+def _exchanged_back(setup: TrainingSetup, time: LayerTime) -> float:
+    """The exchange in the backward of a layer."""
+    return time.input.dispatch + dispatched_again(setup, time.forward)
 
 
 def _computing(parts: Parts) -> float:

@@ -19,7 +19,7 @@ from .model_shape import ModelShape, field_names, hash_once
 # What the backward computes again, besides nothing: whole layers, layers without attention, Megatron's modules.
 FULL = "full"
 ALL_BUT_ATTENTION = "all but attention"
-MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act")
+MODULES = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts")
 
 
 class Moves(StrEnum):
@@ -60,6 +60,8 @@ def choices_of(settings: Mapping[str, Any], layers_per_stage: tuple[int, ...], k
         "distributed_optimizer": bool(settings.get("use_distributed_optimizer")),
         "hides_tensor_exchange": bool(settings.get("tp_comm_overlap")),
         "dispatches_once": settings.get("moe_token_dispatcher_type") == "flex",
+        "fuses_loss": bool(settings.get("cross_entropy_loss_fusion"))
+        and settings.get("cross_entropy_fusion_impl") == "te",
     }
 
 
@@ -127,6 +129,7 @@ class TrainingSetup:
     # (--use-megatron-fsdp); in Megatron's own schedules.
     shards_parameters: bool = False
     keeps_logits: bool = False  # the loss is never taken in pieces
+    fuses_loss: bool = False  # Transformer Engine's (--cross-entropy-loss-fusion, --cross-entropy-fusion-impl te)
     cp_comm_type: str | None = None  # how context-parallel ranks exchange whole sequences; None: the fastest way
     dispatches_once: bool = False  # a token goes once to a node or rank (--moe-token-dispatcher-type flex)
     hides_experts: bool = False  # --overlap-moe-expert-parallel-comm
@@ -219,6 +222,11 @@ class TrainingSetup:
     @property
     def recomputes_layers(self) -> bool:
         return self.recompute in (FULL, ALL_BUT_ATTENTION)
+
+    @property
+    def recomputes_up_projections(self) -> bool:
+        """Whether the backward projects the latents of multi-latent attention up again."""
+        return self.model.latent is not None and "mla_up_proj" in self.recompute.split()
 
     def repeats(self, symbol: str) -> bool:
         """Whether the backward computes a whole block of this symbol again, but not its whole layer."""

@@ -111,15 +111,36 @@ def test_attention_that_is_kept_is_its_output_and_logsumexp():
 @pytest.mark.parametrize(
     "changes, sentence",
     [
-        *(({"recompute": each}, "has no costs; drop it") for each in ("", "full mlp", "layernorm mla_up_proj")),
+        *(({"recompute": each}, "has no costs; drop it") for each in ("", "full mlp", "layernorm other")),
         ({"segments": (50, 50)}, f"segments of 100 tokens do not make {LENGTH}"),
         ({"model": hybrid("*D").model, "layers_per_stage": ()}, "a layer D of unknown cost"),
     ],
-    ids=["no module", "two ways", "of latents", "segments", "a layer"],
+    ids=["no module", "two ways", "unknown", "segments", "a layer"],
 )
 def test_what_has_no_costs_is_refused(changes, sentence):
     with pytest.raises(ValueError, match=sentence):
         layer_activation(replace(PLAIN, **changes), 1, 0, LENGTH)
+
+
+def test_up_projections_computed_again_leave_latents_of_whole_sequences():
+    model = preset("deepseek-v3")
+    setup = TrainingSetup(model, 4096, 4)
+    again = replace(setup, recompute="mla_up_proj")
+    attention = setup.blocks(0)[0].attention
+    spared = layer_activation(setup, 0, 0, 4096) - layer_activation(again, 0, 0, 4096)
+    assert spared == pytest.approx(2 * 4096 * attention.heads * attention.score_dim)
+    assert layer_keys_values(setup, 0, 0, 4096) > layer_keys_values(again, 0, 0, 4096) == 0
+    # A segment attends to those of earlier ones.
+    segments = (2048, 2048)
+    kept = [layer_keys_values(replace(each, segments=segments), 0, 0, 2048) for each in (setup, again)]
+    assert kept[0] == kept[1] > 0
+
+
+def test_shared_experts_computed_again_are_not_kept():
+    setup = TrainingSetup(preset("deepseek-v3"), 4096, 4)
+    again = replace(setup, recompute="shared_experts")
+    spared = [layer_activation(setup, layer, 0, 4096) - layer_activation(again, layer, 0, 4096) for layer in (0, 3)]
+    assert spared == [0, 2 * 4096 * 3 * 2048]
 
 
 def test_of_layers_recomputed_in_part_the_rest_is_kept():

@@ -16,6 +16,7 @@ from megatron.seq1f1b.costs.layer_times import (
     comm_types,
     context_exchange,
     fastest_cp_comm_type,
+    head_time,
     layer_time,
     repeated_time,
 )
@@ -103,6 +104,69 @@ def dispatched(setup: TrainingSetup) -> list[float]:
     """Seconds of the exchange of experts: to all of them, and once to each rank or node."""
     setups = [replace(setup, dispatches_once=once) for once in (False, True)]
     return [layer_time(each, MACHINE, 0, 4096, 5).forward.dispatch for each in setups]
+
+
+def test_biases_of_experts_are_added_one_by_one():
+    """In 32 bit, by two kernels for each expert in the forward and six in the backward."""
+    biased = TrainingSetup(preset("gpt-oss-120b"), 4096, 1, expert_parallel=8)
+    plain = replace(biased, model=replace(biased.model, has_biases=False))
+    times = [layer_time(each, MACHINE, 0, 4096) for each in (biased, plain)]
+    outputs = 4096 * 4 * 2880
+    expected = [MACHINE.device.moving_time(24 * outputs, 2 * 16), MACHINE.device.moving_time(40 * outputs, 6 * 16)]
+    of_forward, of_input = ([getattr(each, name).other for each in times] for name in ("forward", "input"))
+    assert [of_forward[0] - of_forward[1], of_input[0] - of_input[1]] == pytest.approx(expected)
+
+
+def test_products_of_8_bits_have_casts_and_experts_padding():
+    device = structs.replace(MACHINE.device, cast_bytes=4, padding_bytes=8)
+    setup = TrainingSetup(preset("mixtral-8x22b"), 4096, 1, expert_parallel=8)
+    dense = replace(setup, model=replace(setup.model, experts=None, expert_layers=()))
+    hidden, width = 6144, 16384
+    attention_in = hidden + hidden  # queries, keys and values; the projection behind
+    attention_out = hidden + 2 * 1024 + hidden
+    for each, tokens, padded in ((dense, 4096, 0), (setup, 2 * 4096, 2 * 4096 * hidden)):
+        without, with_casts = (
+            layer_time(each, machine, 0, 4096) for machine in (MACHINE, replace(MACHINE, device=device))
+        )
+        in_forward = 4 * (4096 * attention_in + tokens * (hidden + width)) + 8 * padded
+        in_backward = 4 * (4096 * attention_out + tokens * (2 * width + hidden)) + 8 * padded
+        kernels = 4 + 2 * (padded > 0)
+        more = [getattr(with_casts, name).other - getattr(without, name).other for name in ("forward", "input")]
+        assert more == pytest.approx([device.moving_time(moved, kernels) for moved in (in_forward, in_backward)])
+
+
+def test_a_fused_loss_moves_a_sixth_of_the_bytes():
+    setup = TrainingSetup(preset("llama3-8b"), 4096, 1, keeps_logits=True)
+    logits = 4096 * 128256
+    plain, fused = (head_time(each, MACHINE, 0, 4096) for each in (setup, replace(setup, fuses_loss=True)))
+    spared = [MACHINE.device.moving_time((40 - 6) * logits, 7), MACHINE.device.moving_time((16 - 4) * logits, 3), 0]
+    assert [a - b for a, b in zip(plain, fused, strict=True)] == pytest.approx(spared)
+
+
+def test_a_gated_delta_rule_takes_as_long_as_published():
+    """0.472 and 1.444 ms for 8,192 tokens and 32 heads on an H200."""
+    setup = TrainingSetup(preset("qwen3-next-80b"), 8192, 1)
+    forward = back = 0.0
+    for product in setup.blocks(0)[0].products:
+        forward += MACHINE.device.matmul_time(8192, product.outputs, product.inputs)
+        back += MACHINE.device.matmul_time(8192, product.inputs, product.outputs)
+    layer = layer_time(setup, MACHINE, 0, 8192)
+    of_rule = [layer.forward.matmul - forward, layer.input.matmul - back]
+    assert of_rule == pytest.approx([0.472e-3, 1.444e-3], rel=0.02)
+
+
+def test_up_projections_and_shared_experts_are_computed_again():
+    setup = TrainingSetup(preset("deepseek-v3"), 4096, 1, expert_parallel=64)
+    attention, experts = setup.blocks(3)
+    device = MACHINE.device
+    for module, products, moved, kernels in (
+        ("mla_up_proj", (attention.products[1], attention.products[3]), attention.moved, 5),
+        ("shared_experts", experts.products, experts.moved, 2),
+    ):
+        expected = sum(device.matmul_time(4096, each.outputs, each.inputs) for each in products)
+        expected += device.moving_time(2 * 4096 * moved, kernels)
+        assert repeated_time(replace(setup, recompute=module), MACHINE, 0, 4096, 3) == pytest.approx(expected)
+    assert (attention.products[1].inputs, attention.products[3].inputs) == (1536, 512)
 
 
 def test_a_token_may_go_once_to_a_node():

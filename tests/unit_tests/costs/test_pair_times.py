@@ -39,10 +39,14 @@ def test_an_exchange_is_hidden_up_to_the_compute_of_the_other(exchange_f, hidden
     assert times.most_hidden == (((0.0,), (min(exchange_b, 3.0),)), ((hidden_f,), (0.0,)))
 
 
+# Kernels of an exchange take 20 of 132 multiprocessors from what runs beside it.
+HIDDEN = 1 - 20 / 132
+
+
 def test_products_and_attention_of_a_stage_hide():
     (row,) = pair_times(MIXTURE, MACHINE).rows
     layer = layer_time(MIXTURE, MACHINE, 0, 4096)
-    assert row.exchange_f[0] == pytest.approx(8 * layer.forward.dispatch) and layer.forward.dispatch > 0
+    assert row.exchange_f[0] == pytest.approx(HIDDEN * 8 * layer.forward.dispatch) and layer.forward.dispatch > 0
     assert row.compute_f[0] == pytest.approx(8 * (layer.forward.matmul + layer.forward.attention))
     of_back = layer.input.matmul + layer.input.attention + layer.weight
     assert row.compute_b[0] == pytest.approx(8 * of_back)
@@ -55,7 +59,7 @@ def test_tokens_travel_once_more_to_repeated_experts():
     there = layer_time(MIXTURE, MACHINE, 0, 4096).forward.dispatch / 2
     without, beside = (stage_rows(each, MACHINE)[0][1][0] for each in (again, in_pairs))
     assert without - beside == pytest.approx(8 * there)
-    assert pair_times(in_pairs, MACHINE).rows[0].exchange_b[0] == pytest.approx(8 * 3 * there)
+    assert pair_times(in_pairs, MACHINE).rows[0].exchange_b[0] == pytest.approx(HIDDEN * 8 * 3 * there)
 
 
 @pytest.mark.parametrize("microbatches", [1, 2, 5])
