@@ -73,8 +73,7 @@ class Block:
     @property
     def up_projections(self) -> tuple[Product, ...]:
         """The products of multi-latent attention from latents to heads."""
-        queries, values = self.products[-4], self.products[-2]
-        return (queries, values)
+        return (self.products[-4], self.products[-2])  # of queries, and of keys and values
 
     def on_rank(self, ranks: int) -> "Block":
         """The part of one of `ranks` tensor-parallel ranks; each has at least one head of keys and values."""

@@ -122,7 +122,7 @@ def test_what_has_no_costs_is_refused(changes, sentence):
         layer_activation(replace(PLAIN, **changes), 1, 0, LENGTH)
 
 
-def test_up_projections_computed_again_leave_latents_of_whole_sequences():
+def test_up_projections_computed_again_leave_only_latents():
     model = preset("deepseek-v3")
     setup = TrainingSetup(model, 4096, 4)
     again = replace(setup, recompute="mla_up_proj")
