@@ -51,6 +51,13 @@ class PairTimes:
         }
         return tuple(by_stage[row] for row in self.rows)
 
+    @property
+    def most_saved(self) -> float:
+        """The most that any pair saves."""
+        of_forwards, of_backwards = zip(*self.most_hidden, strict=True)
+        most: float = max(chain.from_iterable(of_forwards)) + max(chain.from_iterable(of_backwards))
+        return most
+
     @cached_property
     def _most(self) -> "_Most":
         """The largest of all rows."""

@@ -37,6 +37,7 @@ def test_an_exchange_is_hidden_up_to_the_compute_of_the_other(exchange_f, hidden
     assert times.saved(parse_action("1F2"), parse_action("0B1")) == hidden_f + hidden_b
     assert times.saved(parse_action("0F2"), parse_action("1B1")) == 0
     assert times.most_hidden == (((0.0,), (min(exchange_b, 3.0),)), ((hidden_f,), (0.0,)))
+    assert times.most_saved == hidden_f + min(exchange_b, 3.0)
 
 
 # Kernels of an exchange take 20 of 132 multiprocessors from what runs beside it.
