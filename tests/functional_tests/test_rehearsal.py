@@ -112,6 +112,13 @@ LLAMA = f"""--num-layers 4 --hidden-size 8192 --ffn-hidden-size 28672 --num-atte
     --sequence-splits 16 --sequence-split-strategy even --use-distributed-optimizer --bf16 --device cuda
     --no-create-attention-mask-in-dataloader --cp-comm-type a2a"""
 BY_HEADS = "--tensor-model-parallel-size 4 --context-parallel-size 2"
+# Four layers a rank in one chunk.
+OF_DEEP = (
+    LLAMA.replace(CHUNKS, "--tensor-model-parallel-size 8")
+    .replace("--num-layers 4", "--num-layers 8")
+    .replace("--sequence-splits 16", "--sequence-splits 8")
+    .replace("--global-batch-size 1", "--global-batch-size 2")
+)
 AGAIN = f"{RECOMPUTED} --recompute-keeps-attention"
 MODULES = "--recompute-granularity selective --recompute-modules layernorm mlp"
 # Of Qwen3-30B-A3B; what sorts tokens, and the router, are not in the planner's count.
@@ -127,6 +134,8 @@ PLANNED = {
     "here": f"{LLAMA} --tensor-model-parallel-size 8 {AGAIN}",
     "there": f"{LLAMA} --tensor-model-parallel-size 8 {AGAIN} --offload-activations 1",
     "modules there": f"{LLAMA} --tensor-model-parallel-size 8 {MODULES} --offload-activations 1",
+    "layers there": f"{OF_DEEP} {MODULES} --offload-activations 1 --offload-layers-leaving 2",
+    "all of layers there": f"{OF_DEEP} --offload-activations 1 --offload-layers-leaving 3",
     "by heads there": f"{LLAMA} {BY_HEADS} {MODULES} --offload-activations 1",
     "by heads": f"{LLAMA} {BY_HEADS}",
     "experts and norms of heads": f"{EXPERTS} --sequence-splits 4 --sequence-split-strategy even",
@@ -138,7 +147,7 @@ PLANNED = {
         --global-batch-size 32 {CHUNKS} --pipeline-schedule breadth-first --use-distributed-optimizer
         --overlap-grad-reduce --overlap-param-gather --bf16 --partition-state""",
 }
-RARELY = {"here", "by heads there", "by heads", "experts in pairs", "whole sequences in pairs"}
+RARELY = {"here", "all of layers there", "by heads there", "by heads", "experts in pairs", "whole sequences in pairs"}
 
 
 @pytest.mark.parametrize("case", few_of(PLANNED, PLANNED.keys() - RARELY))
@@ -151,13 +160,18 @@ def test_the_planner_counts_the_same_memory(launch, tmp_path, case):
     setup = as_given(given, Question(model_of(given), machine, 16, *sizes, partitions_state=has_shares)).setup
     schedule = build(setup.family, setup.shape, pairs=setup.has_pairs)
     tolerance = 0.03 if setup.has_pairs else 0.02
+    tolerance_of_host = 0.02
+    if setup.layers_leaving:  # a layer counts as a whole while it runs, and the loss as a part of the last layers
+        tolerance = 0.055
+        tolerance_of_host = 0.03
     for rank, (order, rehearsed) in enumerate(zip(schedule.ranks, stages, strict=True)):
-        order = with_moves(order, units_to_move(order, setup.offloads))
+        by_layer = setup.layers_leaving > 0
+        order = with_moves(order, units_to_move(order, setup.offloads, by_layer=by_layer), by_layer=by_layer)
         planned = rank_memory(setup, order, rank, schedule.paired)
         step = [moment for moment in rehearsed["moments"] if moment["name"] != "build"]
         counted = fullest(step)
         assert planned.total - planned.reserved == pytest.approx(counted["in all"], rel=tolerance), rank
-        assert host_bytes(setup, order) == pytest.approx(rehearsed["host_bytes"], rel=0.02), rank
+        assert host_bytes(setup, order) == pytest.approx(rehearsed["host_bytes"], rel=tolerance_of_host), rank
         if has_shares:  # at most 2/8 + 1/8 of weights and gradients are there
             assert planned.weights == pytest.approx(counted["weights"], rel=0.02), rank
             assert planned.gradients == pytest.approx(counted["gradients"], rel=0.02), rank

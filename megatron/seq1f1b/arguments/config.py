@@ -231,6 +231,8 @@ def _check(flags: argparse.Namespace, schedule: ScheduleChoice, run: MegatronRun
         )
     if flags.offload_activations and schedule.has_moves:
         raise ValueError("--pipeline-schedule-file has OFFLOAD and RELOAD by itself; drop --offload-activations")
+    if flags.offload_layers_leaving and not (flags.offload_activations or schedule.has_moves):
+        raise ValueError("--offload-layers-leaving is for activations that move; add --offload-activations 1")
     if flags.partition_state and not run.settings.get("partition_state"):  # a program's
         raise ValueError(
             "--partition-state is for chunks in Megatron's DistributedDataParallel; call install before it is made"

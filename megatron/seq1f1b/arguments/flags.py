@@ -70,6 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     add = group.add_argument
     count = number_type(int, lambda number: number >= 1, "neither a number of segments nor 'auto'", AUTO)
     tokens = number_type(int, lambda number: number >= 1, "no number of tokens")
+    layers = number_type(int, lambda number: number >= 0, "no number of layers")
     iteration = number_type(int, lambda number: number >= 1, "no iteration, which are counted from 1")
     size = number_type(float, lambda size: 0 < size < inf, "not a size above 0 in GiB")
     text = f"Order of forwards and backwards, by default 1f1b; {' and '.join(splitting_families())} split backwards."
@@ -102,6 +103,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     add("--recompute-keeps-attention", action="store_true", help=text)
     text = "Share of a rank's activations that waits in the memory of its host; 'auto': the least that fits."
     add("--offload-activations", type=share_or_auto, default=0.0, metavar="FRACTION", help=text)
+    text = (
+        "Layers of a unit leave one by one; at its end a layer waits until at most N leave. 0: units leave as a whole."
+    )
+    add("--offload-layers-leaving", type=layers, default=0, metavar="N", help=text)
     add("--keep-logits", action="store_true", help="Keep the logits of the last stage, however many, for the backward.")
     text = "With --use-distributed-optimizer, data-parallel ranks keep shares of weights and gradients, too."
     add("--partition-state", action="store_true", help=text)

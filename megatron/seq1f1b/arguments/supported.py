@@ -144,6 +144,7 @@ UNSUPPORTED: Mapping[OurFeature, tuple[Unsupported, ...]] = {
             {
                 "--recompute-keeps-attention": on("recompute_keeps_attention"),
                 "--offload-activations": on("offload_activations"),
+                "--offload-layers-leaving": on("offload_layers_leaving"),
             },
             because="is not for Megatron's own schedules",
             way_out="add --sequence-splits or --pipeline-schedule 1f1b",
@@ -619,6 +620,11 @@ UNSUPPORTED: Mapping[OurFeature, tuple[Unsupported, ...]] = {
         ),
     ),
     OurFeature.PAIRS: (
+        *_rows(
+            {"--offload-layers-leaving": on("offload_layers_leaving")},
+            because="moves layers one by one, which Megatron's schedule plans keep until all have run",
+            way_out="drop it, so that units move as a whole",
+        ),
         *_rows(
             {
                 "--pipeline-schedule gpipe, breadth-first": is_any("pipeline_schedule", "gpipe", "breadth-first"),

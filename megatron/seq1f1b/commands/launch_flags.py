@@ -84,6 +84,7 @@ def _add_decided(parser: argparse.ArgumentParser) -> None:
     add("--recompute-modules", nargs="+")
     add("--offload-modules", nargs="+")
     add("--offload-activations", type=share_or_auto, default=0.0)
+    add("--offload-layers-leaving", type=int, default=0)
     add("--activation-offload-fraction", type=float, default=1.0)
     add("--cp-comm-type", nargs="+", choices=("p2p", "all_gather", "a2a", "a2a+p2p"), default=("p2p",))
     add("--hierarchical-context-parallel-sizes", type=count, nargs="+", default=[])
@@ -166,6 +167,8 @@ def _memory(setup: TrainingSetup) -> Iterator[str]:
         yield f"--cpu-offloading-num-layers {round(setup.offloads * setup.model.num_layers)}"
     else:
         yield f"--offload-activations {setup.offloads:g}"
+        if setup.layers_leaving:
+            yield f"--offload-layers-leaving {setup.layers_leaving}"
         if setup.overlaps_data_parallel:
             yield "--no-gradient-accumulation-fusion"
 

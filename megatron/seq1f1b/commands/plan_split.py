@@ -53,7 +53,8 @@ def make_parser() -> Parser:
     picture = "a picture: .png, .svg or .pdf (needs matplotlib)"
     add("--output", type=output_path(*PICTURES), metavar="FILE", help=picture)
     # Flags of training that costs depend on.
-    parser.set_defaults(recompute_keeps_attention=False, keep_logits=False, offload_activations=0.0)
+    parser.set_defaults(recompute_keeps_attention=False, keep_logits=False)
+    parser.set_defaults(offload_activations=0.0, offload_layers_leaving=0)
     return parser
 
 

@@ -110,6 +110,15 @@ def _schedule(setup: TrainingSetup) -> str:
     return ", ".join(words) or "-"
 
 
+def _moving(setup: TrainingSetup) -> str:
+    words = f"{setup.offloads:g}"
+    if setup.offloads and setup.moves_parts:
+        words += f" of {setup.moves}"
+    if setup.layers_leaving:
+        words += " by layer"
+    return words
+
+
 def row(plan: Plan) -> Mapping[str, str]:
     """TFLOPS are those of a device by the model's own FLOPs: attention causal, nothing for recomputation."""
     setup = plan.prediction.setup
@@ -122,7 +131,7 @@ def row(plan: Plan) -> Mapping[str, str]:
         "m": str(setup.num_microbatches),
         "mb": str(setup.micro_batch_size),
         "recompute": setup.recompute,
-        "offload": f"{setup.offloads:g}" + (f" of {setup.moves}" if setup.moves_parts and setup.offloads else ""),
+        "offload": _moving(setup),
         "step s": f"{plan.seconds:.3f}",
         "tokens/s": f"{plan.tokens_per_second:.0f}",
         "TFLOPS": f"{flops / plan.seconds / setup.num_devices / 1e12:.0f}",

@@ -7,14 +7,26 @@ parameters of their chunk, a backward for its unit, and an OFFLOAD for the one b
 Tested in costs/test_simulator.py.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from heapq import heappop, heappush
+from typing import NamedTuple
 
 from ..schedule import Action, Channel, Kind, Lane, Placement, Schedule, Unit, channels_of
 from ..schedule.cost_tables import Costs, Table
 from ..schedule.timeline import Span, Timeline
 from .pair_times import PairTimes
 from .ports import Event, MessageQueue, Port
+
+
+class LayersOnLink(NamedTuple):
+    """Units move layer by layer: how many each stage has, and how many may still leave when a forward ends."""
+
+    of_stages: tuple[int, ...]
+    leaving: int
+
+    def share(self, action: Action) -> float:
+        """The part of the unit of an action that is one layer."""
+        return 1 / max(1, self.of_stages[action.stage])
 
 
 class _Aside:
@@ -29,15 +41,20 @@ class _Aside:
 
     def run(self, action: Action, now: float) -> Span:
         """The span of an action that is issued now."""
+        span = self._occupy(action, now, 1.0)
+        if action.kind is Kind.GATHER:
+            self.parameters[action.stage] = span.end
+        elif not action.kind.facts.is_of_chunk:
+            self.copied[action.unit] = span.end
+        return span
+
+    def _occupy(self, action: Action, now: float, share: float) -> Span:
+        """The span of this share of an action, in its lane."""
         kind, stage, _, segment = action
         lane = kind.facts.lane
         start = max(now, self.lanes[lane], self.copied.get(action.unit, 0.0))
-        end = start + self.seconds[kind][stage][segment]
+        end = start + share * self.seconds[kind][stage][segment]
         self.lanes[lane] = end
-        if kind is Kind.GATHER:
-            self.parameters[stage] = end
-        elif not kind.facts.is_of_chunk:
-            self.copied[action.unit] = end
         return Span(action, start, end)
 
     def ready(self, action: Action) -> float:
@@ -47,22 +64,86 @@ class _Aside:
         copied = self.copied.pop(action.unit, 0.0) if facts.gives_input_gradient else 0.0
         return max(parameters, copied)
 
+    def end(self, together: Sequence[Action], start: float, end: float) -> float:
+        """When actions that run `together` end, if by themselves they end at `end`."""
+        return end
+
+
+class _AsideByLayer(_Aside):
+    """The same where units move layer by layer: all but the last layers to leave have left when a forward ends, and all
+    but the first to come back do so within the backward."""
+
+    def __init__(self, seconds: Mapping[Kind, Table], layers: LayersOnLink, actions: Iterable[Action]) -> None:
+        super().__init__(seconds)
+        self._layers = layers
+        self._away = {action.unit for action in actions if action.kind is Kind.OFFLOAD}
+        self._leaving: dict[Unit, Span] = {}
+
+    def run(self, action: Action, now: float) -> Span:
+        if action.kind is Kind.OFFLOAD:  # it has begun within the forward
+            return self._leaving.pop(action.unit)
+        if action.kind is Kind.RELOAD:  # the first layer; others follow within the backward
+            span = self._occupy(action, now, self._layers.share(action))
+            self.copied[action.unit] = span.end
+            return span
+        return super().run(action, now)
+
+    def end(self, together: Sequence[Action], start: float, end: float) -> float:
+        latest = end
+        for action in together:
+            if action.unit in self._away:
+                share = self._layers.share(action)
+                if action.kind is Kind.F:
+                    latest = max(latest, self._left(action, share, start, end))
+                elif action.kind.facts.gives_input_gradient:
+                    latest = max(latest, self._came_back(action, share, start, end))
+        return latest
+
+    def _left(self, action: Action, share: float, start: float, end: float) -> float:
+        """When so much of a unit has left that its forward may end. A layer is this `share` of it."""
+        copying = self.seconds[Kind.OFFLOAD][action.stage][action.segment]
+        begins = max(start + share * (end - start), self.lanes[Lane.TO_HOST])
+        left = max(begins + copying, end + share * copying)
+        self.lanes[Lane.TO_HOST] = left
+        self.copied[action.unit] = left
+        self._leaving[action.unit] = Span(action._replace(kind=Kind.OFFLOAD), begins, left)
+        return left - min(1.0, self._layers.leaving * share) * copying
+
+    def _came_back(self, action: Action, share: float, start: float, end: float) -> float:
+        """When a backward ends whose layers come back within it, all but the first."""
+        lane = Lane.FROM_HOST
+        copying = self.seconds[Kind.RELOAD][action.stage][action.segment]
+        self.lanes[lane] = max(start, self.lanes[lane]) + (1 - share) * copying
+        return self.lanes[lane] + share * (end - start) if share < 1 else end
+
 
 def execute_lowered(
-    lowered: Schedule, costs: Costs, aside: Mapping[Kind, Table] | None = None, pairs: PairTimes | None = None
+    lowered: Schedule,
+    costs: Costs,
+    aside: Mapping[Kind, Table] | None = None,
+    pairs: PairTimes | None = None,
+    layers: LayersOnLink | None = None,
 ) -> Timeline:
     """The timeline of the compute actions, and of GATHER, REDUCE, OFFLOAD and RELOAD if `aside` has the seconds of the
-    kind, by stage and segment. With `pairs` the two of a pair save time. Raises ValueError if the costs do not fit, or
-    if the schedule cannot run to its end."""
+    kind, by stage and segment. With `pairs` the two of a pair save time. With `layers` units move one layer after the
+    other. Raises ValueError if the costs do not fit, or if the schedule cannot run to its end."""
     costs.check(lowered.shape)
-    return _Execution(lowered, costs, aside or {}, pairs).timeline()
+    return _Execution(lowered, costs, aside or {}, pairs, layers).timeline()
 
 
 class _Execution:
     """Ranks run by the events of all in the order of their times, since messages that leave a rank share its port."""
 
-    def __init__(self, lowered: Schedule, costs: Costs, aside: Mapping[Kind, Table], pairs: PairTimes | None) -> None:
+    def __init__(
+        self,
+        lowered: Schedule,
+        costs: Costs,
+        aside: Mapping[Kind, Table],
+        pairs: PairTimes | None,
+        layers: LayersOnLink | None,
+    ) -> None:
         self.lowered = lowered
+        self.layers = layers
         self.tables = {kind: costs.tables(kind) for kind in Kind}
         self.aside = aside
         self.pairs = pairs
@@ -105,6 +186,8 @@ class _Execution:
         pairs = self.pairs
         paired = self.lowered.paired
         beside = _Aside(self.aside)
+        if self.layers is not None:
+            beside = _AsideByLayer(self.aside, self.layers, self.lowered.ranks[rank])
         now = 0.0
         together: list[Action] = []  # the forward of a pair that has not begun
         for action in self.lowered.ranks[rank]:
@@ -126,6 +209,8 @@ class _Execution:
                 end = now + sum(table[each.stage][each.segment] for each in together for table in tables[each.kind])
                 if pairs is not None and len(together) == 2:
                     end = max(now, end - pairs.saved(*together))
+                if self.aside:
+                    end = beside.end(together, now, end)
                 spans += [Span(each, now, end) for each in together]
                 together = []
                 now = end
@@ -133,7 +218,7 @@ class _Execution:
                 span = beside.run(action, now)
                 spans.append(span)
                 if kind is Kind.OFFLOAD:  # waits for the one before it
-                    now = span.start
+                    now = max(now, span.start)
             elif (kind, stage) in queues:
                 if events and events[0][0] < now:
                     heappush(events, (now, rank, 0))

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from ..schedule import MOVE_KINDS, Action, Costs, Placement, Schedule, Shape, clock_of, units_to_move, with_moves
 from ..schedule.cost_tables import Table
-from .execution import execute_lowered
+from .execution import LayersOnLink, execute_lowered
 from .layer_bytes import moved_bytes
 from .machine import Machine
 from .pair_times import PairTimes, pair_times
@@ -34,12 +34,15 @@ def seconds_alone(setup: TrainingSetup, machine: Machine, rank: int) -> float:
     if setup.hides_experts:
         of_stages = pair_times(setup, machine).rows
         pairs = PairTimes([of_stages[stage] for stage in stages])
-    alone = _alone(setup.family, setup.shape, rank, setup.offloads, setup.has_pairs)
-    return execute_lowered(alone, costs, dict.fromkeys(MOVE_KINDS, copies), pairs).makespan
+    alone = _alone(setup.family, setup.shape, rank, setup.offloads, setup.has_pairs, setup.layers_leaving > 0)
+    layers = None
+    if setup.layers_leaving:
+        layers = LayersOnLink(tuple(setup.layers_per_stage[stage] for stage in stages), setup.layers_leaving)
+    return execute_lowered(alone, costs, dict.fromkeys(MOVE_KINDS, copies), pairs, layers).makespan
 
 
 @lru_cache(maxsize=256)
-def _alone(family: str, shape: Shape, rank: int, offloads: float, has_pairs: bool) -> Schedule:
+def _alone(family: str, shape: Shape, rank: int, offloads: float, has_pairs: bool, by_layer: bool) -> Schedule:
     """The order of one rank as that of a pipeline of one rank, whose stages are the model chunks."""
     clock = clock_of(family, shape, has_pairs)
     order = clock.order(rank)
@@ -49,6 +52,6 @@ def _alone(family: str, shape: Shape, rank: int, offloads: float, has_pairs: boo
     def by_chunk(action: Action) -> Action:
         return action._replace(stage=chunk_of(action.stage))
 
-    moving = with_moves(order, units_to_move(order, offloads, paired), paired)
+    moving = with_moves(order, units_to_move(order, offloads, paired, by_layer), paired, by_layer)
     alone = replace(shape, placement=Placement(1, shape.num_chunks))
     return Schedule(alone, (tuple(map(by_chunk, moving)),), frozenset(map(by_chunk, paired)))

@@ -145,7 +145,8 @@ class RunCosts:
                 "1f1b" if schedule.is_auto else schedule.name, shape, pairs=schedule.pairs
             )
             timeline = simulate(actions.without_moves(), costs)
-            memory = [rank_memory(setup, order, rank) for rank, order in enumerate(moved(actions, share).ranks)]
+            orders = moved(actions, share, setup.layers_leaving > 0).ranks
+            memory = [rank_memory(setup, order, rank) for rank, order in enumerate(orders)]
             held = max(each.activations + each.keys_values + each.states + each.logits for each in memory)
             total = max(each.total for each in memory)
             busy = fmean(map(timeline.busy, range(setup.pipeline_parallel)))
@@ -200,6 +201,7 @@ class RunCosts:
             tied_embeddings=not settings.get("untie_embeddings_and_output_weights"),
             partitions_state=bool(settings.get("partition_state")),
             keeps_logits=self.flags.keep_logits,
+            layers_leaving=self.flags.offload_layers_leaving,
             **choices,
         )
 

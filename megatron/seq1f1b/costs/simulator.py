@@ -12,7 +12,7 @@ from typing import Self
 from ..schedule import COMPUTE_KINDS, Kind, Schedule, Shape, build, lower, moved, partition_state
 from ..schedule.cost_tables import Costs, Table
 from ..schedule.timeline import Timeline
-from .execution import execute_lowered
+from .execution import LayersOnLink, execute_lowered
 from .layer_bytes import moved_bytes
 from .machine import Machine
 from .pair_times import pair_times
@@ -84,7 +84,12 @@ def predict(setup: TrainingSetup, machine: Machine, schedule: Schedule | None = 
         short = replace(setup, num_microbatches=num_microbatches)
         costs = step_costs(short, machine)
         share = 0.0 if short.moves_parts else short.offloads
-        actions = moved(schedule, share) if schedule else named(short.family, short.shape, share, short.has_pairs)
+        by_layer = short.layers_leaving > 0
+        actions = (
+            moved(schedule, share, by_layer)
+            if schedule
+            else named(short.family, short.shape, share, short.has_pairs, by_layer)
+        )
         # Where Megatron moves a part of every unit, the order of forwards and backwards is the same.
         in_time = moved(actions, 1.0) if _waits_for_copies(short, machine, costs) else actions
         timeline = timeline_of(short, machine, in_time, costs)
@@ -98,7 +103,7 @@ def predict(setup: TrainingSetup, machine: Machine, schedule: Schedule | None = 
             pipeline,
             busy=tuple(timeline.busy(rank) for rank in range(short.pipeline_parallel)),
             host_bytes=tuple(host_bytes(short, order, actions.paired) for order in actions.ranks),
-            memory=tuple(memory_of_order(short, order) for order in _orders(actions)),
+            memory=tuple(memory_of_order(short, order) for order in _orders(actions, short.layers_leaving)),
         )
 
     if schedule:
@@ -142,7 +147,11 @@ def timeline_of(setup: TrainingSetup, machine: Machine, schedule: Schedule, cost
         aside[Kind.OFFLOAD] = copies
         if not setup.moves_parts:  # these come back within their backward
             aside[Kind.RELOAD] = copies
-    return execute_lowered(lowered, costs, aside, pair_times(setup, machine) if setup.hides_experts else None)
+    pairs = pair_times(setup, machine) if setup.hides_experts else None
+    layers = None
+    if schedule.has_moves and setup.layers_leaving:
+        layers = LayersOnLink(setup.layers_per_stage, setup.layers_leaving)
+    return execute_lowered(lowered, costs, aside, pairs, layers)
 
 
 def _copies(setup: TrainingSetup, machine: Machine) -> Table:
@@ -177,9 +186,9 @@ def _of_replicas(setup: TrainingSetup, machine: Machine, costs: Costs) -> dict[K
 
 
 @lru_cache(maxsize=64)
-def named(family: str, shape: Shape, offloads: float = 0.0, pairs: bool = False) -> Schedule:
+def named(family: str, shape: Shape, offloads: float = 0.0, pairs: bool = False, by_layer: bool = False) -> Schedule:
     """A named schedule, with a share of its units on the host; many set-ups differ in other things."""
-    return moved(build(family, shape, pairs=pairs), offloads)
+    return moved(build(family, shape, pairs=pairs), offloads, by_layer)
 
 
 @lru_cache(maxsize=64)
@@ -188,9 +197,10 @@ def _lowered(schedule: Schedule) -> Schedule:
 
 
 @lru_cache(maxsize=64)
-def _orders(schedule: Schedule) -> tuple[RankOrder, ...]:
+def _orders(schedule: Schedule, layers_leaving: int) -> tuple[RankOrder, ...]:
     placement = schedule.shape.placement
-    return tuple(RankOrder(placement, rank, order, schedule.paired) for rank, order in enumerate(schedule.ranks))
+    paired = schedule.paired
+    return tuple(RankOrder(placement, rank, order, paired, layers_leaving) for rank, order in enumerate(schedule.ranks))
 
 
 def extended(shape: Shape, measured: Callable[[int], Sequence[float]]) -> Sequence[float]:

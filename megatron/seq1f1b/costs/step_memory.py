@@ -8,11 +8,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..schedule import COMPUTE_KINDS, Action, Kind, Placement, Unit, channels_of, partition_state
+from ..schedule import (
+    COMPUTE_KINDS,
+    Action,
+    Kind,
+    Placement,
+    Unit,
+    channels_of,
+    partition_state,
+)
 from ..schedule.schedule import places
 from .blocks import BYTES
 from .layer_bytes import Phase, Sizes, Use, changes_of, layer_state, loss_bytes, moved_bytes
 from .training_setup import TrainingSetup
+from .units_by_layer import UnitsByLayer
 
 # What PyTorch's allocator reserves beyond the peak of what is allocated: a share of what comes and goes, a share of it
 # for each doubling of the number of lengths of segments, a share of the logits (fitted by tools/paper/allocator.py).
@@ -47,15 +56,32 @@ _COLUMN = {field.name: number for number, field in enumerate(fields(Memory))}
 _COME_AND_GO = ("activations", "keys_values", "states", "logits", "working", "messages")
 
 
-def host_bytes(setup: TrainingSetup, actions: Iterable[Action], paired: Set[Action] = frozenset()) -> float:
+def host_bytes(setup: TrainingSetup, actions: Sequence[Action], paired: Set[Action] = frozenset()) -> float:
     """The most that a rank has in the memory of its host at once. The forwards in `paired` run beside the next action,
     layer by layer, so there parts leave as others come back."""
     # Megatron moves a part of every unit, from its forward to its backward.
     signs = {Kind.F: 1, Kind.B: -1} if setup.moves_parts else {Kind.OFFLOAD: 1, Kind.RELOAD: -1}
     moves = [action for place in places(actions, paired) for action in reversed(place) if action.kind in signs]
     sizes = moved_bytes(setup) if moves else ()
-    changes = (sizes[stage][segment] * signs[kind] for kind, stage, _, segment in moves)
+    if setup.layers_leaving:
+        away = {action.unit for action in moves}
+        of_units = (action for action in actions if action.unit in away)
+        shares = ((action, _share_by_layer(setup, action)) for action in of_units)
+        changes = (share * sizes[action.stage][action.segment] for action, share in shares)
+    else:
+        changes = (sizes[stage][segment] * signs[kind] for kind, stage, _, segment in moves)
     return max(accumulate(changes, initial=0.0))
+
+
+def _share_by_layer(setup: TrainingSetup, action: Action) -> float:
+    """What an action adds to the host, in units that move layer by layer: all have left when the forward ends, one
+    layer is back when the backward begins, and all when it ends."""
+    layer = 1 / max(1, setup.layers_per_stage[action.stage])
+    if action.kind is Kind.F:
+        return 1.0
+    if action.kind is Kind.RELOAD:
+        return -layer
+    return layer - 1 if action.kind.facts.gives_input_gradient else 0.0
 
 
 def static_memory(setup: TrainingSetup, rank: int) -> tuple[float, float, float]:
@@ -111,11 +137,23 @@ class RankOrder:
     set-ups with the same order share. `changes` are pairs of a kind and a stage."""
 
     def __init__(
-        self, placement: Placement, rank: int, actions: Iterable[Action], paired: Set[Action] = frozenset()
+        self,
+        placement: Placement,
+        rank: int,
+        actions: Sequence[Action],
+        paired: Set[Action] = frozenset(),
+        layers_leaving: int = 0,
     ) -> None:
-        """`actions` are compute actions and moves to the host, in order; those in `paired` run beside the next."""
+        """`actions` are compute actions and moves to the host, in order; those in `paired` run beside the next. At most
+        `layers_leaving` leave at once; 0: units move as a whole."""
+        away = {action.unit for action in actions if action.kind is Kind.OFFLOAD}
         self.rank = rank
         self.actions = list(_when_freed(actions))
+        self.given = actions
+        self.units_by_layer: UnitsByLayer | None = None
+        if layers_leaving and away:
+            self.actions = [action for action in self.actions if action.kind in COMPUTE_KINDS]
+            self.units_by_layer = UnitsByLayer(self.actions, away, paired, layers_leaving)
         changes = [(action.kind, action.stage) for action in self.actions]
         self.changes = list(dict.fromkeys(changes))
         numbers = {change: number for number, change in enumerate(self.changes)}
@@ -131,11 +169,11 @@ class RankOrder:
 
 
 def rank_memory(
-    setup: TrainingSetup, actions: Iterable[Action], rank: int, paired: Set[Action] = frozenset()
+    setup: TrainingSetup, actions: Sequence[Action], rank: int, paired: Set[Action] = frozenset()
 ) -> Memory:
     """The memory of a rank at its peak; `actions` are its compute actions and moves to the host, in order, and those in
     `paired` run beside the next."""
-    return memory_of_order(setup, RankOrder(setup.placement, rank, actions, paired))
+    return memory_of_order(setup, RankOrder(setup.placement, rank, actions, paired, setup.layers_leaving))
 
 
 def memory_of_order(setup: TrainingSetup, order: RankOrder) -> Memory:
@@ -146,12 +184,17 @@ def memory_of_order(setup: TrainingSetup, order: RankOrder) -> Memory:
     alone = setup.alone  # set-ups that differ in their schedules share its changes
     changes = np.stack([changes_of(alone, of_all[stage], kind) for kind, stage in order.changes])
     of_actions = changes[order.change_of_action, order.segment_of_action]
+    by_layer = order.units_by_layer
+    if by_layer is not None:
+        by_layer.stay_away(setup, of_actions)
 
     # Held while action i runs: what actions up to i added at their start, those before i at their end, and its own.
     added = of_actions[:, Phase.STARTS].copy()
     added[1:] += of_actions[:-1, Phase.ENDS]
     of_units = added.cumsum(axis=0)
     _run_beside(setup, order, of_units, of_actions)
+    if by_layer is not None:
+        of_units[:, Use.WORKING] += by_layer.bytes_on_their_way(setup)
     whole_weights, whole_gradients = _whole_chunks(setup, order.actions).T
     held = np.zeros((len(order.actions), len(_COLUMN)))
     held[:, _COLUMN["weights"]] = whole_weights

@@ -137,6 +137,8 @@ class TrainingSetup:
     recomputed_share: float = 1.0  # the part of the layers of a stage, with FULL (--recompute-method block)
     offloads: float = 0.0  # the share of what `moves` to the host
     moves: Moves = Moves.UNITS
+    # Units move layer by layer, and at most so many layers leave at once (--offload-layers-leaving); 0: whole units.
+    layers_leaving: int = 0
     seen: tuple[float, ...] = ()  # pairs of a query and a key of each segment at most, where documents are kept apart
     longest: int = 0  # tokens of the longest micro-batch of a step, where micro-batches differ in length
     # A set-up for each kind of micro-batch, where they differ (--unit-tokens). `segments` are then those of all kinds,
@@ -274,6 +276,7 @@ class TrainingSetup:
             hides_experts=self.hides_experts and self.repeats("E"),
             offloads=self.offloads if self.moves_parts else 0.0,
             moves=self.moves if self.offloads else Moves.UNITS,
+            layers_leaving=0,
             parts=tuple(part.alone for part in self.parts),
         )
 

@@ -124,7 +124,7 @@ def _executor(
         keeps_attention=bool(flags.recompute_keeps_attention),
         tracer=tracer,
         kernels_of=surroundings.kernels_of,
-        host_memory=surroundings.host_memory(),
+        host_memory=surroundings.host_memory(flags.offload_layers_leaving),
         **options,
     )
 

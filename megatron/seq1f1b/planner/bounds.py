@@ -202,7 +202,7 @@ def least_seconds_in_time(setup: TrainingSetup, machine: Machine) -> float:
     once, and messages share no port. Steps that are predicted from short ones have no such bound."""
     if is_extended(setup.shape):
         return 0.0
-    stays = setup.but(offloads=0.0) if setup.offloads and not setup.moves_parts else setup
+    stays = setup.but(offloads=0.0, layers_leaving=0) if setup.offloads and not setup.moves_parts else setup
     return _least_seconds_in_time(stays, machine)
 
 

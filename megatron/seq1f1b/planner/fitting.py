@@ -7,10 +7,16 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from math import ceil
 
+from ..costs.layer_bytes import moved_bytes
+from ..costs.machine import Machine
+from ..costs.stage_times import stage_rows
 from ..costs.step_memory import Memory, RankOrder, host_bytes, memory_of_order
 from ..costs.training_setup import Moves, TrainingSetup
 from ..schedule import Shape, clock_of, units_to_move, with_moves
 from .space import MemoryBudget
+
+# Of a unit that moves layer by layer: one that leaves and one that waits for it.
+_FEW_LAYERS = 2
 
 
 def fullest_ranks(setup: TrainingSetup) -> Iterable[int]:
@@ -27,6 +33,19 @@ def memory_in_flight(setup: TrainingSetup) -> Iterator[Memory]:
         yield _memory_of(setup, rank)
 
 
+def layers_leaving(setup: TrainingSetup, machine: Machine) -> tuple[int, ...]:
+    """How many layers of a unit may leave at once: as few as are worth it, and so many that no forward waits for
+    copies, which begin when its first layer has run."""
+    enough = _FEW_LAYERS
+    rows = stage_rows(setup, machine)
+    for layers, moved, (forwards, _, _) in zip(setup.layers_per_stage, moved_bytes(setup), rows, strict=True):
+        for size, forward in zip(moved, forwards, strict=True):
+            copying = size / machine.device.host_bandwidth
+            if copying > forward:
+                enough = max(enough, ceil(layers - (layers - 1) * forward / copying))
+    return tuple(dict.fromkeys((_FEW_LAYERS, enough)))
+
+
 @lru_cache(maxsize=1 << 14)
 def _memory_of(setup: TrainingSetup, rank: int) -> Memory:
     share = 0.0 if setup.moves_parts else setup.offloads
@@ -37,14 +56,15 @@ def _memory_of(setup: TrainingSetup, rank: int) -> Memory:
 def host_in_flight(setup: TrainingSetup) -> float:
     """The most that one of `fullest_ranks` has in the memory of its host, where whole units move."""
     orders = (_in_flight(setup, rank, setup.offloads) for rank in fullest_ranks(setup))
-    return max(host_bytes(setup, order.actions) for order in orders)
+    return max(host_bytes(setup, order.given) for order in orders)
 
 
 def _in_flight(setup: TrainingSetup, rank: int, share: float) -> RankOrder:
     """The actions of a rank until memory is fullest: a full pipeline holds few micro-batches, `breadth-first` all."""
     few = 2 * ceil(setup.pipeline_parallel / len(setup.segments)) + 2
     count = setup.num_microbatches if setup.family == "breadth-first" else min(setup.num_microbatches, few)
-    return _order(setup.family, Shape(setup.placement, count, len(setup.segments)), rank, share, setup.has_pairs)
+    shape = Shape(setup.placement, count, len(setup.segments))
+    return _order(setup.family, shape, rank, share, setup.has_pairs, setup.layers_leaving)
 
 
 @lru_cache(maxsize=1 << 16)
@@ -58,7 +78,7 @@ def fitted(setup: TrainingSetup, budget: MemoryBudget, moves: Moves) -> Training
     """The set-up with the least of its activations on the host so that it fits; None if nothing helps. Whole layers
     move, all but one at most, and sixteenths of all else."""
     if fits(setup, budget.device):
-        return setup
+        return setup.but(layers_leaving=0)
     if not budget.host:
         return None
     parts = 16
@@ -105,10 +125,11 @@ def _first_without(excess: Callable[[int], float], first: int, last: int) -> int
 
 
 @lru_cache(maxsize=1024)
-def _order(family: str, shape: Shape, rank: int, offloads: float, has_pairs: bool) -> RankOrder:
+def _order(family: str, shape: Shape, rank: int, offloads: float, has_pairs: bool, layers_leaving: int) -> RankOrder:
     clock = clock_of(family, shape, has_pairs)
     order = clock.order(rank)
     paired = clock.pairs_in(order)
     if offloads:
-        order = with_moves(order, units_to_move(order, offloads, paired), paired)
-    return RankOrder(shape.placement, rank, order, paired)
+        by_layer = layers_leaving > 0
+        order = with_moves(order, units_to_move(order, offloads, paired, by_layer), paired, by_layer)
+    return RankOrder(shape.placement, rank, order, paired, layers_leaving)

@@ -48,6 +48,7 @@ def as_given(launch: argparse.Namespace, question: Question) -> Candidate | None
     elif launch.cpu_offloading_num_layers:
         setup = replace(setup, offloads=launch.cpu_offloading_num_layers / setup.model.num_layers, moves=Moves.LAYERS)
     else:
+        setup = replace(setup, layers_leaving=launch.offload_layers_leaving)
         least = fitted(setup, question.budget, Moves.UNITS) if share == AUTO else None
         setup = least or replace(setup, offloads=1.0 if share == AUTO else share)
     return Candidate(setup, strategy)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from ..costs.machine import GIB
 from ..costs.simulator import Prediction, predict
 from ..costs.stage_costs import action_costs, setup_costs
-from ..costs.training_setup import TrainingSetup
+from ..costs.training_setup import Moves, TrainingSetup
 from ..schedule import build
 from .bounds import (
     least_seconds,
@@ -23,7 +23,7 @@ from .bounds import (
     least_seconds_of_any,
     state_fits,
 )
-from .fitting import fits, fitted, host_in_flight
+from .fitting import fits, fitted, host_in_flight, layers_leaving
 from .space import (
     Candidate,
     MemoryBudget,
@@ -31,6 +31,7 @@ from .space import (
     cuts,
     families,
     may_move,
+    may_move_by_layer,
     numbers_of_segments,
     parallel_sizes,
     partitioned,
@@ -267,18 +268,30 @@ class Search:
             yield least_seconds(fitting.setup, machine), fitting
 
     def _moved(self, ranked: tuple[Candidate, ...]) -> Iterator[tuple[float, Candidate]]:
-        """The first cut that fits with activations on the host, each way to move them, if the host has room."""
+        """The first cut that fits with activations on the host, each way to move them, if the host has room. Units move
+        layer by layer where the fastest cut does not fit otherwise, or where copies hold it up."""
         question = self.question
-        budget = question.budget
-        for moves in ways_to_move(question, ranked[0].setup):
-            for each in ranked:
-                setup = fitted(each.setup, budget, moves)
-                if setup is None:
-                    continue
-                if setup.moves_parts or host_in_flight(setup) <= budget.host:
-                    least = max(least_seconds(setup, question.machine), least_seconds_copying(setup, question.machine))
-                    yield least, replace(each, setup=setup)
-                break
+        fastest = least_seconds(ranked[0].setup, question.machine)
+        found = [self._first_moved(ranked, moves) for moves in ways_to_move(question, ranked[0].setup)]
+        is_held_up = found[0] is None or found[0][0] > fastest
+        if is_held_up and may_move_by_layer(question, ranked[0].setup):
+            for most in layers_leaving(ranked[0].setup, question.machine):
+                by_layer = [replace(each, setup=each.setup.but(layers_leaving=most)) for each in ranked]
+                found.append(self._first_moved(by_layer, Moves.UNITS))
+        yield from filter(None, found)
+
+    def _first_moved(self, ranked: Iterable[Candidate], moves: Moves) -> tuple[float, Candidate] | None:
+        """The first cut that fits with activations on the host, and a lower bound; None if the host has no room."""
+        machine = self.question.machine
+        budget = self.question.budget
+        for each in ranked:
+            setup = fitted(each.setup, budget, moves)
+            if setup is not None:
+                if not setup.moves_parts and host_in_flight(setup) > budget.host:
+                    return None
+                least = max(least_seconds(setup, machine), least_seconds_copying(setup, machine))
+                return least, replace(each, setup=setup)
+        return None
 
     def _automatic(self, winner: Candidate) -> Plan | None:
         """The plan of a winner with `auto`; None if it does not fit, or takes too long to make."""

@@ -281,6 +281,11 @@ def may_move(setup: TrainingSetup) -> bool:
     return setup.family == "1f1b"
 
 
+def may_move_by_layer(question: Question, setup: TrainingSetup) -> bool:
+    """Whether units of a set-up may move layer by layer: schedule plans keep all layers until the last has run."""
+    return not (question.by_megatron or setup.hides_experts)
+
+
 def ways_to_move(question: Question, setup: TrainingSetup) -> tuple[Moves, ...]:
     """What of a set-up may move to the host. Megatron moves whole layers without a pipeline and recomputation, and in
     no hybrid model; its schedule plans move none."""

@@ -64,7 +64,7 @@ def surroundings(args: Namespace, new_buffer: Callable[[int], Tensor]) -> Surrou
     return Surroundings(
         read_calls=_documents_of_calls,
         source=_FakeSource(),
-        host_memory=lambda: HostMemory(copy=_no_copy, new_buffer=new_buffer),
+        host_memory=partial(HostMemory, copy=_no_copy, new_buffer=new_buffer),
         kernels_of=kernels_of,
     )
 

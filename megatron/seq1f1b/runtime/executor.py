@@ -22,6 +22,7 @@ from ..model import (
     KernelsOf,
     SegmentContext,
     add_up_all_weight_gradients,
+    at_ends_of_layers,
     attach,
     compute_loss_in_pieces,
     defer_weight_gradients,
@@ -70,7 +71,7 @@ class PipelineExecutor:
     - `keeps_attention`: recomputation repeats all of a layer but its attention.
     - `tracer`: records training steps.
     - `kernels_of(configuration)`: the attention kernels for a model.
-    - `host_memory`: holds the activations that have moved.
+    - `host_memory`: holds the activations that have moved, and knows whether they move layer by layer.
     """
 
     def __init__(
@@ -91,13 +92,14 @@ class PipelineExecutor:
     ) -> None:
         # A GPU has 8 hardware queues by default, and at most 32, enough for all streams of a process.
         shares_queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "32"
+        self.context = SegmentContext(keeps_attention, host_memory)
         self.programs = Programs(
             choice=schedule,
             costs=costs,
             one_queue=shares_queues,
             offloaded=offloads,
+            by_layer=self.context.host_memory.layers_leaving > 0,
         )
-        self.context = SegmentContext(keeps_attention, host_memory)
         self.segmentation = segmentation
         self.recorder: StepRecorder | None = None  # of the last training step
         self._around_program = around_program
@@ -233,6 +235,9 @@ class PipelineExecutor:
                 around.enter_context(defer_weight_gradients(self.context.weight_gradients, step.chunks))
             if calls is not None:
                 around.enter_context(patched(prediction_patches(step, self.context, calls)))
+            host_memory = self.context.host_memory
+            if program.moved and host_memory.layers_leaving:
+                around.enter_context(at_ends_of_layers(step.chunks, host_memory.end_layer))
             recorder = around.enter_context(self._recording(step))
             if not step.forward_only:
                 self.recorder = recorder

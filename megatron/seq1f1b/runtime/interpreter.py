@@ -112,6 +112,8 @@ class Interpreter:
             if self.program.splits_backwards and kind.facts.gives_weight_gradient:
                 with self._reducing(Kind.W, action):
                     self.context.weight_gradients.compute(unit)
+        if unit in self.program.moved:
+            self.context.host_memory.end_backward(unit)
         if stage > 0:
             self._outgoing[Kind.SEND_B, *unit] = gradient
 

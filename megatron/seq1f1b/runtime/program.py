@@ -51,7 +51,8 @@ class Programs:
     """The programs of this rank by the shape of a step, planned for `costs(lengths)` of segments of these lengths.
 
     `one_queue`: streams may share a hardware queue, so messages are issued in an order that cannot hang then.
-    `offloaded`: the share of activations that moves to the host, see `units_to_move`. `program` caches `_program`.
+    `offloaded`: the share of activations that moves to the host, as whole units or `by_layer`, see `units_to_move`.
+    `program` caches `_program`.
     """
 
     def __init__(
@@ -60,11 +61,13 @@ class Programs:
         costs: CostsOfLengths | None = None,
         one_queue: bool = True,
         offloaded: float = 0.0,
+        by_layer: bool = False,
     ) -> None:
         self.name = choice.title
         self.placement = choice.placement
         self.has_pairs = choice.pairs
         self._offloaded = offloaded
+        self._by_layer = by_layer
         self._choice = choice
         self._one_queue = one_queue
         self._source = lru_cache(maxsize=1)(partial(choice.resolve, costs=costs))
@@ -96,7 +99,8 @@ class Programs:
             order = [action for action in actions if action.kind in COMPUTE_KINDS]
             paired = source.pairs_in(order)
             if self._offloaded:
-                actions = with_moves(actions, units_to_move(order, self._offloaded, paired), paired)
+                units = units_to_move(order, self._offloaded, paired, self._by_layer)
+                actions = with_moves(actions, units, paired, self._by_layer)
             return Program(actions, is_partitioned, paired)
         finally:
             if was_enabled:

@@ -208,6 +208,8 @@ class PairInterpreter(Interpreter):
             else:
                 self._run_forward(forward, backward)
             self._end_backward(action, unit.arrived)
+        if action.unit in self.program.moved:
+            self.context.host_memory.end_backward(action.unit)
 
     def _run_forward(self, action: Action, beside: PlannedBackward | None) -> None:
         """Run a forward, and the backward beside it if there is one."""

@@ -20,15 +20,22 @@ from .schedule import Schedule, places
 AHEAD = 2
 # The fewest compute actions from the forward to the backward of a unit that moves: it leaves, stays away, comes back.
 SHORTEST = 2 * AHEAD + 2
+# The same where layers move one by one: the first layer starts back beside the action before its backward, and the last
+# ones leave beside the action after their forward.
+AHEAD_BY_LAYER = 1
+SHORTEST_BY_LAYER = 2
 
 
-def units_to_move(order: Sequence[Action], share: float, paired: Set[Action] = frozenset()) -> frozenset[Unit]:
+def units_to_move(
+    order: Sequence[Action], share: float, paired: Set[Action] = frozenset(), by_layer: bool = False
+) -> frozenset[Unit]:
     """The fewest units to move so that the peak of units on a rank falls by `share`, or by less if few backwards are
     late. Whenever the rank would hold too many, the unit with the farthest backward moves (Belady, IBM Systems Journal
     5(2), 1966). `order` holds compute actions only, of which those in `paired` run beside the next. Raises ValueError
     for a share that is not between 0 and 1."""
     if not 0 <= share <= 1:
         raise ValueError(f"--offload-activations {share:g} is not between 0 and 1")
+    shortest = SHORTEST_BY_LAYER if by_layer else SHORTEST
     numbered = [(number, action) for number, place in enumerate(places(order, paired)) for action in place]
     backwards = {action.unit: number for number, action in numbered if action.kind.facts.gives_input_gradient}
     # A forward takes a unit more, and its backward gives it back.
@@ -41,7 +48,7 @@ def units_to_move(order: Sequence[Action], share: float, paired: Set[Action] = f
         unit = action.unit
         if action.kind is Kind.F:
             here += 1
-            if backwards[unit] - number >= SHORTEST:
+            if backwards[unit] - number >= shortest:
                 heappush(later, (-backwards[unit], unit))
             if here > room and later and -later[0][0] > number:
                 moved.add(heappop(later)[1])
@@ -51,8 +58,11 @@ def units_to_move(order: Sequence[Action], share: float, paired: Set[Action] = f
     return frozenset(moved)
 
 
-def with_moves(actions: Sequence[Action], units: Collection[Unit], paired: Set[Action] = frozenset()) -> list[Action]:
+def with_moves(
+    actions: Sequence[Action], units: Collection[Unit], paired: Set[Action] = frozenset(), by_layer: bool = False
+) -> list[Action]:
     """The actions of a rank, lowered or not, with the moves of `units`, which come from `units_to_move`."""
+    ahead = AHEAD_BY_LAYER if by_layer else AHEAD
     order = places([action for action in actions if action.kind in COMPUTE_KINDS], paired)
     before = defaultdict(list)  # the moves to add in front of an action
     for number, place in enumerate(order):
@@ -62,7 +72,7 @@ def with_moves(actions: Sequence[Action], units: Collection[Unit], paired: Set[A
             if action.kind is Kind.F:
                 before[order[number + 1][0]].append(action._replace(kind=Kind.OFFLOAD))
             elif action.kind.facts.gives_input_gradient:
-                before[order[number - AHEAD][0]].append(action._replace(kind=Kind.RELOAD))
+                before[order[number - ahead][0]].append(action._replace(kind=Kind.RELOAD))
     result: list[Action] = []
     for action in actions:
         result += before.get(action, ())
@@ -70,10 +80,13 @@ def with_moves(actions: Sequence[Action], units: Collection[Unit], paired: Set[A
     return result
 
 
-def moved(schedule: Schedule, share: float) -> Schedule:
+def moved(schedule: Schedule, share: float, by_layer: bool = False) -> Schedule:
     """A schedule of compute actions with the moves of all ranks; see `units_to_move`."""
     if not share:
         return schedule
     paired = schedule.paired
-    ranks = (tuple(with_moves(order, units_to_move(order, share, paired), paired)) for order in schedule.ranks)
+    ranks = []
+    for order in schedule.ranks:
+        units = units_to_move(order, share, paired, by_layer)
+        ranks.append(tuple(with_moves(order, units, paired, by_layer)))
     return replace(schedule, ranks=tuple(ranks))

@@ -24,6 +24,7 @@ from functional_tests.equality.models import SEQUENCE, VOCABULARY, Model
 from functional_tests.equality.step import logged, run
 from functional_tests.equality.suites import groups
 from megatron.seq1f1b.costs.stage_costs import AnalyticTime
+from megatron.seq1f1b.model import HostMemory
 from megatron.seq1f1b.model.attention import latents
 from megatron.seq1f1b.model.kernels.flash import CpuFlash
 from megatron.seq1f1b.model.kernels.unfused import Unfused
@@ -98,7 +99,7 @@ def plain(model: Model) -> Model:
     """The model, of local layers that keep all their activations: one reference for every way to save memory."""
     config = tuple(entry for entry in model.config if not entry[0].startswith("recompute_"))
     without = {"transformer_engine": None, "recompute": None}
-    without |= {"keeps_latents": False, "keeps_attention": False, "offloads": 0.0, "pairs": False}
+    without |= {"keeps_latents": False, "keeps_attention": False, "offloads": 0.0, "layers_leaving": 0, "pairs": False}
     return replace(model, config=config, **without)
 
 
@@ -171,6 +172,7 @@ def compare(references: References, model: Model, layout: Layout, cases: Iterabl
             piece=piece,
             offloads=model.offloads,
             keeps_attention=model.keeps_attention,
+            host_memory=HostMemory(model.layers_leaving),
         )
         evaluated, _ = step(executor, case=replace(case, m=1), forward_only=True)
         with counted_attention() as calls, without_collector():

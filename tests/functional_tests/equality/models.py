@@ -31,7 +31,8 @@ class Model:
     add weight gradients to `main_grad` themselves where it is "fused", or leave that to autograd where it is "unfused".
     `keeps_latents`: multi-latent attention keeps latents, however short its segments are. `keeps_attention`: full
     recomputation leaves attention out. `freezes_embedding`: as in fine-tuning of layers alone. `offloads`: that share
-    of what a rank holds waits in the memory of the host. `pairs`: forwards run beside backwards.
+    of what a rank holds waits in the memory of the host, layer by layer with `layers_leaving`. `pairs`: forwards run
+    beside backwards.
     """
 
     dtype: torch.dtype = torch.float64
@@ -50,6 +51,7 @@ class Model:
     keeps_attention: bool = False
     freezes_embedding: bool = False
     offloads: float = 0.0
+    layers_leaving: int = 0
     pairs: bool = False
 
     @property
@@ -64,6 +66,7 @@ class Model:
         words += ["frozen-embedding"] * self.freezes_embedding
         words += ["per-token"] * self.per_token_loss
         words += [f"offloads-{self.offloads:g}"] * (self.offloads > 0)
+        words += [f"by-layer-{self.layers_leaving}"] * (self.layers_leaving > 0)
         words += ["pairs"] * self.pairs
         return "-".join(filter(None, words))
 

@@ -77,6 +77,7 @@ UNITS = [
     for family, k, m in (("1f1b", 3, 2), ("zb-h1", 7, 3), ("breadth-first", 4, 2), ("gpipe", 2, 1))
 ]
 OFFLOADED = [Case(each, 4, 3, "uneven", "random") for each in ("gpipe", "zb-h1")]
+BY_LAYER = {"offloads": 1.0, "layers_leaving": 1}
 PAIRS_OFFLOADED = [Case(each, 7, 3, "uneven", "random") for each in ("1f1b", "zb-h1")]
 PREDICTED = [replace(case, packed=form) for form in ("cu_seqlens", "tokens") for case in (FEW[0], *FEW[2:4])]
 
@@ -241,6 +242,16 @@ SUITES = {
         (SHARED_EXPERTS.but(layers=4, offloads=1.0), V, packed([Case("1f1b", 4, 3, "uneven", "random")], "tokens")),
         (EXACT.but(offloads=1.0), TENSOR, OFFLOADED),
         (EXACT.but(offloads=1.0), CONTEXT, [Case("gpipe", 4, 3, "uneven", "random", multiple=4)]),
+        (EXACT.but(**BY_LAYER, layers=8), PIPELINE, [Case(each, 4, 3, "uneven", "random") for each in FAMILY_NAMES]),
+        (EXACT.but(**BY_LAYER, layers=8), PIPELINE, [Case("1f1b", 4, 1, "even", "random")]),
+        (EXACT.but(**KEPT, **BY_LAYER), PIPELINE, OFFLOADED),
+        *((model.but(**BY_LAYER), PIPELINE, OFFLOADED) for model in (SECOND_DENSE, LATENTS, PREDICTION)),
+        (selective(EXACT, "layernorm", "mlp").but(**BY_LAYER), PIPELINE, OFFLOADED),
+        (hybrid("GM*-").but(recompute="selective", **BY_LAYER), PIPELINE, OFFLOADED),
+        (EXACT.but(recompute="full", **BY_LAYER), CHUNKS, OFFLOADED),
+        (FROZEN.but(**BY_LAYER), PIPELINE, OFFLOADED),
+        (SHARED_EXPERTS.but(layers=4, **BY_LAYER), V, packed([Case("1f1b", 4, 3, "uneven", "random")], "tokens")),
+        (EXACT.but(**BY_LAYER), TENSOR, OFFLOADED),
     ],
     # Layers are repeated only in the backward of their input, which a frozen embedding does not ask for.
     "frozen-embedding": [

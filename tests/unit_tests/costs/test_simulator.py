@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from megatron.seq1f1b.costs import simulator
-from megatron.seq1f1b.costs.execution import execute_lowered
+from megatron.seq1f1b.costs.execution import LayersOnLink, execute_lowered
 from megatron.seq1f1b.costs.machine import read_machine
 from megatron.seq1f1b.costs.model_shape import ModelShape
 from megatron.seq1f1b.costs.simulator import extended, predict
@@ -153,3 +153,20 @@ def test_stages_of_unequal_costs_take_longer_to_settle(family, ranks, style, seg
     costs = Costs.from_mapping(shape, rows)
     found = extended(shape, lambda count: measured(family, Shape(shape.placement, count, segments), costs)[:1])
     assert found[0] == pytest.approx(measured(family, shape, costs)[0], rel=0.01)
+
+
+def test_layer_by_layer_copies_run_within_forwards_and_backwards():
+    """Of a unit with four layers: a forward waits until two are left, a backward for the last that comes back."""
+    shape = Shape(Placement(1), 3)
+    costs, plain = Costs.uniform(shape, f=4.0, i=4.0, w=4.0), build("gpipe", shape)
+    schedule = lower(moved(plain, 1.0, by_layer=True))
+    layers = LayersOnLink((4,), 2)
+
+    def end(copy):
+        return execute_lowered(schedule, costs, dict.fromkeys(MOVE_KINDS, ((copy,),)), layers=layers).makespan
+
+    assert end(4.0) == simulate(plain, costs).makespan
+    # The first forward has left but for a half one second after its first layer: 1 + 8 - 4 = 5.
+    spans = execute_lowered(schedule, costs, dict.fromkeys(MOVE_KINDS, ((8.0,),)), layers=layers).ranks[0]
+    assert next(span.end for span in spans if span.action.kind is Kind.F) == 5.0
+    assert end(8.0) > end(4.0)

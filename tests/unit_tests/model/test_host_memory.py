@@ -210,3 +210,57 @@ def test_a_detached_input_moves_unless_it_is_held(memory, is_held):
     output.backward()
     memory.assert_empty()
     assert torch.allclose(weight.grad, 2 * (2 * weight).exp().detach())
+
+
+def layered(memory, x, here):
+    """The sum of what three layers make of x. `here[n]` has what layer n saves, if that is on the device."""
+    for _ in range(3):
+        factor = torch.full_like(x, 2.0)
+        here.append(weakref.ref(factor.untyped_storage()))
+        x = x * factor
+        del factor
+        memory.end_layer()
+    return x.sum()
+
+
+@pytest.mark.parametrize("layers_leaving", [1, 2])
+def test_layers_leave_and_come_back_one_by_one(monkeypatch, layers_leaving):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    memory = HostMemory(layers_leaving)
+    x = torch.ones(SIZE, SIZE, requires_grad=True)
+    layer = SIZE * SIZE * 4
+    here = []
+    with memory.keeping("unit"):
+        output = layered(memory, x, here)
+    assert memory.num_bytes == 3 * layer
+    # A layer that ends lets so many leave beside itself; others have left.
+    assert [each() is not None for each in here] == [number >= 3 - layers_leaving for number in range(3)]
+    memory.offload("unit", nullcontext())
+    memory.reload("unit", nullcontext())
+    assert memory.num_bytes == 2 * layer
+    memory.wait("unit")
+    assert memory.num_bytes == layer  # the second comes back beside the backward of the last
+    output.backward()
+    memory.end_backward("unit")
+    assert memory.num_bytes == 0
+    assert torch.equal(x.grad, torch.full_like(x, 8.0))
+    memory.assert_empty()
+
+
+def test_layers_that_no_backward_reads_are_forgotten(monkeypatch):
+    """As those behind frozen weights, through which no gradient passes."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    memory = HostMemory(layers_leaving=1)
+    x = torch.ones(SIZE, SIZE, requires_grad=True)
+    with memory.keeping("unit"):
+        unused = layered(memory, x, [])
+        output = layered(memory, x, [])
+    memory.offload("unit", nullcontext())
+    memory.reload("unit", nullcontext())
+    memory.wait("unit")
+    output.backward()
+    assert memory.num_bytes > 0
+    memory.end_backward("unit")
+    assert memory.num_bytes == 0
+    memory.assert_empty()
+    del unused

@@ -78,3 +78,14 @@ def test_a_unit_leaves_after_its_message():
     schedule = moved(build("gpipe", Shape(Placement(2), 8)), 1.0)
     words = " ".join(map(str, lower(schedule).ranks[0]))
     assert words.startswith("0GATHER 0F0.0 0SEND_F0.0 0OFFLOAD0.0 0F1.0 0SEND_F1.0 0OFFLOAD1.0 0F2.0")
+
+
+def test_layer_by_layer_units_come_back_beside_one_action():
+    """And those that have one action between their forward and their backward move, too."""
+    words = [f"0F{number}" for number in range(3)] + [f"0B{number}" for number in (1, 0, 2)]
+    (order,) = of(" ".join(words)).ranks
+    units = units_to_move(order, 1.0, by_layer=True)
+    assert units == {(0, 0, 0), (0, 1, 0), (0, 2, 0)} and not units_to_move(order, 1.0)
+    assert " ".join(map(str, with_moves(order, units, by_layer=True))) == (
+        "0F0.0 0OFFLOAD0.0 0F1.0 0OFFLOAD1.0 0RELOAD1.0 0F2.0 0OFFLOAD2.0 0RELOAD0.0 0B1.0 0RELOAD2.0 0B0.0 0B2.0"
+    )

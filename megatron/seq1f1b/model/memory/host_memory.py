@@ -5,11 +5,19 @@ results of kept attention and, with the last segment, the keys and values of all
 handles refer to, each once; moving parameters, rotary tables or masks would free nothing. The schedule determines when
 (schedule/moves.py). Copies overlap with compute. On a GPU the host waits for nothing. On a CPU the memory of the host
 is a second pool, so order and lifetimes are those of a GPU.
+
+A unit moves as a whole, or layer by layer: what a layer has saved leaves when it has run, and comes back when the
+backward reads what the layer behind it has saved.
+
+    forward:   layer 0 | layer 1 | layer 2 | layer 3 |            backward:   layer 3 | layer 2 | layer 1 | layer 0
+    leaves:            |    0         1        2         3        comes back:     2       1         0
 """
 
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from functools import cache, cached_property
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import cache, cached_property, partial
 from sys import getrefcount
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -27,6 +35,7 @@ _ALIGNMENT = 1 << 9  # bytes
 class _Storage:
     """A storage of the device, which leaves while its bytes are on the host. `leaves` are saved tensors that the graph
     refers to, for their gradients: the inputs of recomputed modules. The backward reads their values through handles.
+    Until the bytes have come back, `bring` has them here.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -34,13 +43,19 @@ class _Storage:
         self.num_bytes = self.here.nbytes()
         self.empty = tensor.new_empty(0)  # base of views on the same device
         self.leaves: list[Tensor] = []
+        self.bring: Callable[[], object] | None = None
 
     @property
     def here(self) -> UntypedStorage:
-        """Raises RuntimeError while the bytes are on the host."""
-        if self._on_device is None:
-            raise RuntimeError("a saved tensor was read while it is in the memory of the host")
+        """There is none while the bytes are on the host."""
+        assert self._on_device is not None, "the bytes are on the host"
         return self._on_device
+
+    def read(self) -> UntypedStorage:
+        """For the backward. Raises RuntimeError before the unit comes back."""
+        if self.bring is not None:
+            self.bring()
+        return self.here
 
     def references(self) -> list[int]:
         """The reference counts of the leaves that still have this storage."""
@@ -89,48 +104,82 @@ class _Handle(NamedTuple):
 
     def tensor(self) -> Tensor:
         empty = self.of.empty.new_empty(0, dtype=self.dtype)
-        tensor = empty.set_(self.of.here, self.offset, self.size, self.stride)
+        tensor = empty.set_(self.of.read(), self.offset, self.size, self.stride)
         if tensor.is_cuda:
             # Units that run beside each other read on two streams, and a storage that came back is of one.
             tensor.record_stream(torch.cuda.current_stream())
         return tensor
 
 
-class _Away(NamedTuple):
-    """The storages of a unit on the host; those `leaving` may still be copied from."""
+@dataclass(eq=False)
+class _Group:
+    """Storages of a unit that leave, and come back, together; those `leaving` may still be copied from. `arrival` waits
+    for them, once they come back."""
 
     storages: list[_Storage]
     blocks: list[Tensor]
     departure: Wait
     leaving: list[UntypedStorage]
+    arrival: Wait | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(storage.num_bytes for storage in self.storages)
 
     def settle(self) -> None:
-        """Free the device memory of the unit."""
+        """Free their memory on the device."""
         if self.leaving:
             self.departure()
             self.leaving.clear()
+
+    def arrive(self) -> None:
+        """Wait for those that come back."""
+        assert self.arrival is not None, "they are on their way"
+        self.arrival()
+        for storage in self.storages:
+            storage.bring = None
+
+
+@dataclass(eq=False)
+class _Away:
+    """What has left of a unit: the first layers first. It `comes_back` from RELOAD on."""
+
+    groups: list[_Group] = field(default_factory=list)
+    has_rest: bool = False  # the last group is what was still in use when the last layer had run
+    comes_back: bool = False
 
 
 class HostMemory:
     """The tensors that forwards keep for their backwards, on device or host, by unit; each unit moves once.
 
-    A rehearsal, which has no values to move, gives its own `copy` and `new_buffer(num_bytes)`, that of a CPU.
+    With `layers_leaving` units move layer by layer: the end of a layer waits until at most so many leave. With 0 units
+    move as a whole. A rehearsal, which has no values to move, gives its own `copy` and `new_buffer(num_bytes)`, that of
+    a CPU.
     """
 
-    def __init__(self, copy: Copy | None = None, new_buffer: Callable[[int], Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        layers_leaving: int = 0,
+        copy: Copy | None = None,
+        new_buffer: Callable[[int], Tensor] | None = None,
+    ) -> None:
         self._copy = copy
         self._new_buffer = new_buffer
-        # Storages by address: of the unit that runs forward, and of those on the device.
+        self.layers_leaving = layers_leaving
+        # The unit that runs forward, and its storages by address; then those of all units on the device.
+        self._unit: Hashable = None
         self._running: WeakValueDictionary[int, _Storage] | None = None
         self._here: dict[Hashable, WeakValueDictionary[int, _Storage]] = {}
         self._away: dict[Hashable, _Away] = {}
-        self._arriving: dict[Hashable, Wait] = {}
+        self._leaving: deque[_Group] = deque()  # those that may still have memory on the device
         self.num_bytes = 0  # on the host now
         self.most_bytes = 0  # since the start
 
     @contextmanager
     def keeping(self, unit: Hashable) -> Iterator[None]:
         """Inside, the forward of `unit` runs, or a part of it; the tensors that autograd saves may move."""
+        _references_to_free_leaf()  # saves a tensor, which should be of no unit
+        self._unit = unit
         self._running = self._here.setdefault(unit, WeakValueDictionary())
         try:
             with torch.autograd.graph.saved_tensors_hooks(self.keep, tensor_of):
@@ -172,54 +221,125 @@ class HostMemory:
     def _from_host(self) -> CopyLane:
         return CopyLane(_is_on_gpu(), self._copy)
 
+    def end_layer(self) -> None:
+        """A layer of the unit that runs has ended: what it has saved leaves, if units move layer by layer."""
+        if self.layers_leaving and self._running is not None:
+            self._leave(self._unit, self._running, nullcontext())
+
     def offload(self, unit: Hashable, span: AbstractContextManager) -> None:
-        """Start moving the tensors of `unit`; the copies run inside `span`. Raises MemoryError if the host is full."""
-        for away in self._away.values():
-            away.settle()
-        going = [storage for storage in self._here.pop(unit).values() if storage.may_leave()]
+        """Start moving the tensors of `unit` that are still here; the copies run inside `span`. Raises MemoryError if
+        the host is full."""
+        rest = self._leave(unit, self._here.pop(unit), span)
+        self._away[unit].has_rest = bool(rest.storages)
+
+    def _leave(
+        self, unit: Hashable, storages: WeakValueDictionary[int, _Storage], span: AbstractContextManager
+    ) -> _Group:
+        """Start moving those of the storages that may leave."""
+        while len(self._leaving) >= max(1, self.layers_leaving):
+            self._leaving.popleft().settle()
+        going = [storage for storage in storages.values() if storage.may_leave()]
+        for storage in going:
+            del storages[storage.here._cdata]  # a new one may have this address
         blocks, when_free = self.blocks.take(sum(_aligned(storage.num_bytes) for storage in going))
         departure = self._to_host.copy(_pairs(going, blocks), when_free, span)
-        self._away[unit] = _Away(
+        group = _Group(
             storages=going,
             blocks=blocks,
             departure=departure,
             leaving=[storage.leave() for storage in going],
         )
-        self.num_bytes += sum(storage.num_bytes for storage in going)
+        away = self._away.setdefault(unit, _Away())
+        if going:
+            away.groups.append(group)
+            self._leaving.append(group)
+            for storage in going:
+                storage.bring = partial(self._bring, unit, group)
+        self.num_bytes += group.num_bytes
         self.most_bytes = max(self.most_bytes, self.num_bytes)
+        return group
 
     def reload(self, unit: Hashable, span: AbstractContextManager) -> None:
-        """Start bringing the tensors of `unit` back."""
-        self._away[unit].settle()
-        storages, blocks, departure, _ = self._away.pop(unit)
-        for storage in storages:
-            storage.come_back()
-            self.num_bytes -= storage.num_bytes
-        back = [(there, here) for here, there in _pairs(storages, blocks)]
-        arrival = self._from_host.copy(back, departure, span)
-        self._arriving[unit] = arrival
-        self.blocks.give_back(blocks, arrival)
+        """Start bringing the tensors of `unit` back; layer by layer those of the last, which goes backward first."""
+        away = self._away[unit]
+        away.comes_back = True
+        if not away.groups:
+            self._from_host.copy([], None, span)
+            return
+        *layers, first = away.groups[-2:] if away.has_rest else away.groups[-1:]
+        self._start_back(first, span)
+        for layer in layers:
+            self._start_back(layer, nullcontext())
 
     def wait(self, unit: Hashable) -> None:
-        """Wait until all of `unit` is back, before its backward."""
-        self._arriving.pop(unit)()
+        """Wait until all of `unit` is back, before its backward; layer by layer until its last layer is."""
+        away = self._away[unit]
+        if away.groups:
+            self._bring(unit, away.groups[-1])
+        else:
+            del self._away[unit]
+
+    def end_backward(self, unit: Hashable) -> None:
+        """The backward of a unit that has moved is over. What it has not read is forgotten."""
+        if unit in self._away:
+            for group in self._away.pop(unit).groups:
+                self._forget(group)
+
+    def _start_back(self, group: _Group, span: AbstractContextManager) -> None:
+        group.settle()
+        if group in self._leaving:
+            self._leaving.remove(group)
+        for storage in group.storages:
+            storage.come_back()
+        self.num_bytes -= group.num_bytes
+        back = [(there, here) for here, there in _pairs(group.storages, group.blocks)]
+        group.arrival = self._from_host.copy(back, group.departure, span)
+        self.blocks.give_back(group.blocks, group.arrival)
+
+    def _bring(self, unit: Hashable, group: _Group) -> None:
+        """Have a group of a unit here, and those that left after it; the one before it starts back. Raises RuntimeError
+        before the unit comes back."""
+        away = self._away[unit]
+        if not away.comes_back:
+            raise RuntimeError("a saved tensor was read while it is in the memory of the host")
+        while group in away.groups:
+            last = away.groups.pop()
+            if last.arrival is None:
+                self._start_back(last, nullcontext())
+            last.arrive()
+            if self.layers_leaving and self._leaving:
+                self._leaving.popleft().settle()
+        if not away.groups:
+            del self._away[unit]
+        elif away.groups[-1].arrival is None:
+            self._start_back(away.groups[-1], nullcontext())
+
+    def _forget(self, group: _Group) -> None:
+        if group in self._leaving:
+            self._leaving.remove(group)
+        if group.arrival is None:
+            # Copies to the host run one after another, so later ones need not wait.
+            self.num_bytes -= group.num_bytes
+            self.blocks.give_back(group.blocks)
+        else:
+            group.arrive()  # else a late copy might overwrite later results
+        for storage in group.storages:
+            storage.bring = None
 
     def clear(self) -> None:
         """Forget everything but the blocks, at the end of a step, which may have failed."""
-        for arrival in self._arriving.values():  # else a late copy might overwrite later results
-            arrival()
         for away in self._away.values():
-            # Copies to the host run one after another, so later ones need not wait.
-            self.blocks.give_back(away.blocks)
+            for group in away.groups:
+                self._forget(group)
         self._here.clear()
         self._away.clear()
-        self._arriving.clear()
+        self._leaving.clear()
         self.num_bytes = 0
         if "blocks" in vars(self):  # something has moved
             self.blocks.end_step()
 
     def assert_empty(self) -> None:
-        units = [*self._here, *self._away, *self._arriving]
+        units = [*self._here, *self._away]
         assert not units, f"activations outlived the step: {units}"
 
 
