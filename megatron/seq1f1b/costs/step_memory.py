@@ -140,16 +140,16 @@ class RankOrder:
         self,
         placement: Placement,
         rank: int,
-        actions: Sequence[Action],
+        actions: Iterable[Action],
         paired: Set[Action] = frozenset(),
         layers_leaving: int = 0,
     ) -> None:
         """`actions` are compute actions and moves to the host, in order; those in `paired` run beside the next. At most
         `layers_leaving` leave at once; 0: units move as a whole."""
-        away = {action.unit for action in actions if action.kind is Kind.OFFLOAD}
         self.rank = rank
-        self.actions = list(_when_freed(actions))
-        self.given = actions
+        self.given = tuple(actions)
+        self.actions = list(_when_freed(self.given))
+        away = {action.unit for action in self.given if action.kind is Kind.OFFLOAD}
         self.units_by_layer: UnitsByLayer | None = None
         if layers_leaving and away:
             self.actions = [action for action in self.actions if action.kind in COMPUTE_KINDS]
