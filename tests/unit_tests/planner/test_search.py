@@ -14,7 +14,7 @@ from megatron.seq1f1b.costs.simulator import predict
 from megatron.seq1f1b.costs.training_setup import ALL_BUT_ATTENTION, FULL, Moves
 from megatron.seq1f1b.planner import bounds, search
 from megatron.seq1f1b.planner.breakdown import breakdown
-from megatron.seq1f1b.planner.fitting import fits, fitted, host_in_flight
+from megatron.seq1f1b.planner.fitting import fits, fitted, host_in_flight, layers_leaving
 from megatron.seq1f1b.planner.rank_ends import rank_ends
 from megatron.seq1f1b.planner.search import Search, predict_candidate
 from megatron.seq1f1b.planner.space import (
@@ -56,7 +56,12 @@ def test_the_best_of_everything_that_fits(everything, limit):
 def test_what_does_not_fit_moves_to_the_host_if_that_is_fastest():
     question = linked(1e12, memory_gib=1.45, host_gib=2, recomputes=("none",))
     by_1f1b = [each for each in candidates(question) if each.setup.family == "1f1b"]
-    found = ((each, fitted(each.setup, question.budget, Moves.UNITS)) for each in by_1f1b)
+    by_layer = [
+        replace(each, setup=replace(each.setup, layers_leaving=most))
+        for each in by_1f1b
+        for most in layers_leaving(each.setup, question.machine)
+    ]
+    found = ((each, fitted(each.setup, question.budget, Moves.UNITS)) for each in by_1f1b + by_layer)
     moved = [replace(each, setup=setup) for each, setup in found if setup is not None and setup.offloads]
     moving = [predict_candidate(each, question) for each in moved]
     (best,) = Search(question).best(1)
@@ -137,7 +142,7 @@ def test_ranks_end_as_in_the_simulation(family):
         assert rank_ends(family, shape, has_pairs).by(costs) == pytest.approx(ends_of(simulate(schedule, costs)))
         if has_pairs:
             tenths = [tuple(seconds / 10 for seconds in row) for row in f]
-            hidden = PairTimes([PairRow(row, row, row, row) for row in tenths])
+            hidden = PairTimes([PairRow(row, row, row, row, row, row) for row in tenths])
             costs = replace(costs, message_f=nothing, message_b=nothing)
             executed = execute_lowered(lower(schedule), costs, pairs=hidden)
             assert rank_ends(family, shape, has_pairs).by(costs, hidden) == pytest.approx(ends_of(executed))
