@@ -9,6 +9,7 @@ from typing import NamedTuple
 from ..schedule import Action
 from .layer_times import LayerTime, Parts, dispatched_again, layer_times
 from .machine import Machine
+from .stage_times import launch_times, rows_of_stage
 from .training_setup import StageLayers, TrainingSetup, of_stages
 
 Row = tuple[float, ...]  # by segment
@@ -21,6 +22,9 @@ class PairRow(NamedTuple):
     compute_f: Row  # what an exchange can pass behind
     exchange_b: Row
     compute_b: Row
+    # What the device takes longer than the host needs to launch all of it.
+    beyond_launch_f: Row
+    beyond_launch_b: Row
 
 
 class PairTimes:
@@ -31,12 +35,13 @@ class PairTimes:
 
     def saved(self, forward: Action, backward: Action) -> float:
         """What the two take less beside each other than one after the other: each hides its exchange behind the compute
-        of the other, layer by layer."""
+        of the other, layer by layer. The host launches both, one after the other."""
         row_f = self.rows[forward.stage]
         row_b = self.rows[backward.stage]
         hidden_f = min(row_f.exchange_f[forward.segment], row_b.compute_b[backward.segment])
         hidden_b = min(row_b.exchange_b[backward.segment], row_f.compute_f[forward.segment])
-        return hidden_f + hidden_b
+        beyond_launch = row_f.beyond_launch_f[forward.segment] + row_b.beyond_launch_b[backward.segment]
+        return min(hidden_f + hidden_b, beyond_launch)
 
     @cached_property
     def most_hidden(self) -> tuple[tuple[Row, Row], ...]:
@@ -92,8 +97,9 @@ def pair_row(setup: TrainingSetup, machine: Machine, stage: StageLayers) -> Pair
         return PairRow(*(tuple(chain(*columns)) for columns in zip(*of_parts, strict=True)))
     shown = machine.device.exchange_multiprocessors / machine.device.multiprocessors
     of_layers = [(count, layer_times(setup, machine, layer)) for layer, count in stage.layers]
+    launch_f, launch_b = (launching + machine.host.action for launching in launch_times(setup, machine, stage))
     columns = []
-    for segment in range(len(setup.spans)):
+    for segment, (f, i, w) in enumerate(zip(*rows_of_stage(setup, machine, stage), strict=True)):
         times = [(count, of_segments[segment]) for count, of_segments in of_layers]
         columns.append(
             (
@@ -101,6 +107,8 @@ def pair_row(setup: TrainingSetup, machine: Machine, stage: StageLayers) -> Pair
                 sum(count * _computing(time.forward) for count, time in times),
                 (1 - shown) * sum(count * _exchanged_back(setup, time) for count, time in times),
                 sum(count * (_computing(time.input) + time.weight) for count, time in times),
+                f - launch_f,
+                i + w - launch_b,
             )
         )
     return PairRow(*zip(*columns, strict=True))

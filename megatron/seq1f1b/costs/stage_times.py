@@ -37,14 +37,23 @@ def _times_with_recomputation(setup: TrainingSetup, machine: Machine, layer: int
     )
 
 
+def launch_times(setup: TrainingSetup, machine: Machine, stage: StageLayers) -> tuple[float, float]:
+    """What the host needs for the kernels of a forward and of a backward of a stage."""
+    num_layers = sum(count for _, count in stage.layers)
+    forward = num_layers * machine.host.layer_forward
+    backward = num_layers * machine.host.layer_backward
+    if setup.recomputes_layers:
+        backward += forward
+    return forward, backward
+
+
 @lru_cache(maxsize=8192)
-def _rows(setup: TrainingSetup, machine: Machine, stage: StageLayers) -> StageRows:
+def rows_of_stage(setup: TrainingSetup, machine: Machine, stage: StageLayers) -> StageRows:
     """Those of one stage."""
     host = machine.host
     num_layers = sum(count for _, count in stage.layers)
     times = [(count, _times_with_recomputation(setup, machine, layer)) for layer, count in stage.layers]
-    launch_f = num_layers * host.layer_forward
-    launch_b = num_layers * host.layer_backward + (launch_f if setup.recomputes_layers else 0.0)
+    launch_f, launch_b = launch_times(setup, machine, stage)
     # Sharded parameters are gathered in both directions and their gradients reduced, beside compute.
     reduce = gather = 0.0
     if setup.shards_parameters:
@@ -82,7 +91,7 @@ def stage_rows(setup: TrainingSetup, machine: Machine) -> Sequence[StageRows]:
 @lru_cache(maxsize=8192)
 def rows_of_stages(alone: TrainingSetup, machine: Machine, layers_per_stage: tuple[int, ...]) -> Sequence[StageRows]:
     """Those of these stages, from a set-up with a fixed value of all that does not matter to a single layer."""
-    return of_stages(alone.model, layers_per_stage, lambda stage: _rows(alone, machine, stage))
+    return of_stages(alone.model, layers_per_stage, lambda stage: rows_of_stage(alone, machine, stage))
 
 
 def balanced_layers(setup: TrainingSetup, placement: Placement, machine: Machine, least: int = 1) -> tuple[int, ...]:
@@ -94,7 +103,7 @@ def balanced_layers(setup: TrainingSetup, placement: Placement, machine: Machine
 @lru_cache(maxsize=1 << 16)
 def _balanced(alone: TrainingSetup, placement: Placement, machine: Machine, least: int) -> tuple[int, ...]:
     layers, first, last = (
-        sum(map(sum, _rows(alone, machine, StageLayers(*stage))))
+        sum(map(sum, rows_of_stage(alone, machine, StageLayers(*stage))))
         for stage in ((alone.stages[0].layers, False, False), ((), True, False), ((), False, True))
     )
     layer = layers / alone.model.num_layers

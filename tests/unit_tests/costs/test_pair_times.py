@@ -1,6 +1,7 @@
 """A forward and a backward beside each other: each hides its exchange of experts behind the compute of the other."""
 
 from dataclasses import replace
+from itertools import chain
 
 import pytest
 
@@ -31,13 +32,24 @@ MIXTURE = TrainingSetup(
 @pytest.mark.parametrize("exchange_f, hidden_f", [(2.0, 2.0), (9.0, 5.0)])
 @pytest.mark.parametrize("exchange_b, hidden_b", [(1.0, 1.0), (7.0, 3.0)])
 def test_an_exchange_is_hidden_up_to_the_compute_of_the_other(exchange_f, hidden_f, exchange_b, hidden_b):
-    first = PairRow(exchange_f=(0.0,), compute_f=(0.0,), exchange_b=(exchange_b,), compute_b=(5.0,))
-    last = PairRow(exchange_f=(exchange_f,), compute_f=(3.0,), exchange_b=(0.0,), compute_b=(0.0,))
+    any_time = {"beyond_launch_f": (9.0,), "beyond_launch_b": (9.0,)}
+    first = PairRow(exchange_f=(0.0,), compute_f=(0.0,), exchange_b=(exchange_b,), compute_b=(5.0,), **any_time)
+    last = PairRow(exchange_f=(exchange_f,), compute_f=(3.0,), exchange_b=(0.0,), compute_b=(0.0,), **any_time)
     times = PairTimes([first, last])
     assert times.saved(parse_action("1F2"), parse_action("0B1")) == hidden_f + hidden_b
     assert times.saved(parse_action("0F2"), parse_action("1B1")) == 0
     assert times.most_hidden == (((0.0,), (min(exchange_b, 3.0),)), ((hidden_f,), (0.0,)))
     assert times.most_saved == hidden_f + min(exchange_b, 3.0)
+
+
+def test_a_pair_takes_as_long_as_its_launches():
+    """Short segments wait for the host, which launches a forward and a backward one after the other."""
+    units = tuple(map(parse_action, ("0F1", "0B0")))
+    long, short = (replace(MIXTURE, sequence_length=tokens, segments=(tokens,)) for tokens in (4096, 128))
+    times = pair_times(long, MACHINE)
+    assert times.saved(*units) == sum(chain.from_iterable(times.most_hidden[0]))
+    times = pair_times(short, MACHINE)
+    assert times.most_saved > 0 and times.saved(*units) == pytest.approx(0, abs=1e-9)
 
 
 # Kernels of an exchange take 20 of 132 multiprocessors from what runs beside it.
