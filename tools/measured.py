@@ -191,12 +191,13 @@ TABLES = (
     Table(
         "Activations on the host",
         "offload",
-        "The stage above with a share of its activations in the memory of the host. *Hidden*: the part of the copies "
-        "that runs beside compute.",
+        "The stage above with a share of its activations in the memory of the host: whole units, or layer by layer "
+        "where a number of layers may leave at once. *Hidden*: the part of the copies that runs beside compute.",
         (
             TOKENS,
             SEGMENTS,
             Column("share", number("share", "g")),
+            Column("layers leaving", number("layers_leaving", "d")),
             SECONDS,
             Column("GiB", number("peak_gib", ".2f")),
             Column("GiB on the host", number("host_gib", ".2f")),

@@ -18,7 +18,7 @@ from megatron.seq1f1b.costs.machine import Machine, read_machine
 from megatron.seq1f1b.costs.model_shape import ModelShape
 from megatron.seq1f1b.costs.simulator import predict
 from megatron.seq1f1b.costs.training_setup import TrainingSetup
-from megatron.seq1f1b.model import Segment, link_rate
+from megatron.seq1f1b.model import HostMemory, Segment, link_rate
 from megatron.seq1f1b.runtime.recorder import Recorder
 from megatron.seq1f1b.schedule import Action, Kind, Placement, units_to_move, with_moves
 from support.segments import of_lengths
@@ -204,6 +204,7 @@ def shortest(stage: Stage, segments: list[Segment], actions: list[Action]) -> tu
 class Offloaded(NamedTuple):
     """A step with a share of its activations on the host."""
 
+    name: str
     seconds: float
     peak: float
     moved: int  # bytes to the host, and as many back
@@ -214,11 +215,16 @@ def offload(report: Report, args: argparse.Namespace, stage: Stage) -> None:
     """Time and peak with and without, gradients, and whether steps leave anything behind."""
     length, microbatches, k = (64, 2, 4) if args.tiny else (16384, 16, 4)
     order, segments = first_rank(microbatches, k), stage.segments(length, k)
-    found = {}
+    found: list[Offloaded] = []
     rate = link_rate(torch.device(args.device), lambda: None)
     is_judged = args.device == "cuda" and not args.tiny
-    for share in (0.0, 0.5, 1.0):
-        actions, left = with_moves(order, units_to_move(order, share)), []
+    for share, layers_leaving in ((0.0, 0), (0.5, 0), (1.0, 0), (1.0, 2)):
+        by_layer = layers_leaving > 0
+        name = f"offload {share:g}"
+        if by_layer:
+            name += " by layer"
+        stage.move(HostMemory(layers_leaving))
+        actions, left = with_moves(order, units_to_move(order, share, by_layer=by_layer), by_layer=by_layer), []
         for _ in range(3):  # the first warms up, and pins the memory of the host
             stage.free()
             torch.manual_seed(1)
@@ -226,14 +232,16 @@ def offload(report: Report, args: argparse.Namespace, stage: Stage) -> None:
                 took, _ = seconds(args.device, partial(stage.run, segments, actions))
             left.append(torch.cuda.memory_allocated(stage.device))
         peak, moved = recorder.reading().peak_memory, stage.moved_bytes
-        found[share] = Offloaded(took, peak, moved, [parameter.grad for parameter in stage.model.parameters()])
-        plain = found[0.0].seconds
+        gradients = [parameter.grad for parameter in stage.model.parameters()]
+        found.append(Offloaded(name, took, peak, moved, gradients))
+        plain = found[0].seconds
         copying = moved / rate  # beside one another, there and back
         report.figure(
             "offload",
             length=length,
             segments=k,
             share=share,
+            layers_leaving=layers_leaving,
             seconds_per_sequence=took / microbatches,
             peak_gib=peak / GIB,
             host_gib=stage.host_memory.most_bytes / GIB,
@@ -241,14 +249,19 @@ def offload(report: Report, args: argparse.Namespace, stage: Stage) -> None:
             link_gb_per_s=rate / 1e9,
             hidden_share=max(0.0, 1 - max(0.0, took - plain) / copying) if moved else None,
         )
-        name = f"offload {share:g}: the third step leaves as much as the second"
-        report.check(name, left[2] == left[1] if is_judged else None, f"{left[2] - left[1]} bytes more")
-    plain, all_moved = found[0.0], found[1.0]
-    pairs = zip(all_moved.gradients, plain.gradients, strict=True)
-    worst = max(((ours - own).float().norm() / own.float().norm().clamp(min=1e-12)).item() for ours, own in pairs)
-    report.check("offload 1: gradients are those without", worst < 1e-2, f"{worst:.1e} apart")
-    less = all_moved.peak < plain.peak
-    report.check("offload 1: less memory", less if is_judged else None, f"{all_moved.peak / plain.peak:.2f} of it")
+        leaves_as_much = left[2] == left[1] if is_judged else None
+        report.check(
+            f"{name}: the third step leaves as much as the second", leaves_as_much, f"{left[2] - left[1]} bytes more"
+        )
+    stage.move(HostMemory())
+    plain, _, all_moved, by_layer = found
+    for moved in (all_moved, by_layer):
+        pairs = zip(moved.gradients, plain.gradients, strict=True)
+        worst = max(((ours - own).float().norm() / own.float().norm().clamp(min=1e-12)).item() for ours, own in pairs)
+        report.check(f"{moved.name}: gradients are those without", worst < 1e-2, f"{worst:.1e} apart")
+    for moved, other in ((all_moved, plain), (by_layer, all_moved)):
+        less = moved.peak < other.peak if is_judged else None
+        report.check(f"{moved.name}: less memory", less, f"{moved.peak / other.peak:.2f} of {other.name}")
     # A link too slow to be hidden is no fault of the schedule: the copies are then the step.
     bound = max(plain.seconds, all_moved.moved / rate)
     report.check(
