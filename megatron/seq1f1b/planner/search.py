@@ -154,17 +154,27 @@ class Search:
 
     def fastest_first(self, below: float = inf) -> Iterator[Plan]:
         """All configurations of the named families that fit in less than `below` seconds."""
+        for least, plan in self.by_bounds():
+            if least >= below:
+                return
+            if plan is not None:
+                yield plan
+
+    def by_bounds(self) -> Iterator[tuple[float, Plan | None]]:
+        """The seconds that all that is left takes at least, ascending, after each item; with a configuration where it
+        takes them."""
         question = self.question
         first_ones = [each for sizes in parallel_sizes(question) for each in _first_ones(question, sizes)]
         bounds = (least_seconds_of_any(each.setup, question, each.segments[0]) for each in first_ones)
         waiting: list[tuple[float, int, Any]] = [*zip(bounds, count(), first_ones)]
         heapify(waiting)
         numbers = count(len(waiting))  # decide between equal bounds
-        while waiting and waiting[0][0] < below:
+        while waiting:
+            bound, _, first = waiting[0]
+            yield bound, first if isinstance(first, Plan) else None
             self._progress(len(waiting))
-            bound, _, first = heappop(waiting)
+            heappop(waiting)
             if isinstance(first, Plan):
-                yield first
                 continue
             for least, each in self._closer(first):
                 heappush(waiting, (max(bound, least), next(numbers), each))
@@ -189,7 +199,7 @@ class Search:
                 yield min(map(self._least_seconds_in_order, fastest)), _Timed(item)
             case _Timed(_AlikeCuts(_, of_setups)):
                 for cut in of_setups:
-                    yield min(least_seconds(each.setup, machine) for each in cut.ranked), cut
+                    yield min(self._least_seconds(each.setup) for each in cut.ranked), cut
             case _Cuts():
                 yield from self._fitting(item)
             case _TooLarge(ranked):
@@ -205,6 +215,10 @@ class Search:
     def _least_seconds_away(self, setup: TrainingSetup, segments: int) -> float:
         """A lower bound from copies to the host; inf if the set-up cannot fit."""
         return least_seconds_away(partitioned(self.question, setup), self.question.budget, segments)
+
+    def _least_seconds(self, setup: TrainingSetup) -> float:
+        """A lower bound from compute."""
+        return least_seconds(setup, self.question.machine)
 
     def _least_seconds_in_order(self, setup: TrainingSetup) -> float:
         """A lower bound by the order of actions."""
@@ -250,7 +264,6 @@ class Search:
         """The first allowed cut that fits. Those before it come as one item, since they may fit with activations on the
         host."""
         question = self.question
-        machine = question.machine
         budget = question.budget
         too_large = []
         fitting = None
@@ -263,9 +276,9 @@ class Search:
         if budget.host and may_move(found.ranked[0].setup):
             accepted = tuple(filter(question.accepts, too_large))
             if accepted:
-                yield least_seconds(accepted[0].setup, machine), _TooLarge(accepted)
+                yield self._least_seconds(accepted[0].setup), _TooLarge(accepted)
         if fitting is not None:
-            yield least_seconds(fitting.setup, machine), fitting
+            yield self._least_seconds(fitting.setup), fitting
 
     def _moved(self, ranked: tuple[Candidate, ...]) -> Iterator[tuple[float, Candidate]]:
         """The first cut that fits with activations on the host, each way to move them, if the host has room. Units move

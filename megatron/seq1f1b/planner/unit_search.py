@@ -9,8 +9,10 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
+from heapq import merge
 from itertools import accumulate, chain, islice
 from math import ceil, inf, log2
+from operator import itemgetter
 from random import Random
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -135,6 +137,7 @@ class UnitSearch:
         self.fullest = (longest, *sorted(fullest)[:-1])
         self.tokens = fmean(map(sum, self.steps))
         self.histogram = counts
+        self._predicted = lru_cache(maxsize=1024)(self._predict_step)
 
     def best(self, count: int = 5) -> list[UnitPlan]:
         """The `count` configurations with the most tokens per second that fit, best first. Units of which a step has
@@ -150,12 +153,10 @@ class UnitSearch:
     def _best(self, sizes: Sequence[int], count: int) -> list[UnitPlan]:
         """Those for units of some sizes: chosen by the likely slowest replica of each step, then predicted with the
         slowest of all."""
-        found: list[Plan] = []
-        for unit_tokens in sorted(sizes, reverse=True):
-            below = found[-1].seconds if len(found) == count else inf
-            found += islice(_SearchOfUnits(self, unit_tokens).fastest_first(below), count)
-            found = sorted(found, key=lambda plan: plan.seconds)[:count]
-        return sorted((self.predict(plan.candidate) for plan in found), key=lambda plan: plan.seconds)
+        searches = [_SearchOfUnits(self, size).by_bounds() for size in sizes]
+        fastest_first = (plan for _, plan in merge(*searches, key=itemgetter(0)) if plan is not None)
+        found = [self.predict(plan.candidate) for plan in islice(fastest_first, count)]
+        return sorted(found, key=lambda plan: plan.seconds)
 
     def way_out(self) -> ValueError:
         """The error for a question without a plan."""
@@ -225,17 +226,25 @@ class UnitSearch:
         memory = (memory_of_order(of_step, packed.rank_order(setup, order, rank)) for rank in fullest_ranks(setup))
         return all(rank.total <= self.question.budget.device for rank in memory)
 
-    def least_seconds(self, candidate: Candidate, bound: Callable[..., float]) -> float:
-        """A lower bound of `predict_likely`, by one of the bounds of `PackedSteps`."""
+    def least_seconds_of_compute(self, candidate: Candidate) -> float:
+        """A lower bound of `predict_likely` from compute."""
         packed = self.packed(candidate)
+        setup = candidate.setup
         machine = self.question.machine
-        slowest = packed.likely_slowest(candidate.setup, machine)
-        return fmean(bound(packed, candidate.setup, machine, order) for order in slowest)
+        slowest = packed.likely_slowest(setup, machine)
+        return fmean(packed.least_seconds_of_compute(setup, machine, order) for order in slowest)
+
+    def least_seconds(self, candidate: Candidate) -> float:
+        """A lower bound of `predict_likely` from compute and messages in time."""
+        packed = self.packed(candidate)
+        setup = candidate.setup
+        machine = self.question.machine
+        return fmean(packed.least_seconds(setup, machine, order) for order in packed.likely_slowest(setup, machine))
 
     def predict_likely(self, candidate: Candidate) -> UnitPlan:
         """The plan of a candidate for average units with the likely slowest replica of each step."""
         packed = self.packed(candidate)
-        return self._predict(candidate, packed.likely_slowest(candidate.setup, self.question.machine))
+        return self._plan(candidate, packed.likely_slowest(candidate.setup, self.question.machine))
 
     def predict(self, candidate: Candidate) -> UnitPlan:
         """The plan of a candidate for average units, whether it fits or not. A step takes as long as its slowest
@@ -246,26 +255,31 @@ class UnitSearch:
         def least_seconds(order: Order) -> float:
             return packed.least_seconds(candidate.setup, machine, order)
 
-        return self._predict(candidate, [max(set(step), key=least_seconds) for step in packed.steps])
+        return self._plan(candidate, [max(set(step), key=least_seconds) for step in packed.steps])
 
-    def _predict(self, candidate: Candidate, slowest: Sequence[Order]) -> UnitPlan:
+    def _plan(self, candidate: Candidate, slowest: Sequence[Order]) -> UnitPlan:
         """The plan by the slowest replica of each step."""
         packed = self.packed(candidate)
-        setup = candidate.setup
-
-        def predicted(order: Order) -> Prediction:
-            return predict(packed.setup_of(setup, order), self.question.machine, packed.schedule(setup, order))
-
         length = self.question.sequence_length
-        share = self.question.global_batch_size // setup.data_parallel
-        whole = replace(setup, sequence_length=length, segments=(length,), seen=(), num_microbatches=share)
+        whole = candidate.setup.but(
+            sequence_length=length,
+            segments=(length,),
+            seen=(),
+            num_microbatches=self.question.global_batch_size // candidate.setup.data_parallel,
+        )
         return UnitPlan(
             candidate=replace(candidate, setup=whole),
-            prediction=predicted(packed.fullest),
-            steps=tuple(map(predicted, slowest)),
+            prediction=self._predicted(candidate, packed.fullest),
+            steps=tuple(self._predicted(candidate, order) for order in slowest),
             tokens=self.tokens,
             padding=packed.padding,
         )
+
+    def _predict_step(self, candidate: Candidate, order: Order) -> Prediction:
+        """The step of one replica."""
+        packed = self.packed(candidate)
+        setup = candidate.setup
+        return predict(packed.setup_of(setup, order), self.question.machine, packed.schedule(setup, order))
 
     def packed(self, candidate: Candidate) -> PackedSteps:
         """The drawn steps, and the fullest one, as a candidate has them."""
@@ -279,12 +293,6 @@ class UnitSearch:
             flops=paper_flops(setup.model),
             equal_counts=_has_equal_counts(setup),
         )
-
-
-class _Computed(NamedTuple):
-    """A candidate whose bound has the compute of the drawn steps."""
-
-    candidate: Candidate
 
 
 class _Timed(NamedTuple):
@@ -311,9 +319,8 @@ class _SearchOfUnits(Search):
     def _closer(self, item: Any) -> Iterator[tuple[float, Any]]:
         match item:
             case Candidate(setup):
-                yield self._least_seconds_in_order(setup), _Computed(self._in_units(setup))
-            case _Computed(candidate):
-                yield self._units.least_seconds(candidate, PackedSteps.least_seconds), _Timed(candidate)
+                candidate = self._in_units(setup)
+                yield self._units.least_seconds(candidate), _Timed(candidate)
             case _Timed(candidate):
                 plan = self._units.predict_likely(candidate)
                 if plan.fits(self.question.budget):
@@ -325,8 +332,11 @@ class _SearchOfUnits(Search):
         least = self._units.least_bytes(self._in_units(partitioned(self.question, setup)))
         return 0.0 if least <= self.question.budget.device else inf
 
+    def _least_seconds(self, setup: TrainingSetup) -> float:
+        return self._units.least_seconds_of_compute(self._in_units(setup))
+
     def _least_seconds_in_order(self, setup: TrainingSetup) -> float:
-        return self._units.least_seconds(self._in_units(setup), PackedSteps.least_seconds_of_compute)
+        return self._least_seconds(setup)  # most set-ups do not fit, and are left out before their order is made
 
     def _in_units(self, setup: TrainingSetup) -> Candidate:
         return Candidate(setup, unit_tokens=self._unit_tokens)
