@@ -9,6 +9,7 @@ from functools import cache, lru_cache, singledispatch
 from heapq import heapify, heapreplace
 from itertools import chain, pairwise
 from operator import add
+from typing import NamedTuple
 
 from ..schedule import Costs, Placement
 from ..schedule.cost_tables import Table
@@ -37,6 +38,21 @@ def _times_with_recomputation(setup: TrainingSetup, machine: Machine, layer: int
     )
 
 
+class _Seconds(NamedTuple):
+    """One segment on one layer: its forward, its input gradients and its weight gradients."""
+
+    forward: float
+    input: float
+    weight: float
+
+
+@lru_cache(maxsize=8192)
+def _seconds_of_layer(setup: TrainingSetup, machine: Machine, layer: int) -> tuple[_Seconds, ...]:
+    """Those of a layer by segment; stages share them."""
+    times = _times_with_recomputation(setup, machine, layer)
+    return tuple(_Seconds(each.forward.total, each.input.total, each.weight) for each in times)
+
+
 def launch_times(setup: TrainingSetup, machine: Machine, stage: StageLayers) -> tuple[float, float]:
     """What the host needs for the kernels of a forward and of a backward of a stage."""
     num_layers = sum(count for _, count in stage.layers)
@@ -47,12 +63,12 @@ def launch_times(setup: TrainingSetup, machine: Machine, stage: StageLayers) -> 
     return forward, backward
 
 
-@lru_cache(maxsize=8192)
+@lru_cache(maxsize=1 << 15)
 def rows_of_stage(setup: TrainingSetup, machine: Machine, stage: StageLayers) -> StageRows:
     """Those of one stage."""
     host = machine.host
     num_layers = sum(count for _, count in stage.layers)
-    times = [(count, _times_with_recomputation(setup, machine, layer)) for layer, count in stage.layers]
+    of_layers = [(count, _seconds_of_layer(setup, machine, layer)) for layer, count in stage.layers]
     launch_f, launch_b = launch_times(setup, machine, stage)
     # Sharded parameters are gathered in both directions and their gradients reduced, beside compute.
     reduce = gather = 0.0
@@ -60,13 +76,16 @@ def rows_of_stage(setup: TrainingSetup, machine: Machine, stage: StageLayers) ->
         reduce, gather = replica_times(setup, machine, *setup.stage_parameters(stage))
     rows = []
     for index, span in enumerate(setup.spans):
-        forward = sum(count * of_layer[index].forward.total for count, of_layer in times)
-        back = sum(count * of_layer[index].input.total for count, of_layer in times)
-        weight = sum(count * of_layer[index].weight for count, of_layer in times)
+        forward = back = weight = 0.0
+        for count, of_segments in of_layers:
+            seconds = of_segments[index]
+            forward += count * seconds.forward
+            back += count * seconds.input
+            weight += count * seconds.weight
         for end_time, is_here in ((embedding_time, stage.is_first), (head_time, stage.is_last)):
             if is_here:
                 forward, back, weight = map(add, (forward, back, weight), end_time(setup, machine, *span))
-        copied = stage_moved(setup, stage, *span)
+        copied = stage_moved(setup, stage, *span) if setup.moves_parts else 0.0
         copying = copied / machine.device.host_bandwidth if copied else 0.0
         total = max(back + weight, launch_b, copying, gather + reduce) + host.action
         weight *= (total - host.action) / (back + weight) if setup.splits_backward and weight else 1.0
