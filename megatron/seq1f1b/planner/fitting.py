@@ -1,7 +1,4 @@
-"""The memory of the ranks that may be fullest, and what has to move to the host so that it fits.
-
-Tested in planner/test_search.py.
-"""
+"""The memory of the ranks that may be fullest, and what has to move to the host so that it fits."""
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
@@ -11,7 +8,7 @@ from ..costs.layer_bytes import moved_bytes
 from ..costs.machine import Machine
 from ..costs.stage_times import stage_rows
 from ..costs.step_memory import Memory, RankOrder, host_bytes, memory_of_order
-from ..costs.training_setup import Moves, TrainingSetup
+from ..costs.training_setup import Moves, StageLayers, TrainingSetup, of_stages
 from ..schedule import Shape, clock_of, units_to_move, with_moves
 from .space import MemoryBudget
 
@@ -20,11 +17,20 @@ _FEW_LAYERS = 2
 
 
 def fullest_ranks(setup: TrainingSetup) -> Iterable[int]:
-    """The ranks that may be fullest: the first has the most units, the last the loss, a third may have most layers."""
-    ranks = range(setup.pipeline_parallel)
-    layers = setup.layers_per_stage
-    deepest = max(ranks, key=lambda rank: sum(layers[stage] for stage in setup.placement.stages_of(rank)))
-    return dict.fromkeys((0, ranks[-1], deepest))
+    """The ranks that may be fullest: the first has the most units, the last the loss, a third the largest layers."""
+    return dict.fromkeys((0, setup.pipeline_parallel - 1, _rank_of_largest_layers(setup)))
+
+
+def _rank_of_largest_layers(setup: TrainingSetup) -> int:
+    """The first rank whose layers have the most parameters: of two with as many layers one may have dense ones, and the
+    other experts."""
+
+    def of_layers(stage: StageLayers) -> float:
+        return sum(count * sum(setup.layer_parameters(layer)) for layer, count in stage.layers)
+
+    sizes = of_stages(setup.model, setup.layers_per_stage, of_layers)
+    stages_of = setup.placement.stages_of
+    return max(range(setup.pipeline_parallel), key=lambda rank: sum(sizes[stage] for stage in stages_of(rank)))
 
 
 def memory_in_flight(setup: TrainingSetup) -> Iterator[Memory]:
