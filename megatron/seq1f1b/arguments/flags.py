@@ -4,7 +4,6 @@ Tested in arguments/test_config.py.
 """
 
 import argparse
-import difflib
 import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -13,6 +12,7 @@ from math import inf
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ..files.near import did_you_mean
 from ..partition import STRATEGIES
 from ..process.ranks import warn_on_rank_0
 from ..schedule import FAMILY_NAMES, PLACEMENTS, splitting_families
@@ -148,13 +148,13 @@ class _Splits(argparse.Action):
 
 def refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
     """Replaces `ArgumentParser.error`, which prints the usage, several hundred lines, on every rank."""
-    near: list[str] = []
+    near = ""
     if message.startswith("unrecognized arguments: "):
         unknown = message.removeprefix("unrecognized arguments: ").split()[0]
-        near = difflib.get_close_matches(unknown, parser._option_string_actions, n=1)
+        near = did_you_mean(unknown, parser._option_string_actions)
     elif choice := re.search(r"invalid choice: '(.+?)' \(choose from (.+)\)", message):
-        near = difflib.get_close_matches(choice[1], re.findall(r"[^', ]+", choice[2]), n=1)
-    raise ValueError(f"{message} (did you mean {near[0]}?)" if near else message)
+        near = did_you_mean(choice[1], re.findall(r"[^', ]+", choice[2]))
+    raise ValueError(f"{message} ({near})" if near else message)
 
 
 def parse_options(options: Mapping[str, Any]) -> argparse.Namespace:

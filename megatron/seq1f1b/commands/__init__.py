@@ -9,12 +9,12 @@ import os
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from errno import ENOSPC
 from importlib import import_module
 from importlib.metadata import version
 from types import MappingProxyType
 
+from ..files.near import did_you_mean
 from ..process.sentences import say, sentence_of
 
 # Name -> (module, what it does).
@@ -52,8 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name == "--print-completion":
         return _run("completion", words)
     if name not in COMMANDS:
-        near = get_close_matches(name, COMMANDS, n=1)
-        way_out = f"did you mean {near[0]}?" if near else f"it has {', '.join(COMMANDS)}"
+        way_out = did_you_mean(name, COMMANDS) or f"it has {', '.join(COMMANDS)}"
         say(f"seq1f1b has no command {name!r}; {way_out}")
         return 2
     sys.argv[0] = f"seq1f1b {name}"  # for --help

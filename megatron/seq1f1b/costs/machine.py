@@ -8,7 +8,6 @@ other nodes. The machines of this package lie in `machines/`, one TOML file each
 """
 
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from functools import lru_cache
 from math import ceil, log2
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Annotated
 from msgspec import Meta, Struct, structs
 
 from ..files import At0, Count, Positive, Share, read_toml
+from ..files.near import did_you_mean
 from .blocks import BYTES
 from .model_shape import ModelShape
 
@@ -244,8 +244,7 @@ def read_machine(machine: str | Path) -> Machine:
         path = Path(machine)
     if not path.exists():
         names = machine_names()
-        near = get_close_matches(str(machine), names, n=1)
-        way_out = f"did you mean {near[0]}?" if near else f"this package has {', '.join(names)}"
+        way_out = did_you_mean(str(machine), names) or f"this package has {', '.join(names)}"
         raise ValueError(f"--machine {machine}: there is no such machine, and no such file; {way_out}")
     file = read_toml(path, _File)
     node = Link(file.node.bandwidth, file.node.message_bandwidth, file.node.latency)

@@ -9,7 +9,6 @@ import re
 import reprlib
 import tomllib
 from collections.abc import Iterator, Sequence
-from difflib import get_close_matches
 from enum import Enum
 from io import StringIO
 from pathlib import Path
@@ -19,6 +18,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from ..schedule import read_text, reason
+from .near import did_you_mean
 
 # No number in a file is larger; this leaves room for products of some of them.
 _MOST = 1e30
@@ -153,8 +153,8 @@ def _meant(name: str, kind: Any, steps: Sequence[str]) -> str:
         known = [*get_args(kind)]
     else:
         known = [field.encode_name for field in msgspec.structs.fields(kind)]
-    near = get_close_matches(name, known, n=1)
-    return f"did you mean {near[0]!r}?" if near else f"the names are {', '.join(filter(None, known))}"
+    known = [*filter(None, known)]
+    return did_you_mean(name, known) or f"the names are {', '.join(known)}"
 
 
 def with_way_out(error: ValueError, way_out: str) -> ValueError:

@@ -100,6 +100,7 @@ class PackedSteps:
         self._parts_of = lru_cache(maxsize=1024)(self._make_parts)
         self.setup_of = lru_cache(maxsize=4096)(self._make_setup)
         self._work = lru_cache(maxsize=1024)(self._make_work)
+        self._most_saved = lru_cache(maxsize=1024)(self._find_most_saved)
         self.likely_slowest = lru_cache(maxsize=1024)(self._find_likely_slowest)
         self._clock = lru_cache(maxsize=256)(self._make_clock)
         self._rank_order = lru_cache(maxsize=1024)(self._make_rank_order)
@@ -190,8 +191,7 @@ class PackedSteps:
                 of_stages[stage] += count * seconds
         hidden = 0.0
         if setup.has_pairs:
-            most = pair_times(self.setup_of(setup, order), machine).most_saved
-            hidden = most * self._num_units(order) * setup.placement.num_chunks
+            hidden = self._most_saved(setup, machine) * self._num_units(order) * setup.placement.num_chunks
         ends = []
         around = 0.0
         for rank in range(setup.pipeline_parallel):
@@ -221,6 +221,11 @@ class PackedSteps:
                 )
             )
         return found
+
+    def _find_most_saved(self, setup: TrainingSetup, machine: Machine) -> float:
+        """The most seconds that a pair of units of any kinds saves."""
+        of_all_kinds = self.setup_of(setup, tuple(range(len(self.kinds))))
+        return pair_times(of_all_kinds, machine).most_saved
 
     def _num_units(self, order: Order) -> int:
         return sum(len(self.kinds[kind].lengths) for kind in order)

@@ -20,8 +20,8 @@ H100 = Path(machine.__file__).with_name("machines").joinpath("h100-80gb.toml").r
 @pytest.mark.parametrize(
     ("old", "new", "sentence"),
     [
-        ("peak_flops", "peak_flop", "device: 'peak_flop' is unknown; did you mean 'peak_flops'?"),
-        ("[host]", "[hosts]", "'hosts' is unknown; did you mean 'host'?"),
+        ("peak_flops", "peak_flop", "device: 'peak_flop' is unknown; did you mean peak_flops?"),
+        ("[host]", "[hosts]", "'hosts' is unknown; did you mean host?"),
         ("latency = 20e-6", "", "network: 'latency' is missing"),
         ("bandwidth = 360e9 ", "bandwidth = -1 ", "node.bandwidth: expected a number above 0, not -1"),
         ("peak_flops = 989e12", "peak_flops = 0", "device.peak_flops: expected a number above 0, not 0"),
