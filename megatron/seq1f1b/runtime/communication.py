@@ -24,8 +24,6 @@ from ..schedule import Action, Channel, Kind, Placement, channels_of
 
 _log = logging.getLogger(__name__)
 
-_GLOO_TAGS = {Kind.F: 1, Kind.B: 2}
-
 # Thread blocks of an NCCL kernel for messages, unless Megatron's configuration for `pp` sets a number. NCCL would take
 # up to 32 over NVLink, an eighth of an H100.
 MAX_CTAS = 4
@@ -48,8 +46,9 @@ class Message(NamedTuple):
 class Communicator:
     """Non-blocking messages between the ranks of one pipeline group; all ranks of the world create it together.
 
-    Messages that share an NCCL group would wait for each other, so there are several; gloo separates messages by tags.
-    No wait is longer than `timeout`.
+    Messages that share an NCCL group would wait for each other, so there are several. gloo announces a receive on the
+    connection of its group, where the announcement would wait behind messages that go the other way. No wait is longer
+    than `timeout`.
     """
 
     def __init__(
@@ -66,7 +65,6 @@ class Communicator:
         channels = sorted(channels_of_all)
         self._ranks = dist.get_process_group_ranks(group)
         self._rank = self._ranks.index(dist.get_rank())
-        self._group = group
         self._dtype = dtype
         self._device = device
         self._timeout = timeout
@@ -75,7 +73,7 @@ class Communicator:
         self.is_on_device = dist.get_backend(group) == "nccl"
         # gloo moves host memory only. Pinned buffers let several ranks share one GPU.
         self._is_staged = self._is_gloo and device.type == "cuda"
-        self._groups = {} if self._is_gloo or not channels else groups_per_communicator(group, channels, timeout)
+        self._groups = groups_per_communicator(group, channels, timeout) if channels else {}
         # A gloo send is complete only after a wait for it; with NCCL, the thread watches for late receives.
         self._wait_aside = thread_for_waits("sends" if self._is_gloo else "receives")
         if not self._is_gloo:
@@ -90,7 +88,7 @@ class Communicator:
         """Post a buffer for the next message of a channel, that of the RECV `action`."""
         device = "cpu" if self._is_staged else self._device
         buffer = torch.empty(shape, dtype=self._dtype, device=device, pin_memory=self._is_staged)
-        work: Any = dist.irecv(buffer, self._ranks[channel.source], **self._route(channel))
+        work: Any = dist.irecv(buffer, self._ranks[channel.source], group=self._groups[channel.communicator])
         message = Message(
             channel=channel,
             action=action,
@@ -119,7 +117,7 @@ class Communicator:
         if self._is_staged:
             tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
         tensor = tensor.contiguous()
-        work: Any = dist.isend(tensor, self._ranks[channel.destination], **self._route(channel))
+        work: Any = dist.isend(tensor, self._ranks[channel.destination], group=self._groups[channel.communicator])
         wait = self._wait_for(work)
         has_left = work.is_completed
         if self._is_gloo:
@@ -156,11 +154,6 @@ class Communicator:
             "--seq-length), and the forward step must return the model's output, in the type pipeline_dtype of its "
             "configuration"
         )
-
-    def _route(self, channel: Channel) -> dict:
-        if self._is_gloo:
-            return {"group": self._group, "tag": _GLOO_TAGS[channel.payload]}
-        return {"group": self._groups[channel.communicator]}
 
     def _wait_for(self, work: dist.Work) -> Callable[[], Any]:
         # With NCCL the stream waits; with a timeout the host would wait, too.

@@ -41,8 +41,8 @@ def wires(alone, monkeypatch):
     wires = SimpleNamespace(sent=[], received=[], works=[])
 
     def transfer(log):
-        def start(tensor, rank, group, tag):
-            log.append((tensor, rank, tag))
+        def start(tensor, rank, group):
+            log.append((tensor, rank, group))
             return wires.works.pop(0) if wires.works else Work()
 
         return start
@@ -50,6 +50,8 @@ def wires(alone, monkeypatch):
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 4])
     monkeypatch.setattr(dist, "isend", transfer(wires.sent))
     monkeypatch.setattr(dist, "irecv", transfer(wires.received))
+    groups = {FORWARD.communicator: "of activations", BACKWARD.communicator: "of gradients"}
+    monkeypatch.setattr(communication, "groups_per_communicator", lambda *_: groups)
     wires.communicator = Communicator(dist.group.WORLD, Placement(2), torch.float32, torch.device("cpu"), TIMEOUT)
     wires.sent.clear(), wires.received.clear()
     return wires
@@ -62,7 +64,7 @@ def test_messages_go_to_global_ranks_and_none_is_left(wires):
     wires.communicator.finish()
     ((sent, *to),), ((received, *origin),) = wires.sent, wires.received
     assert torch.equal(sent, torch.ones(2)) and received.shape == (3,)
-    assert to == [4, 1] and origin == [4, 2]
+    assert to == [4, "of activations"] and origin == [4, "of gradients"]
     wires.communicator.post_receive(BACKWARD, (3,))
     with pytest.raises(AssertionError, match="messages outlived the step"):
         wires.communicator.finish()
