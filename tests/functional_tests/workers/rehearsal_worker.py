@@ -35,7 +35,7 @@ class RealStage(RehearsedStage):
         super().__init__(args, installed().rehearse_in, bytes_outside)
         self.ledger = Ledger()
         self._stand_ins = ()
-        self._surroundings = Surroundings(host_memory=lambda: HostMemory(new_buffer=self.new_buffer))
+        self._surroundings = Surroundings(host_memory=partial(HostMemory, new_buffer=self.new_buffer))
 
     def new_buffer(self, num_bytes):
         self._host_bytes += num_bytes
