@@ -20,6 +20,7 @@ SCROLLED = """new Promise((done) => {
     scrollTo(0, document.body.scrollHeight);
     requestAnimationFrame(() => requestAnimationFrame(() => { scrollTo(0, 0); requestAnimationFrame(done); }));
 })"""
+PICTURES = "[...document.querySelectorAll('.md-content a.glightbox img')]"
 LINKS = "[...document.querySelectorAll('.md-search-result__link')].map((each) => each.href)"
 
 
@@ -90,3 +91,6 @@ def test_no_page_has_an_error_or_is_wider_than_the_screen(is_phone, site, page):
             "getComputedStyle(document.querySelector('.tests th:last-child') ?? document.body).display"
         )
         assert (shown == "none") == (is_phone and name == "compatibility/")
+        if is_phone:  # labels of pictures are as large as they were drawn: 6 points, 8 pixels
+            narrowest = page.evaluate(f"Math.min(...{PICTURES}.map((each) => each.getBoundingClientRect().width))")
+            assert narrowest is None or narrowest > 800, name

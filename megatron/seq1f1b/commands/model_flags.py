@@ -57,6 +57,15 @@ def preset_words(name: str, sequence_length: int) -> list[str]:
     return words
 
 
+def without_heads(words: Sequence[str]) -> list[str]:
+    """The flags of a model without heads that predict further tokens."""
+    left = list(words)
+    if "--mtp-num-layers" in left:
+        place = left.index("--mtp-num-layers")
+        del left[place : place + 2]
+    return left
+
+
 def training_flags(sequence_length: int, has_positions: bool = False) -> list[str]:
     """The flags to train a preset with: rotary positions, unless it has others, 16 bit, no dropout; each item is a flag
     with its values."""

@@ -35,7 +35,7 @@ from ..planner.way_out import way_out
 from . import plan_text
 from .launch_flags import decided_flags, read_launch
 from .launch_rules import LaunchRules
-from .model_flags import PRESETS, model_of, preset_words
+from .model_flags import PRESETS, model_of, preset_words, without_heads
 from .parsing import PICTURES, Parser, amount, amount_or_0, count, count_up_to, name_of, output_path
 from .plan_answer import Answer
 from .plan_json import write_answer
@@ -96,7 +96,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         args.seq_length = args.seq_length or -(-max(args.histogram) // _ROUND) * _ROUND
     if args.rehearse is not None and not args.rehearse.is_file():
         parser.error(f"--rehearse {args.rehearse}: there is no such script; name your own")
-    args.launch = read_launch(words, preset_words(args.model, args.seq_length) if args.model else ())
+    model = preset_words(args.model, args.seq_length) if args.model else []
+    args.launch = read_launch(words, model if args.lengths is None else without_heads(model))
+    args.leaves_heads_out = args.lengths is not None and without_heads(model) != model
     if args.model and args.launch.of_model:
         parser.error(f"--model {args.model} has its own {args.launch.of_model[0]}; drop one of them")
     return args
@@ -188,6 +190,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     print_plans(search, answer)
     print(plan_text.flags_of_both(answer.advised, answer.other, answer.megatron, flags_of))
     print_notes(search, rules, args.launch, flags_of(answer.advised))
+    if args.leaves_heads_out:
+        print(
+            f"The heads of {args.model} that predict further tokens are left out (--mtp-num-layers): units refuse them."
+        )
     if args.explain:
         print(plan_text.explained(answer.ours))
     if args.json is not None:

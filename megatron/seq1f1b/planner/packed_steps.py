@@ -100,6 +100,7 @@ class PackedSteps:
         self._parts_of = lru_cache(maxsize=1024)(self._make_parts)
         self.setup_of = lru_cache(maxsize=4096)(self._make_setup)
         self._work = lru_cache(maxsize=1024)(self._make_work)
+        self._after = lru_cache(maxsize=1024)(self._find_after)
         self._most_saved = lru_cache(maxsize=1024)(self._find_most_saved)
         self.likely_slowest = lru_cache(maxsize=1024)(self._find_likely_slowest)
         self._clock = lru_cache(maxsize=256)(self._make_clock)
@@ -199,28 +200,53 @@ class PackedSteps:
             around += work[order[0]].first_forward[rank]
             if not setup.splits_backward:  # weight gradients may come after the last input gradient
                 around += work[order[-1]].last_backward[rank]
-        return _with_end(ends, setup, machine)
+        return self._with_end(ends, setup, machine)
 
     def least_seconds(self, setup: TrainingSetup, machine: Machine, order: Order) -> float:
         """A lower bound for the step of a replica from compute and messages in time, as if messages shared no port."""
         of_step = self.setup_of(setup, order)
         saved = pair_times(of_step, machine) if setup.has_pairs else None
         ends = self._rank_ends(_Pipeline.of(setup), order).by(step_costs(of_step, machine), saved)
-        return _with_end(ends, setup, machine)
+        return self._with_end(ends, setup, machine)
 
     def _make_work(self, alone: TrainingSetup, layers_per_stage: tuple[int, ...], machine: Machine) -> list[_Work]:
-        """The work of a micro-batch of each kind."""
+        """The work of a micro-batch of each kind. Kinds whose units but the last are the first ones of the longest kind
+        share the times of these."""
+        parts = self._parts_of(alone)
+        longest = max(self.kinds, key=lambda kind: len(kind.lengths))
+        rows_of_longest = rows_of_stages(parts[self.kinds.index(longest)], machine, layers_per_stage)
+        sums = [[*accumulate(map(sum, zip(*rows, strict=True)), initial=0.0)] for rows in rows_of_longest]
         found = []
-        for part in self._parts_of(alone):
-            rows = rows_of_stages(part, machine, layers_per_stage)
+        for kind, part in zip(self.kinds, parts, strict=True):
+            shared = len(kind.lengths) - 1
+            if shared and kind.lengths[:-1] == longest.lengths[:shared] and kind.seen[:-1] == longest.seen[:shared]:
+                # The last unit alone, behind one segment in place of those before it.
+                last = part.but(segments=(sum(kind.lengths[:-1]), kind.lengths[-1]), seen=(0.0, kind.seen[-1]))
+                rows = rows_of_stages(last, machine, layers_per_stage)
+                of_stages = [each[shared] + f[1] + i[1] + w[1] for each, (f, i, w) in zip(sums, rows, strict=True)]
+                first_unit = rows_of_longest
+            else:
+                first_unit = rows_of_stages(part, machine, layers_per_stage)
+                of_stages = [sum(map(sum, rows)) for rows in first_unit]
             found.append(
                 _Work(
-                    of_stages=[sum(map(sum, of_stage)) for of_stage in rows],
-                    first_forward=[f[0] for f, _, _ in rows],
-                    last_backward=[i[0] + w[0] for _, i, w in rows],
+                    of_stages=of_stages,
+                    first_forward=[f[0] for f, _, _ in first_unit],
+                    last_backward=[i[0] + w[0] for _, i, w in first_unit],
                 )
             )
         return found
+
+    def _find_after(self, setup: TrainingSetup, machine: Machine) -> tuple[list[float], float]:
+        """What follows the compute of a step: the sums of gradients of each rank, and all else, in seconds."""
+        ends = [step_end(setup, machine, rank) for rank in range(setup.pipeline_parallel)]
+        others = max(end.update for end in ends) + max(end.gather for end in ends) + machine.host.step
+        return [end.reduce for end in ends], others
+
+    def _with_end(self, ends: Sequence[float], setup: TrainingSetup, machine: Machine) -> float:
+        """The seconds of a step, from the ends of the compute of its ranks."""
+        reduce, others = self._after(setup, machine)
+        return max(end + seconds for end, seconds in zip(ends, reduce, strict=True)) + others
 
     def _find_most_saved(self, setup: TrainingSetup, machine: Machine) -> float:
         """The most seconds that a pair of units of any kinds saves."""
@@ -229,13 +255,6 @@ class PackedSteps:
 
     def _num_units(self, order: Order) -> int:
         return sum(len(self.kinds[kind].lengths) for kind in order)
-
-
-def _with_end(ends: Sequence[float], setup: TrainingSetup, machine: Machine) -> float:
-    """The seconds of a step, from the ends of the compute of its ranks."""
-    after = [step_end(setup, machine, rank) for rank in range(setup.pipeline_parallel)]
-    reduced = max(now + end.reduce for now, end in zip(ends, after, strict=True))
-    return reduced + max(end.update for end in after) + max(end.gather for end in after) + machine.host.step
 
 
 packed_steps = lru_cache(maxsize=256)(PackedSteps)

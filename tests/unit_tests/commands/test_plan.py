@@ -188,6 +188,16 @@ def test_a_histogram_of_lengths_has_a_plan_in_units(tmp_path, capsys):
     assert flags[flags.index("--seq-length") + 1] == "8192" and "--sequence-splits" not in flags
 
 
+def test_a_preset_is_planned_in_units_without_its_heads(tmp_path):
+    """Units refuse heads that predict further tokens."""
+    (tmp_path / "lengths.csv").write_text(LENGTHS)
+    words = f"--model deepseek-v3 --gpus 8 --global-batch-size 64 --lengths {tmp_path / 'lengths.csv'}".split()
+    args = plan.parse(words)
+    assert args.leaves_heads_out and plan.launch_rules(args.launch, in_units=True)
+    assert "--mtp-num-layers" not in " ".join(args.launch.passed_through)
+    assert not plan.parse([*words, "--model", "llama3-8b"]).leaves_heads_out
+
+
 def test_many_different_lengths_are_drawn_as_few():
     """As many tokens, and the longest as it is."""
     many = {length: 1 + length % 7 for length in range(1, 60_001)}

@@ -9,6 +9,7 @@ from megatron.seq1f1b.costs.blocks import pairs
 from megatron.seq1f1b.costs.execution import execute_lowered
 from megatron.seq1f1b.costs.model_shape import Experts
 from megatron.seq1f1b.costs.simulator import predict
+from megatron.seq1f1b.costs.stage_times import stage_rows
 from megatron.seq1f1b.partition import Pack
 from megatron.seq1f1b.planner.packed_steps import seen_by_units
 from megatron.seq1f1b.planner.space import Candidate
@@ -109,6 +110,21 @@ def test_the_best_units_fit_and_no_other_that_fits_is_faster():
         for sizes in ((1, 1, 4, 1), (1, 1, 2, 2), (2, 1, 2, 1)):
             plan = found.predict(candidate(found, unit_tokens, sizes))
             assert plan.memory_gib > 4 or plan.seconds >= best.seconds * 0.999
+
+
+@pytest.mark.parametrize("model", [MODEL, MIXTURE], ids=["dense", "mixture"])
+def test_kinds_share_the_times_of_their_first_units(model):
+    found = search(HISTOGRAM | {7000: 2, 8000: 3}, model=model, global_batch_size=64)
+    setup = candidate(found, 1024, (1, 1, 2, 2), expert_parallel=2 if model is MIXTURE else 1).setup
+    packed = found.packed(Candidate(setup, unit_tokens=1024))
+    assert sum(len(kind.lengths) > 2 for kind in packed.kinds) > 2
+    machine = found.question.machine
+    work = packed._work(setup.alone, setup.layers_per_stage, machine)
+    for kind, of_kind in enumerate(work):
+        rows = stage_rows(packed.setup_of(setup, (kind,)), machine)
+        assert of_kind.of_stages == pytest.approx([sum(map(sum, of_stage)) for of_stage in rows], rel=1e-12)
+        assert of_kind.first_forward == [f[0] for f, _, _ in rows]
+        assert of_kind.last_backward == [i[0] + w[0] for _, i, w in rows]
 
 
 @pytest.mark.parametrize("family", ["1f1b", "zb-h1", "breadth-first"])
