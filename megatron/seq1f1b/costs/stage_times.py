@@ -121,11 +121,7 @@ def balanced_layers(setup: TrainingSetup, placement: Placement, machine: Machine
 
 @lru_cache(maxsize=1 << 16)
 def _balanced(alone: TrainingSetup, placement: Placement, machine: Machine, least: int) -> tuple[int, ...]:
-    layers, first, last = (
-        sum(map(sum, rows_of_stage(alone, machine, StageLayers(*stage))))
-        for stage in ((alone.stages[0].layers, False, False), ((), True, False), ((), False, True))
-    )
-    layer = layers / alone.model.num_layers
+    layer, first, last = _loads(alone, machine)
     stages = range(placement.num_stages)
     loads = [least * layer + first * (stage == 0) + last * (stage == stages[-1]) for stage in stages]
     counts = [least] * placement.num_stages
@@ -142,6 +138,16 @@ def _balanced(alone: TrainingSetup, placement: Placement, machine: Machine, leas
         loads[stage] += layer
         heapreplace(waiting, (load + layer, number))
     return tuple(counts)
+
+
+@lru_cache(maxsize=8192)
+def _loads(alone: TrainingSetup, machine: Machine) -> tuple[float, float, float]:
+    """Seconds of a mean layer, of the embedding and of the loss."""
+    layers, first, last = (
+        sum(map(sum, rows_of_stage(alone, machine, StageLayers(*stage))))
+        for stage in ((alone.stages[0].layers, False, False), ((), True, False), ((), False, True))
+    )
+    return layers / alone.model.num_layers, first, last
 
 
 @singledispatch

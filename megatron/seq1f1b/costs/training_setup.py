@@ -314,7 +314,8 @@ class TrainingSetup:
         """Parameters of each stage on one rank, without those of routed experts, and those of routed experts. The first
         stage holds the embedding, the last the projection to the vocabulary, and for prediction heads projections that
         join their inputs and another embedding."""
-        return of_stages(self.model, self.layers_per_stage, self.stage_parameters)
+        alone = self.alone
+        return of_stages(self.model, self.layers_per_stage, lambda stage: _stage_parameters(alone, stage))
 
     def stage_parameters(self, stage: StageLayers) -> tuple[float, float]:
         model = self.model
@@ -327,6 +328,11 @@ class TrainingSetup:
             count += model.prediction_depth * 2 * model.hidden_size**2 / self.tensor_parallel
             embeddings += not (self.tied_embeddings or stage.is_first)
         return count + embeddings * self.embedding_parameters, sum(many * routed for many, _, routed in of_layers)
+
+
+@lru_cache(maxsize=1 << 14)
+def _stage_parameters(alone: TrainingSetup, stage: StageLayers) -> tuple[float, float]:
+    return alone.stage_parameters(stage)
 
 
 @lru_cache

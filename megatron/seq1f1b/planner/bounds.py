@@ -15,7 +15,7 @@ from ..costs.rank_alone import seconds_alone
 from ..costs.simulator import is_extended
 from ..costs.stage_times import StageRows, stage_rows, step_costs, step_end
 from ..costs.step_memory import static_memory
-from ..costs.training_setup import TrainingSetup
+from ..costs.training_setup import StageLayers, TrainingSetup
 from ..schedule import Placement
 from .pair_bounds import most_hidden
 from .rank_ends import rank_ends
@@ -155,16 +155,40 @@ def _least_parts_of(setup: TrainingSetup) -> tuple[float, float, float]:
 @lru_cache(maxsize=1 << 16)
 def _least_parts(setup: TrainingSetup) -> tuple[float, float, float]:
     """The state of the first rank, that of the fullest, and the activations of a micro-batch on the first."""
+    alike = setup.without_recomputation().but(
+        num_microbatches=1,
+        micro_batch_size=1,
+        segments=(),
+        keeps_logits=False,
+        hides_experts=False,
+        offloads=0.0,
+    )
+    first, most = _states(alike)
+    of_first = [setup.stages[stage] for stage in setup.placement.stages_of(0)]
+    layers = Counter[int]()
+    for stage in of_first:
+        layers.update(dict(stage.layers))
+    together = StageLayers(tuple(sorted(layers.items())), of_first[0].is_first, of_first[-1].is_last)
+    return first, most, _held(setup.alone, together)
+
+
+@lru_cache(maxsize=1 << 14)
+def _states(setup: TrainingSetup) -> tuple[float, float]:
+    """The state of the first rank and that of the fullest, which set-ups share that differ in their activations."""
     stages = setup.stages
     of_ranks = [
         tuple(stages[stage] for stage in setup.placement.stages_of(rank)) for rank in range(setup.pipeline_parallel)
     ]
     alike = {stages: rank for rank, stages in enumerate(of_ranks)}  # ranks with the same stages have the same state
     states = {stages: sum(static_memory(setup, rank)) for stages, rank in alike.items()}
-    whole = setup.but(segments=(setup.sequence_length,), offloads=0.0)
-    of_first = Counter(of_ranks[0])
-    held = sum(count * float(unit_bytes(whole.alone, stage).sum()) for stage, count in of_first.items())
-    return states[of_ranks[0]], max(states.values()), held
+    return states[of_ranks[0]], max(states.values())
+
+
+@lru_cache(maxsize=1 << 16)
+def _held(alone: TrainingSetup, rank: StageLayers) -> float:
+    """The activations of a micro-batch on all layers of a rank, if it is not cut."""
+    whole = alone.but(segments=(), offloads=0.0)
+    return float(unit_bytes(whole, rank).sum())
 
 
 def _at_once(setup: TrainingSetup, segments: float) -> float:
