@@ -40,5 +40,5 @@ def test_every_flag_that_saves_or_hides_is_on_the_page():
 def test_the_page_names_no_flag_that_megatron_lacks():
     known = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))._option_string_actions
     ours = {"--output", "--offload-activations", "--model", "--seq-length", "--machine", "--gpus", "--tokens"}
-    ours |= {"--bandwidths", "--host-bandwidths", "--picture", "--offload-modules"}
+    ours |= {"--bandwidths", "--host-bandwidths", "--picture", "--offload-modules", "--offload-layers-leaving"}
     assert named_by_the_page() - ours - set(known) == set()
