@@ -160,8 +160,10 @@ def test_the_planner_counts_the_same_memory(launch, tmp_path, case):
     setup = as_given(given, Question(model_of(given), machine, 16, *sizes, partitions_state=has_shares)).setup
     schedule = build(setup.family, setup.shape, pairs=setup.has_pairs)
     tolerance = 0.03 if setup.has_pairs else 0.02
-    if setup.layers_leaving:  # a layer counts as a whole while it runs
+    tolerance_of_host = 0.02
+    if setup.layers_leaving:  # a layer counts as a whole while it runs; the head's part comes back with the last layer
         tolerance = 0.03
+        tolerance_of_host = 0.03
     for rank, (order, rehearsed) in enumerate(zip(schedule.ranks, stages, strict=True)):
         by_layer = setup.layers_leaving > 0
         order = with_moves(order, units_to_move(order, setup.offloads, by_layer=by_layer), by_layer=by_layer)
@@ -169,7 +171,7 @@ def test_the_planner_counts_the_same_memory(launch, tmp_path, case):
         step = [moment for moment in rehearsed["moments"] if moment["name"] != "build"]
         counted = fullest(step)
         assert planned.total - planned.reserved == pytest.approx(counted["in all"], rel=tolerance), rank
-        assert host_bytes(setup, order) == pytest.approx(rehearsed["host_bytes"], rel=0.02), rank
+        assert host_bytes(setup, order) == pytest.approx(rehearsed["host_bytes"], rel=tolerance_of_host), rank
         if has_shares:  # at most 2/8 + 1/8 of weights and gradients are there
             assert planned.weights == pytest.approx(counted["weights"], rel=0.02), rank
             assert planned.gradients == pytest.approx(counted["gradients"], rel=0.02), rank
