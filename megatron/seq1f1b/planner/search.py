@@ -199,7 +199,7 @@ class Search:
                 yield min(map(self._least_seconds_in_order, fastest)), _Timed(item)
             case _Timed(_AlikeCuts(_, of_setups)):
                 for cut in of_setups:
-                    yield min(self._least_seconds(each.setup) for each in cut.ranked), cut
+                    yield min(least_seconds(each.setup, machine) for each in cut.ranked), cut
             case _Cuts():
                 yield from self._fitting(item)
             case _TooLarge(ranked):
