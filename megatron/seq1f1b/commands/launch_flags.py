@@ -39,7 +39,7 @@ def read_launch(words: Sequence[str], preset: Sequence[str] = ()) -> argparse.Na
     `passed_through` has those that a plan leaves as they are, each with its values; `unread` those of the launch that
     change no prediction; `of_model` the names of those of the launch that belong to a model.
     """
-    parser = Parser(None, allow_abbrev=False, add_help=False)
+    parser = Parser(None, add_help=False)
     add_every_model_flag(parser)
     of_model = set(parser._option_string_actions)
     _add_decided(parser)

@@ -128,7 +128,7 @@ def _layer_frequency(text: str) -> int | list[int]:
 
 def read_model(words: Sequence[str]) -> argparse.Namespace:
     """Read the flags of a model in a launch and ignore the others."""
-    parser = Parser(None, allow_abbrev=False, add_help=False)
+    parser = Parser(None, add_help=False)
     add_every_model_flag(parser)
     return parser.parse_known_args(words)[0]
 

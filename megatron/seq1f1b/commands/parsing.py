@@ -20,7 +20,12 @@ MOST_LAYERS = 10_000
 
 class Parser(argparse.ArgumentParser):
     def __init__(self, description: str | None, **options: Any) -> None:
-        super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+        super().__init__(
+            description=description,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,  # each flag has one spelling
+            **options,
+        )
 
     error = refuse
 

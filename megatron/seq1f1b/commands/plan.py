@@ -49,7 +49,7 @@ _TRAINING = "--mock-data --tokenizer-type NullTokenizer --train-iters 20 --lr 6e
 
 
 def make_parser() -> Parser:
-    parser = Parser(__doc__, allow_abbrev=False, usage="%(prog)s --gpus N [--model NAME] [flags of a launch ...]")
+    parser = Parser(__doc__, usage="%(prog)s --gpus N [--model NAME] [flags of a launch ...]")
     add = parser.add_argument
     add("--model", choices=PRESETS, metavar="NAME", help=f"{', '.join(PRESETS)}; instead of --num-layers and its kin")
     size = os.environ.get("WORLD_SIZE")

@@ -23,6 +23,12 @@ def test_what_is_no_command_ends_with_a_sentence(capsys):
         assert capsys.readouterr().err.startswith(sentence)
 
 
+def test_a_flag_has_one_spelling(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        commands.main(["plot", "--sequence-split", "3"])
+    assert "did you mean --sequence-splits?" in capsys.readouterr().err
+
+
 def test_help_and_the_version(capsys, monkeypatch):
     assert commands.main(["--help"]) == 0
     printed = capsys.readouterr().out

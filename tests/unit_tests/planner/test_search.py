@@ -154,7 +154,8 @@ def ends_of(timeline):
 
 def mixture(**changes):
     """A small question with experts, and with lengths that tiles and segments do not divide."""
-    experts = replace(MODEL, num_kv_heads=2, experts=Experts(4, 2, 1024))
+    layers = tuple(range(MODEL.num_layers))
+    experts = replace(MODEL, num_kv_heads=2, experts=Experts(4, 2, 1024), expert_layers=layers)
     sizes = {
         "sequence_length": 9216,
         "segments": (1, 2, 4, 8),
