@@ -161,11 +161,11 @@ def test_the_planner_counts_the_same_memory(launch, tmp_path, case):
     schedule = build(setup.family, setup.shape, pairs=setup.has_pairs)
     tolerance = 0.03 if setup.has_pairs else 0.02
     tolerance_of_host = 0.02
-    if setup.layers_leaving:  # a layer counts as a whole while it runs; the head's part comes back with the last layer
+    if setup.moves_by_layer:  # a layer counts as a whole while it runs; the head's part comes back with the last layer
         tolerance = 0.03
         tolerance_of_host = 0.03
     for rank, (order, rehearsed) in enumerate(zip(schedule.ranks, stages, strict=True)):
-        by_layer = setup.layers_leaving > 0
+        by_layer = setup.moves_by_layer
         order = with_moves(order, units_to_move(order, setup.offloads, by_layer=by_layer), by_layer=by_layer)
         planned = rank_memory(setup, order, rank, schedule.paired)
         step = [moment for moment in rehearsed["moments"] if moment["name"] != "build"]

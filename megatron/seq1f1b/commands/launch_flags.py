@@ -167,7 +167,7 @@ def _memory(setup: TrainingSetup) -> Iterator[str]:
         yield f"--cpu-offloading-num-layers {round(setup.offloads * setup.model.num_layers)}"
     else:
         yield f"--offload-activations {setup.offloads:g}"
-        if setup.layers_leaving:
+        if setup.moves_by_layer:
             yield f"--offload-layers-leaving {setup.layers_leaving}"
         if setup.overlaps_data_parallel:
             yield "--no-gradient-accumulation-fusion"

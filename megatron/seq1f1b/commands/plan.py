@@ -97,8 +97,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if args.rehearse is not None and not args.rehearse.is_file():
         parser.error(f"--rehearse {args.rehearse}: there is no such script; name your own")
     model = preset_words(args.model, args.seq_length) if args.model else []
-    args.launch = read_launch(words, model if args.lengths is None else without_heads(model))
-    args.leaves_heads_out = args.lengths is not None and without_heads(model) != model
+    planned = model if args.lengths is None else without_heads(model)
+    args.launch = read_launch(words, planned)
+    args.leaves_heads_out = planned != model
     if args.model and args.launch.of_model:
         parser.error(f"--model {args.model} has its own {args.launch.of_model[0]}; drop one of them")
     return args

@@ -114,7 +114,7 @@ def _moving(setup: TrainingSetup) -> str:
     words = f"{setup.offloads:g}"
     if setup.offloads and setup.moves_parts:
         words += f" of {setup.moves}"
-    if setup.layers_leaving:
+    if setup.moves_by_layer:
         words += " by layer"
     return words
 

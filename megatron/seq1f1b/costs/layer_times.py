@@ -158,10 +158,12 @@ def cast_times(machine: Machine, products: Sequence[Product], rows: float) -> tu
     device = machine.device
     if not device.cast_bytes:
         return 0.0, 0.0
-    inputs, outputs = (sum(getattr(each, name) for each in products) for name in ("inputs", "outputs"))
-    forward, backward = (
-        device.moving_time(device.cast_bytes * rows * columns, len(products)) for columns in (inputs, outputs)
-    )
+
+    def cast_time(columns: float) -> float:
+        return device.moving_time(device.cast_bytes * rows * columns, len(products))
+
+    forward = cast_time(sum(product.inputs for product in products))
+    backward = cast_time(sum(product.outputs for product in products))
     return forward, backward
 
 

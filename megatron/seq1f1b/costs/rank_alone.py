@@ -34,9 +34,9 @@ def seconds_alone(setup: TrainingSetup, machine: Machine, rank: int) -> float:
     if setup.hides_experts:
         of_stages = pair_times(setup, machine).rows
         pairs = PairTimes([of_stages[stage] for stage in stages])
-    alone = _alone(setup.family, setup.shape, rank, setup.offloads, setup.has_pairs, setup.layers_leaving > 0)
+    alone = _alone(setup.family, setup.shape, rank, setup.offloads, setup.has_pairs, setup.moves_by_layer)
     layers = None
-    if setup.layers_leaving:
+    if setup.moves_by_layer:
         layers = LayersOnLink(tuple(setup.layers_per_stage[stage] for stage in stages), setup.layers_leaving)
     return execute_lowered(alone, costs, dict.fromkeys(MOVE_KINDS, copies), pairs, layers).makespan
 

@@ -145,7 +145,7 @@ class RunCosts:
                 "1f1b" if schedule.is_auto else schedule.name, shape, pairs=schedule.pairs
             )
             timeline = simulate(actions.without_moves(), costs)
-            orders = moved(actions, share, setup.layers_leaving > 0).ranks
+            orders = moved(actions, share, setup.moves_by_layer).ranks
             memory = [rank_memory(setup, order, rank) for rank, order in enumerate(orders)]
             held = max(each.activations + each.keys_values + each.states + each.logits for each in memory)
             total = max(each.total for each in memory)

@@ -84,12 +84,10 @@ def predict(setup: TrainingSetup, machine: Machine, schedule: Schedule | None = 
         short = replace(setup, num_microbatches=num_microbatches)
         costs = step_costs(short, machine)
         share = 0.0 if short.moves_parts else short.offloads
-        by_layer = short.layers_leaving > 0
-        actions = (
-            moved(schedule, share, by_layer)
-            if schedule
-            else named(short.family, short.shape, share, short.has_pairs, by_layer)
-        )
+        if schedule:
+            actions = moved(schedule, share, short.moves_by_layer)
+        else:
+            actions = named(short.family, short.shape, share, short.has_pairs, short.moves_by_layer)
         # Where Megatron moves a part of every unit, the order of forwards and backwards is the same.
         in_time = moved(actions, 1.0) if _waits_for_copies(short, machine, costs) else actions
         timeline = timeline_of(short, machine, in_time, costs)
@@ -149,7 +147,7 @@ def timeline_of(setup: TrainingSetup, machine: Machine, schedule: Schedule, cost
             aside[Kind.RELOAD] = copies
     pairs = pair_times(setup, machine) if setup.hides_experts else None
     layers = None
-    if schedule.has_moves and setup.layers_leaving:
+    if schedule.has_moves and setup.moves_by_layer:
         layers = LayersOnLink(setup.layers_per_stage, setup.layers_leaving)
     return execute_lowered(lowered, costs, aside, pairs, layers)
 

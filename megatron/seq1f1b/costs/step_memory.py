@@ -8,15 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..schedule import (
-    COMPUTE_KINDS,
-    Action,
-    Kind,
-    Placement,
-    Unit,
-    channels_of,
-    partition_state,
-)
+from ..schedule import COMPUTE_KINDS, Action, Kind, Placement, Unit, channels_of, partition_state
 from ..schedule.schedule import places
 from .blocks import BYTES
 from .layer_bytes import Phase, Sizes, Use, changes_of, layer_state, loss_bytes, moved_bytes
@@ -63,7 +55,7 @@ def host_bytes(setup: TrainingSetup, actions: Sequence[Action], paired: Set[Acti
     signs = {Kind.F: 1, Kind.B: -1} if setup.moves_parts else {Kind.OFFLOAD: 1, Kind.RELOAD: -1}
     moves = [action for place in places(actions, paired) for action in reversed(place) if action.kind in signs]
     sizes = moved_bytes(setup) if moves else ()
-    if setup.layers_leaving:
+    if setup.moves_by_layer:
         away = {action.unit for action in moves}
         of_units = (action for action in actions if action.unit in away)
         shares = ((action, _share_by_layer(setup, action)) for action in of_units)

@@ -226,6 +226,11 @@ class TrainingSetup:
         return self.recompute in (FULL, ALL_BUT_ATTENTION)
 
     @property
+    def moves_by_layer(self) -> bool:
+        """Whether units move to the host layer by layer, not as a whole."""
+        return self.layers_leaving > 0
+
+    @property
     def recomputes_up_projections(self) -> bool:
         """Whether the backward projects the latents of multi-latent attention up again."""
         return self.model.latent is not None and "mla_up_proj" in self.recompute.split()

@@ -273,5 +273,6 @@ def seen_by_units(pack: Pack, lengths: Sequence[int]) -> list[float]:
             stop = min(end, ends[unit])
             seen[unit] += pairs(now - start, stop - start, None)
             now = stop
-            unit += now == ends[unit]
+            if now == ends[unit]:
+                unit += 1
     return seen

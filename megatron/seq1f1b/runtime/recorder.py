@@ -83,7 +83,9 @@ class Recorder(StepRecorder):
 
     def reading(self) -> Reading:
         """The step in numbers; a GPU must have finished it."""
-        spans = [self._span(*mark) for mark in self._marks if mark[0].kind in COMPUTE_KINDS]
+        spans = [
+            self._span(action, began, ended) for action, began, ended in self._marks if action.kind in COMPUTE_KINDS
+        ]
         spans.sort(key=lambda span: span.start)
         return Reading(
             busy=busy_time(spans),
@@ -96,9 +98,8 @@ class Recorder(StepRecorder):
         buckets of a chunk share one span."""
         collectives = [(action, start, end.wait()) for action, start, end in self._collectives]
         spans: dict[Action, Span] = {}
-        for mark in (*self._marks, *collectives):
-            span = self._span(*mark)
-            action = span.action
+        for action, began, ended in (*self._marks, *collectives):
+            span = self._span(action, began, ended)
             start = self.origin + span.start
             end = self.origin + span.end
             if action in spans:

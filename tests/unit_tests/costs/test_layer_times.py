@@ -110,18 +110,21 @@ def test_biases_of_experts_are_added_one_by_one():
     """In 32 bit, by two kernels for each expert in the forward and six in the backward."""
     biased = TrainingSetup(preset("gpt-oss-120b"), 4096, 1, expert_parallel=8)
     plain = replace(biased, model=replace(biased.model, has_biases=False))
-    times = [layer_time(each, MACHINE, 0, 4096) for each in (biased, plain)]
+    with_biases = layer_time(biased, MACHINE, 0, 4096)
+    without = layer_time(plain, MACHINE, 0, 4096)
     outputs = 4096 * 4 * 2880
     expected = [MACHINE.device.moving_time(24 * outputs, 2 * 16), MACHINE.device.moving_time(40 * outputs, 6 * 16)]
-    of_forward, of_input = ([getattr(each, name).other for each in times] for name in ("forward", "input"))
-    assert [of_forward[0] - of_forward[1], of_input[0] - of_input[1]] == pytest.approx(expected)
+    in_forward = with_biases.forward.other - without.forward.other
+    in_backward = with_biases.input.other - without.input.other
+    assert [in_forward, in_backward] == pytest.approx(expected)
 
 
 def test_products_of_8_bits_have_casts_and_experts_padding():
     device = structs.replace(MACHINE.device, cast_bytes=4, padding_bytes=8)
     setup = TrainingSetup(preset("mixtral-8x22b"), 4096, 1, expert_parallel=8)
     dense = replace(setup, model=replace(setup.model, experts=None, expert_layers=()))
-    hidden, width = 6144, 16384
+    hidden = 6144
+    width = 16384  # of an expert
     attention_in = hidden + hidden  # queries, keys and values; the projection behind
     attention_out = hidden + 2 * 1024 + hidden
     for each, tokens, padded in ((dense, 4096, 0), (setup, 2 * 4096, 2 * 4096 * hidden)):
