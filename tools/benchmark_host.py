@@ -28,7 +28,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate
 from types import SimpleNamespace
@@ -59,6 +59,7 @@ from megatron.seq1f1b.runtime.gradient_sync import GradientSync  # noqa: E402
 from megatron.seq1f1b.runtime.interpreter import Interpreter  # noqa: E402
 from megatron.seq1f1b.runtime.loss import Losses  # noqa: E402
 from megatron.seq1f1b.runtime.program import Program  # noqa: E402
+from megatron.seq1f1b.runtime.program_contract import ProgramContract  # noqa: E402
 from megatron.seq1f1b.runtime.recorder import Recorder  # noqa: E402
 from megatron.seq1f1b.runtime.step import Step  # noqa: E402
 from megatron.seq1f1b.schedule import FAMILY_NAMES, Kind, Placement, Shape, build, lower_rank  # noqa: E402
@@ -67,6 +68,7 @@ RANKS = 4
 RANK = 1
 ADDITIONS = 500_000
 USUAL_SECONDS = 0.03
+CONTRACT = ProgramContract()
 
 
 class Nothing(torch.nn.Module):
@@ -149,7 +151,7 @@ def step_of(model: Nothing, num_microbatches: int, num_segments: int) -> Step:
 
 def scheduled(step: Step, actions: Program) -> None:
     context = SegmentContext()
-    with Calls(step, lambda stage, length: nullcontext(), divides_documents=False) as calls:
+    with Calls(step, CONTRACT) as calls:
         Interpreter(
             step,
             actions,

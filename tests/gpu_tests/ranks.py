@@ -39,7 +39,7 @@ from functional_tests.equality.models import Model
 from megatron.seq1f1b.launch.v_chunks import at_stage, building
 from megatron.seq1f1b.partition import even, packs_of_step
 from megatron.seq1f1b.process.patches import patched
-from megatron.seq1f1b.runtime import PipelineExecutor, Repacking, Segmentation, communication
+from megatron.seq1f1b.runtime import ActivationMemory, PipelineExecutor, Repacking, Segmentation, communication
 from megatron.seq1f1b.schedule import Placement, ScheduleChoice
 
 LAYERS, VOCABULARY, MICROBATCHES, STEPS = 8, 256, 4, 3
@@ -130,7 +130,8 @@ def executor_of(args: argparse.Namespace, length: int, variant: Variant) -> Pipe
 
         segmentation = Repacking(cut, pack)
     schedule = ScheduleChoice(variant.schedule, variant.style)
-    return PipelineExecutor(schedule, segmentation, timeout=patience(args.device), offloads=variant.offloaded)
+    activations = ActivationMemory(offloads=variant.offloaded)
+    return PipelineExecutor(schedule, segmentation, activations=activations, timeout=patience(args.device))
 
 
 def forward_step(data_iterator: Iterator, model: GPTModel) -> tuple:

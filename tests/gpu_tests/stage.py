@@ -18,7 +18,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from functional_tests.equality.models import Model
 from megatron.seq1f1b.costs.model_shape import ModelShape
 from megatron.seq1f1b.costs.stage_costs import A100, CPU_CORE, analytic_costs, bottleneck_time
-from megatron.seq1f1b.model import HostMemory, Segment, SegmentContext, at_ends_of_layers, attach
+from megatron.seq1f1b.model import HostMemory, LayerEnds, Segment, SegmentContext, attach
 from megatron.seq1f1b.partition import Task, cut_sequence
 from megatron.seq1f1b.schedule import MOVE_KINDS, Action, Kind, Placement, Shape, build
 from support.segments import of_lengths
@@ -81,6 +81,7 @@ class Stage:
         """From now on activations move to this memory."""
         self.context = SegmentContext(host_memory=host_memory)
         self.host_memory = host_memory
+        LayerEnds(host_memory.end_layer).follow([self.model])
         if self._by_segments:
             attach([self.model], self.context)
 
@@ -98,25 +99,24 @@ class Stage:
         moves = {action[2:] for action in actions if action.kind is Kind.OFFLOAD}
         self.moved_bytes = 0
         try:
-            with at_ends_of_layers([self.model], self.host_memory.end_layer):
-                for action in actions:
-                    unit = action[2:]
-                    if action.kind in MOVE_KINDS:
-                        self._move(action.kind, unit)
-                        continue
-                    segment = replace(segments[action.segment], microbatch=action.microbatch)
-                    rows = slice(segment.start, segment.end)
-                    is_forward = action.kind is Kind.F
-                    before = self.host_memory.num_bytes
-                    with self.context.running(segment, True, unit, moves=is_forward and unit in moves):
-                        if is_forward:
-                            kept[unit] = self.model(tokens[:, rows], positions[:, rows], None)
-                            self.moved_bytes += self.host_memory.num_bytes - before
-                        else:
-                            if unit in moves:
-                                self.host_memory.wait(unit)
-                            kept.pop(unit).backward(gradient[rows])
-                            self.host_memory.end_backward(unit)
+            for action in actions:
+                unit = action[2:]
+                if action.kind in MOVE_KINDS:
+                    self._move(action.kind, unit)
+                    continue
+                segment = replace(segments[action.segment], microbatch=action.microbatch)
+                rows = slice(segment.start, segment.end)
+                is_forward = action.kind is Kind.F
+                before = self.host_memory.num_bytes
+                with self.context.running(segment, True, unit, moves=is_forward and unit in moves):
+                    if is_forward:
+                        kept[unit] = self.model(tokens[:, rows], positions[:, rows], None)
+                        self.moved_bytes += self.host_memory.num_bytes - before
+                    else:
+                        if unit in moves:
+                            self.host_memory.wait(unit)
+                        kept.pop(unit).backward(gradient[rows])
+                        self.host_memory.end_backward(unit)
         finally:
             self.context.clear()
 

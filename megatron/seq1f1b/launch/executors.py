@@ -15,7 +15,16 @@ from ..model import PIECE, Documents
 from ..model.kernels import AttentionRule, KernelChoice
 from ..process.one_caller import OneCaller
 from ..process.ranks import warn_on_rank_0
-from ..runtime import PipelineExecutor, Repacking, Segmentation, Surroundings, Tracer
+from ..runtime import (
+    MESSAGE_TIMEOUT,
+    ActivationMemory,
+    PipelineExecutor,
+    ProgramContract,
+    Repacking,
+    Segmentation,
+    Surroundings,
+    Tracer,
+)
 from .v_chunks import in_forward_step
 
 
@@ -30,15 +39,18 @@ def training_executor(
     """The executor for Megatron's training loop and `args`; `end_of_document()` is the token that ends a document. A
     script that `divides_documents` gives context-parallel ranks a share of each document, else of whole sequences. A
     rehearsal has `surroundings` of its own."""
+    contract = ProgramContract(
+        around_program=partial(_in_a_v if config.is_v else sequences_of, args),
+        divides_documents=divides_documents,
+        reports_on_last_rank=True,
+    )
     return _executor(
         config,
         tracer,
-        end_of_document,
+        contract,
+        end_of_document=end_of_document,
         surroundings=surroundings,
-        around_program=partial(_in_a_v if config.is_v else sequences_of, args),
-        divides_documents=divides_documents,
         timeout=timedelta(minutes=args.distributed_timeout_minutes),
-        reports_on_last_rank=True,
     )
 
 
@@ -87,7 +99,8 @@ class ProgramExecutor:
             config = self._configure(run)
             tracer = tracer_of(config, lambda: self._training_steps)
             # Programs divide packs among context-parallel ranks by documents, as Transformer Engine wants them.
-            executor = _executor(config, tracer, from_calls=True, divides_documents=True)
+            contract = ProgramContract(divides_documents=True)
+            executor = _executor(config, tracer, contract, from_calls=True)
             self._executor = self._executor or executor
             self._checked.append(of_model)
         self._training_steps += not step.get("forward_only", False)
@@ -105,27 +118,32 @@ def tracer_of(config: PipelineConfig, iteration_now: Callable[[], int]) -> Trace
 def _executor(
     config: PipelineConfig,
     tracer: Tracer | None,
+    contract: ProgramContract,
     end_of_document: Callable[[], int] | None = None,
     from_calls: bool = False,
     surroundings: Surroundings | None = None,
-    **options: Any,
+    timeout: timedelta = MESSAGE_TIMEOUT,
 ) -> PipelineExecutor:
     flags = config.flags
     schedule = config.schedule
     assert schedule is not None, "Megatron's own schedules need no executor"
     surroundings = surroundings or Surroundings()
     warn_on_rank_0(f"steps are run by megatron.seq1f1b: {schedule.title}, {_parts(config)}")
-    return PipelineExecutor(
-        schedule,
-        _segmentation(config, end_of_document, from_calls, surroundings),
-        config.costs_of_actions,
-        piece=None if flags.keep_logits else PIECE,
-        offloads=config.offloads,
+    activations = ActivationMemory(
+        loss_piece=None if flags.keep_logits else PIECE,
         keeps_attention=bool(flags.recompute_keeps_attention),
-        tracer=tracer,
-        kernels_of=surroundings.kernels_of,
+        offloads=config.offloads,
         host_memory=surroundings.host_memory(flags.offload_layers_leaving),
-        **options,
+    )
+    return PipelineExecutor(
+        schedule=schedule,
+        segmentation=_segmentation(config, end_of_document, from_calls, surroundings),
+        costs=config.costs_of_actions,
+        activations=activations,
+        contract=contract,
+        kernels_of=surroundings.kernels_of,
+        timeout=timeout,
+        tracer=tracer,
     )
 
 

@@ -1,6 +1,8 @@
 """Running a schedule: the interpreter of its actions, messages, losses, gradient reduction and traces."""
 
-from .executor import PipelineExecutor, watched
+from .activation_memory import ActivationMemory
+from .executor import MESSAGE_TIMEOUT, PipelineExecutor, watched
+from .program_contract import ProgramContract
 from .recorder import Reading, StepRecorder
 from .repacking import Repacking
 from .segmentation import Segmentation

@@ -21,6 +21,7 @@ from greenlet import getcurrent, greenlet
 from ..process.patches import patched_in, patched_on, wrapping
 from .context_shares import ContextShares, whole_arguments
 from .cut import Arguments, gather_embeddings
+from .program_contract import ProgramContract
 from .step import Step
 from .thread_state import ThreadState
 
@@ -162,21 +163,13 @@ class Call(greenlet):
 
 
 class Calls:
-    """The calls of a program's forward step in one step. Within it, the models of all chunks are doors.
+    """The calls of a program's forward step in one step. Within it, the models of all chunks are doors."""
 
-    `around_program(stage, length)` is entered while the program runs for sequences of `length` tokens: programs read
-    the length, and whether their rank has data, from globals. A program that `divides_documents` gives context-parallel
-    ranks a share of each document of a pack, else of whole sequences.
-    """
-
-    def __init__(
-        self, step: Step, around_program: Callable[[int, int], AbstractContextManager], divides_documents: bool
-    ) -> None:
+    def __init__(self, step: Step, contract: ProgramContract) -> None:
         self.models = [model_of(chunk) for chunk in step.chunks]
         self._running: Call | None = None
         self._step = step
-        self._around_program = around_program
-        self._divides_documents = divides_documents
+        self._contract = contract
         self._started: list[list[Call]] = [[] for _ in step.chunks]
         self._doors = ExitStack()
         self._takes_references = True
@@ -299,12 +292,12 @@ class Calls:
             call.arguments = gather_embeddings(call.arguments, step.sequence_parallel)
         if step.groups.cp.size() > 1:
             call.arguments, call.shares = whole_arguments(
-                call.arguments, step.groups.cp, self._divides_documents, step.device
+                call.arguments, step.groups.cp, self._contract.divides_documents, step.device
             )
 
     def _around(self, chunk: int, microbatch: int) -> AbstractContextManager:
         stage = self._step.placement.stage_of(self._step.rank, chunk)
-        return self._around_program(stage, self._step.length_of(microbatch))
+        return self._contract.around_program(stage, self._step.length_of(microbatch))
 
 
 def model_of(chunk: torch.nn.Module) -> torch.nn.Module:

@@ -5,7 +5,7 @@ Tested in functional_tests/test_executor.py by test_after_a_failure_no_rank_take
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from functools import cache, partial
 from typing import Any
@@ -16,13 +16,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from ..model import (
-    PIECE,
-    HostMemory,
     KernelChoice,
     KernelsOf,
+    LayerEnds,
     SegmentContext,
     add_up_all_weight_gradients,
-    at_ends_of_layers,
     attach,
     compute_loss_in_pieces,
     defer_weight_gradients,
@@ -35,23 +33,27 @@ from ..process.patches import patched
 from ..process.ranks import check_agreement
 from ..process.step_failure import explained
 from ..schedule import CostsOfLengths, ScheduleChoice
+from .activation_memory import ActivationMemory
 from .call import Calls
 from .communication import Communicator
 from .forward_segments import SegmentForwards
 from .forward_whole import WholeForwards
-from .gradient_sync import add_up_tied_embeddings, gradient_syncs
+from .gradient_sync import finalize_gradients, gradient_syncs
 from .interpreter import Interpreter
 from .loss import Losses
 from .megatron_steps import run_traced
 from .multi_token import prediction_patches
 from .partitioned_state import is_partitioned
 from .program import Program, Programs
+from .program_contract import ProgramContract
 from .recorder import Recorder, StepRecorder
 from .reference import run_references
 from .schedule_plans import PairInterpreter, PlannedForwards
 from .segmentation import Segmentation
 from .step import Step
 from .tracer import StepTracer
+
+MESSAGE_TIMEOUT = timedelta(minutes=10)  # as in PyTorch's groups
 
 
 class PipelineExecutor:
@@ -63,15 +65,11 @@ class PipelineExecutor:
     - `schedule`: the order of the actions of a step.
     - `segmentation`: how micro-batches are cut into segments.
     - `costs(lengths)`: what `auto` plans for, by the lengths of segments in tokens; equal costs if it is None.
-    - `around_program`, `divides_documents`: how the program expects its calls to run, see `Calls`.
-    - `timeout`: the longest wait for a message.
-    - `reports_on_last_rank`: the last rank gets the reports of the loss, even if another rank computes it.
-    - `piece`: the logits of a piece in which the loss is computed (model/memory/loss_pieces.py); None keeps all logits.
-    - `offloads`: the share of activations that moves to the host.
-    - `keeps_attention`: recomputation repeats all of a layer but its attention.
-    - `tracer`: records training steps.
+    - `activations`: what forwards keep for backwards, and where.
+    - `contract`: what the program expects of the executor.
     - `kernels_of(configuration)`: the attention kernels for a model.
-    - `host_memory`: holds the activations that have moved, and knows whether they move layer by layer.
+    - `timeout`: the longest wait for a message.
+    - `tracer`: records training steps.
     """
 
     def __init__(
@@ -79,35 +77,30 @@ class PipelineExecutor:
         schedule: ScheduleChoice,
         segmentation: Segmentation,
         costs: CostsOfLengths | None = None,
-        around_program: Callable[[int, int], AbstractContextManager] = lambda stage, length: nullcontext(),
-        divides_documents: bool = False,
-        timeout: timedelta = timedelta(minutes=10),
-        reports_on_last_rank: bool = False,
-        piece: int | None = PIECE,
-        offloads: float = 0.0,
-        keeps_attention: bool = False,
-        tracer: StepTracer | None = None,
+        activations: ActivationMemory | None = None,
+        contract: ProgramContract | None = None,
         kernels_of: KernelsOf = KernelChoice.of_config,
-        host_memory: HostMemory | None = None,
+        timeout: timedelta = MESSAGE_TIMEOUT,
+        tracer: StepTracer | None = None,
     ) -> None:
+        activations = activations or ActivationMemory()
         # A GPU has 8 hardware queues by default, and at most 32, enough for all streams of a process.
         shares_queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "32"
-        self.context = SegmentContext(keeps_attention, host_memory)
+        self.context = SegmentContext(activations.keeps_attention, activations.host_memory)
         self.programs = Programs(
             choice=schedule,
             costs=costs,
             one_queue=shares_queues,
-            offloaded=offloads,
-            by_layer=self.context.host_memory.layers_leaving > 0,
+            offloaded=activations.offloads,
+            by_layer=activations.moves_layers,
         )
         self.segmentation = segmentation
         self.recorder: StepRecorder | None = None  # of the last training step
-        self._around_program = around_program
-        self._divides_documents = divides_documents
-        self._reports_on_last_rank = reports_on_last_rank
-        self._piece = piece
-        self._tracer = tracer
+        self._activations = activations
+        self._contract = contract or ProgramContract()
         self._kernels_of = kernels_of
+        self._tracer = tracer
+        self._layer_ends = LayerEnds(activations.host_memory.end_layer)
         self._communicator = cache(partial(Communicator, timeout=timeout))
         self._check_agreement = cache(check_agreement)
         self._ran_before: set[tuple] = set()  # kinds of steps, whose kernels are loaded
@@ -158,9 +151,9 @@ class PipelineExecutor:
         with timed(step.config), self._failing_for_good(step), ExitStack() as around:
             calls = None
             if self._suspends_calls(step):
-                calls = around.enter_context(Calls(step, self._around_program, self._divides_documents))
+                calls = around.enter_context(Calls(step, self._contract))
             segmentation.cut_step(step, calls)
-            compute_loss_in_pieces(step.chunks, most_tokens(step), self._piece)
+            compute_loss_in_pieces(step.chunks, step.most_tokens, self._activations.loss_piece)
             program_of = partial(self._program, in_turn=communicator.goes_in_turn)
             losses = None
             if calls is not None:
@@ -183,6 +176,8 @@ class PipelineExecutor:
         """Let the model chunks of this rank run on segments; those of an earlier step are ready."""
         if self.segmentation.follows_segments or self.context.kept_attention is not None:
             attach(step.chunks, self.context, self._kernels_of)  # else the model keeps its own attention
+        if self._activations.moves_layers:
+            self._layer_ends.follow(step.chunks)
         add_up_all_weight_gradients(step.chunks)
         recompute_behind_frozen_weights(step.chunks)
 
@@ -216,7 +211,7 @@ class PipelineExecutor:
     def _program(self, step: Step, in_turn: bool) -> Program:
         return self.programs.program(
             step.shape,
-            longest_lengths(step),
+            step.longest_lengths,
             rank=step.rank,
             forward_only=step.forward_only,
             in_turn=in_turn,
@@ -235,9 +230,6 @@ class PipelineExecutor:
                 around.enter_context(defer_weight_gradients(self.context.weight_gradients, step.chunks))
             if calls is not None:
                 around.enter_context(patched(prediction_patches(step, self.context, calls)))
-            host_memory = self.context.host_memory
-            if program.moved and host_memory.layers_leaving:
-                around.enter_context(at_ends_of_layers(step.chunks, host_memory.end_layer))
             recorder = around.enter_context(self._recording(step))
             if not step.forward_only:
                 self.recorder = recorder
@@ -261,12 +253,12 @@ class PipelineExecutor:
     def _reports(self, losses: Losses, step: Step) -> list[Any]:
         """The return value of the step on this rank."""
         reports = self.segmentation.reports(losses.reports(), step)
-        return self._on_last_rank(reports, step) if self._reports_on_last_rank else reports
+        return self._on_last_rank(reports, step) if self._contract.reports_on_last_rank else reports
 
     def _forwards(self, step: Step, calls: Calls | None, losses: Losses) -> Any:
         """The forwards of the step: on parts of the program's calls, or on whole micro-batches."""
         if calls is None:
-            return WholeForwards(step=step, context=self.context, losses=losses, around_program=self._around_program)
+            return WholeForwards(step=step, context=self.context, losses=losses, contract=self._contract)
         forwards = PlannedForwards if self._goes_by_plans(step) else SegmentForwards
         return forwards(
             step=step,
@@ -336,31 +328,3 @@ def timed(config: Any) -> Iterator[None]:
     yield
     if config.timers:
         config.timers("forward-backward").stop()
-
-
-def finalize_gradients(step: Step, losses: Losses) -> None:
-    """Megatron's end of a training step: sums of gradients over ranks, divided by the number of tokens."""
-    config = step.config
-    if config.finalize_model_grads_func is None:
-        return
-    num_tokens = losses.total_num_tokens(step.device) if config.calculate_per_token_loss else None
-    if num_tokens is not None and step.placement.turns:
-        # The loss may be on the first rank, but Megatron takes the number of the last one.
-        dist.all_reduce(num_tokens, group=step.pipeline)
-    config.finalize_model_grads_func(
-        step.chunks, num_tokens, pg_collection=step.groups, force_all_reduce=step.force_all_reduce
-    )
-    add_up_tied_embeddings(step.chunks)
-
-
-def most_tokens(step: Step) -> int:
-    """The tokens that a context-parallel rank has of the largest micro-batch."""
-    pairs = zip(step.num_sequences, step.segments, strict=True)
-    largest = max(number * segments[0].sequence_length for number, segments in pairs)
-    return largest // step.groups.cp.size()
-
-
-def longest_lengths(step: Step) -> tuple[int, ...]:
-    """The lengths of the segments of the longest micro-batch, for whose costs a step is planned."""
-    longest = max(step.segments, key=lambda segments: (len(segments), segments[0].sequence_length))
-    return tuple(segment.length for segment in longest)

@@ -3,33 +3,25 @@
 Tested in functional_tests/test_contract.py by test_no_pipeline.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-
 from megatron.core.pipeline_parallel.schedules import check_first_val_step, forward_step
 from torch import Tensor
 
 from ..model import Segment, SegmentContext
 from .call import data_ended
 from .loss import Losses
+from .program_contract import ProgramContract
 from .step import Step
 
 
 class WholeForwards:
     """Runs the program's forward step with its loss, once for each micro-batch and model chunk, for steps that cut
-    nothing. Any forward step that Megatron takes will do; `around_program` is that of `Calls`."""
+    nothing. Any forward step that Megatron takes will do."""
 
-    def __init__(
-        self,
-        step: Step,
-        context: SegmentContext,
-        losses: Losses,
-        around_program: Callable[[int, int], AbstractContextManager],
-    ) -> None:
+    def __init__(self, step: Step, context: SegmentContext, losses: Losses, contract: ProgramContract) -> None:
         self._step = step
         self._context = context
         self._losses = losses
-        self._around_program = around_program
+        self._contract = contract
         self._started_chunks: set[int] = set()
 
     def forward(self, stage: int, segment: Segment, arrived: Tensor | None, moves: bool) -> Tensor:
@@ -41,7 +33,7 @@ class WholeForwards:
         self._started_chunks.add(chunk)
         unit = stage, microbatch, segment.index
         running = self._context.running(segment, not step.forward_only, unit, moves)
-        with running, self._around_program(stage, segment.sequence_length):
+        with running, self._contract.around_program(stage, segment.sequence_length):
             try:
                 output, num_tokens = forward_step(
                     step.forward_step_func,

@@ -1,4 +1,4 @@
-"""Reduces the gradients of model chunks over data-parallel ranks, and adds up those of tied embeddings.
+"""Reduces the gradients of model chunks over data-parallel ranks, and ends a training step.
 
 Megatron's DistributedDataParallel reduces a bucket when its last parameter is ready, but only outside of `no_sync`,
 which we leave for the last backward of each chunk. Of split backwards, that is the last of each half: every parameter
@@ -10,8 +10,12 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed.finalize_model_grads import _get_main_grad_attr
 from megatron.core.utils import unwrap_model
+
+from .loss import Losses
+from .step import Step
 
 Hook = Callable[..., Any] | None
 
@@ -95,6 +99,21 @@ def gradient_syncs(config: Any, chunks: Sequence[Any], finishes_last: bool = Fal
 
 def _by_chunk(hook: Hook | list[Hook], chunks: Sequence[Any]) -> list[Hook]:
     return hook if isinstance(hook, list) else [hook] * len(chunks)
+
+
+def finalize_gradients(step: Step, losses: Losses) -> None:
+    """Megatron's end of a training step: sums of gradients over ranks, divided by the number of tokens."""
+    config = step.config
+    if config.finalize_model_grads_func is None:
+        return
+    num_tokens = losses.total_num_tokens(step.device) if config.calculate_per_token_loss else None
+    if num_tokens is not None and step.placement.turns:
+        # The loss may be on the first rank, but Megatron takes the number of the last one.
+        dist.all_reduce(num_tokens, group=step.pipeline)
+    config.finalize_model_grads_func(
+        step.chunks, num_tokens, pg_collection=step.groups, force_all_reduce=step.force_all_reduce
+    )
+    add_up_tied_embeddings(step.chunks)
 
 
 def tied_embeddings(chunks: Sequence[torch.nn.Module]) -> list[torch.Tensor]:

@@ -96,6 +96,19 @@ class Step:
     def shape(self) -> Shape:
         return Shape.of(self.placement, [len(segments) for segments in self.segments])
 
+    @property
+    def longest_lengths(self) -> tuple[int, ...]:
+        """The lengths of the segments of the longest micro-batch, for whose costs a step is planned."""
+        longest = max(self.segments, key=lambda segments: (len(segments), segments[0].sequence_length))
+        return tuple(segment.length for segment in longest)
+
+    @property
+    def most_tokens(self) -> int:
+        """The tokens that a context-parallel rank has of the largest micro-batch."""
+        pairs = zip(self.num_sequences, self.segments, strict=True)
+        largest = max(number * segments[0].sequence_length for number, segments in pairs)
+        return largest // self.groups.cp.size()
+
     def length_of(self, microbatch: int) -> int:
         """Tokens of a sequence of a micro-batch: those of its segments, or of the call where it is not cut yet."""
         return self.segments[microbatch][0].sequence_length if self.segments else self.seq_length

@@ -32,7 +32,7 @@ from megatron.seq1f1b.model.memory import host_memory, loss_pieces
 from megatron.seq1f1b.partition import balanced, packs_of_step
 from megatron.seq1f1b.platform.without_te import OUTPUT_LAYER
 from megatron.seq1f1b.process.patches import Patch, patched
-from megatron.seq1f1b.runtime import PipelineExecutor, Repacking, Segmentation
+from megatron.seq1f1b.runtime import ActivationMemory, PipelineExecutor, Repacking, Segmentation
 from megatron.seq1f1b.schedule import COMPUTE_KINDS, Kind, ScheduleChoice, Shape
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
@@ -165,15 +165,14 @@ def compare(references: References, model: Model, layout: Layout, cases: Iterabl
         choice = ScheduleChoice(case.family, layout.style, pairs=model.pairs)
         # A fifth of the logits of a micro-batch on a rank: 11 tokens or less. A step of one micro-batch keeps them all.
         piece = None if case.m == 1 else case.batch * SEQUENCE * VOCABULARY // (5 * layout.context * layout.tensor)
-        usual = PipelineExecutor(choice, segmentation(case), piece=piece)
-        executor = PipelineExecutor(
-            choice,
-            segmentation(case),
-            piece=piece,
-            offloads=model.offloads,
+        usual = PipelineExecutor(choice, segmentation(case), activations=ActivationMemory(loss_piece=piece))
+        activations = ActivationMemory(
+            loss_piece=piece,
             keeps_attention=model.keeps_attention,
+            offloads=model.offloads,
             host_memory=HostMemory(model.layers_leaving),
         )
+        executor = PipelineExecutor(choice, segmentation(case), activations=activations)
         evaluated, _ = step(executor, case=replace(case, m=1), forward_only=True)
         with counted_attention() as calls, without_collector():
             reports, grads = step(executor, case=case)

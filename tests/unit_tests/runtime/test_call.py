@@ -10,6 +10,7 @@ import torch
 
 from megatron.seq1f1b.runtime.call import Call, Calls, model_of
 from megatron.seq1f1b.runtime.cut import Arguments
+from megatron.seq1f1b.runtime.program_contract import ProgramContract
 from support.linear_stages import Stage, endless, executor, run
 
 
@@ -29,7 +30,7 @@ def started(program, model=None):
         num_microbatches=1,
         forward_only=False,
     )
-    return Calls(step, lambda stage, length: nullcontext(), False)
+    return Calls(step, ProgramContract())
 
 
 def test_a_call_waits_and_returns_what_it_is_given():

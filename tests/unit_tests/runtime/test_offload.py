@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megatron.seq1f1b.model.memory import host_memory
+from megatron.seq1f1b.runtime import ActivationMemory
 from megatron.seq1f1b.schedule import Kind
 from support.linear_stages import Stage, executor, run
 
@@ -12,7 +13,7 @@ from support.linear_stages import Stage, executor, run
 def offloading(alone, monkeypatch):
     """All activations move, also small ones."""
     monkeypatch.setattr(host_memory, "SMALLEST", 1)
-    return executor("gpipe", k=4, offloads=1.0)
+    return executor("gpipe", k=4, activations=ActivationMemory(offloads=1.0))
 
 
 def test_a_step_records_its_moves_and_evaluation_has_none(offloading):
@@ -31,8 +32,8 @@ def test_a_failing_move_names_its_action(alone, monkeypatch):
         raise OSError("no space")
 
     monkeypatch.setattr(host_memory, "SMALLEST", 1)
-    memory = host_memory.HostMemory(new_buffer=broken)
-    offloading = executor("gpipe", k=4, offloads=1.0, host_memory=memory)
+    memory = ActivationMemory(offloads=1.0, host_memory=host_memory.HostMemory(new_buffer=broken))
+    offloading = executor("gpipe", k=4, activations=memory)
     with pytest.raises(MemoryError, match="no room .* lower --offload-activations") as failure:
         run(offloading, Stage())
     assert "failed at 0OFFLOAD0.0, among" in "\n".join(failure.value.__notes__)

@@ -4,25 +4,29 @@ Tested in functional_tests/test_equality.py by test_a_step.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any
+from weakref import WeakSet
 
 from torch.nn import Module, ModuleList
 
 
-@contextmanager
-def at_ends_of_layers(chunks: Iterable[Module], call: Callable[[], object]) -> Iterator[None]:
-    """Inside, `call` is called whenever a layer of the model chunks has run forward."""
+class LayerEnds:
+    """Calls `at_end()` whenever a layer of a model chunk that it follows has run forward."""
 
-    def after(*_: Any) -> None:
-        call()
+    def __init__(self, at_end: Callable[[], object]) -> None:
+        self._at_end = at_end
+        self._followed: WeakSet[Module] = WeakSet()
 
-    hooks = [layer.register_forward_hook(after) for chunk in chunks for layer in _layers(chunk)]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+    def follow(self, chunks: Iterable[Module]) -> None:
+        """Follow these model chunks from now on."""
+        for chunk in chunks:
+            if chunk not in self._followed:
+                self._followed.add(chunk)
+                for layer in _layers(chunk):
+                    layer.register_forward_hook(self._after_layer)
+
+    def _after_layer(self, *_: Any) -> None:
+        self._at_end()
 
 
 def _layers(chunk: Module) -> Iterator[Module]:
