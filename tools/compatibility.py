@@ -4,7 +4,7 @@
 import re
 from pathlib import Path
 
-from megatron.seq1f1b.arguments.supported import UNSUPPORTED
+from megatron.seq1f1b.arguments.unsupported import UNSUPPORTED
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "compatibility.md"
 TABLE = re.compile(r"(<!-- unsupported: .*? -->\n).*?(\n<!-- end of unsupported -->)", re.DOTALL)

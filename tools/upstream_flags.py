@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Flags of the Megatron that Python imports which nobody has considered yet: they are not in tools/upstream_flags.txt.
 
-A flag that touches schedules, attention or shapes gets a row in megatron/seq1f1b/arguments/supported.py; then --write
+A flag that touches schedules, attention or shapes gets a row in megatron/seq1f1b/arguments/unsupported; then --write
 adds all of them to the file. PYTHONPATH=CHECKOUT asks a clone of Megatron-LM.
 """
 

@@ -7,11 +7,10 @@ from typing import Any
 
 from ..partition import DEFAULT_STRATEGY, Pack, packs_of_step, work_by_flops
 from ..schedule import CostsOfLengths, ScheduleChoice, read_csv
-from .conditions import packs_documents
 from .flags import AUTO
 from .megatron_run import MegatronRun, is_on_cpu
 from .sequence_partition import Predictions, SequencePartition
-from .supported import OurFeature, first_unsupported, unsupported
+from .unsupported import OurFeature, first_unsupported, packs_documents, unsupported
 
 
 @dataclass(frozen=True)

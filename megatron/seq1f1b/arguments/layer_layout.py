@@ -1,6 +1,6 @@
 """--pipeline-model-parallel-layout: which layers each stage has.
 
-Tested in arguments/test_supported.py by test_a_rank_has_one_copy_of_the_embedding.
+Tested in arguments/test_unsupported.py by test_a_rank_has_one_copy_of_the_embedding.
 """
 
 import re

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ..partition import segment_multiple
 from ..schedule import Placement, Shape
 from .layer_layout import stages_of_layout
-from .supported import BLOCKS
+from .unsupported import BLOCKS
 
 if TYPE_CHECKING:
     from torch.nn import Module

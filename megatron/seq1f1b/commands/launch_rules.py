@@ -9,7 +9,7 @@ from functools import cache, lru_cache
 from types import MappingProxyType
 from typing import Any
 
-from ..arguments.supported import OurFeature, first_unsupported, setting_of
+from ..arguments.unsupported import OurFeature, first_unsupported, setting_of
 from ..planner.space import Candidate
 from .launch_flags import decided_flags
 from .model_flags import read_model

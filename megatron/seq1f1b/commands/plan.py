@@ -23,7 +23,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from ..arguments.supported import OurFeature
+from ..arguments.unsupported import OurFeature
 from ..costs.machine import OUTSIDE_GIB, machine_names, read_machine
 from ..files import read_histogram
 from ..planner.gain import Gain

@@ -7,7 +7,7 @@ from math import ceil
 from msgspec import structs
 
 from ..arguments import PipelineConfig
-from ..arguments.supported import OurFeature, first_unsupported
+from ..arguments.unsupported import OurFeature, first_unsupported
 from ..costs.run_costs import RunCosts
 from ..costs.stage_costs import analytic_costs
 from ..partition import segment_times

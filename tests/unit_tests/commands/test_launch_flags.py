@@ -8,7 +8,7 @@ import pytest
 
 from megatron.seq1f1b.arguments import pipeline_config, run_of_arguments
 from megatron.seq1f1b.arguments.config import refuse_unsupported
-from megatron.seq1f1b.arguments.supported import OurFeature
+from megatron.seq1f1b.arguments.unsupported import OurFeature
 from megatron.seq1f1b.commands.launch_flags import decided_flags, read_launch
 from megatron.seq1f1b.commands.launch_rules import LaunchRules
 from megatron.seq1f1b.commands.model_flags import PRESETS, model_of, preset, read_model

@@ -10,8 +10,8 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from megatron.training.arguments import add_megatron_arguments
 
 from megatron.seq1f1b import add_arguments, validate
-from megatron.seq1f1b.arguments import conditions, run_of_arguments
-from megatron.seq1f1b.arguments.supported import UNSUPPORTED, OurFeature, first_unsupported, setting_of
+from megatron.seq1f1b.arguments import run_of_arguments
+from megatron.seq1f1b.arguments.unsupported import UNSUPPORTED, OurFeature, conditions, first_unsupported, setting_of
 from unit_tests.arguments.parsed import parsed
 
 ON_GPU = {"distributed_backend": "nccl"}

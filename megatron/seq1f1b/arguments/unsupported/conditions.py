@@ -1,6 +1,6 @@
 """The conditions under which a feature of Megatron is on, by the settings of a run.
 
-Tested in arguments/test_supported.py.
+Tested in arguments/test_unsupported.py.
 """
 
 import re
@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 
-from .layer_layout import stages_of_layout
+from ..layer_layout import stages_of_layout
 
 Settings = Mapping[str, Any]  # by the names of Megatron's arguments; a missing one is off
 type Condition = Callable[[Settings], bool]

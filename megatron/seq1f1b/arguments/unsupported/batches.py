@@ -1,0 +1,79 @@
+"""Sequences, the batches and documents they are in, and how a token weighs.
+
+Tested in arguments/test_unsupported.py by test_an_unsupported_feature_is_one_sentence.
+"""
+
+from .conditions import above, all_of, on, packs_documents, without
+from .row import OurFeature, given, rows
+
+BATCHES = (
+    *rows(
+        OurFeature.SEGMENTS_OF_TOKENS,
+        given(
+            "--sequence-splits",
+            "--sequence-split-file",
+            "--sequence-split-strategy",
+            "--sequence-split-profile",
+            "--unit-tokens",
+        ),
+        because="cuts by another rule",
+        way_out="drop one of the two",
+    ),
+    *rows(
+        OurFeature.UNITS,
+        given("--sequence-splits", "--sequence-split-file", "--sequence-split-strategy", "--sequence-split-profile"),
+        because="is for sequences of one length, and --unit-tokens decides by itself where to cut",
+        way_out="drop one of the two",
+    ),
+    *rows(
+        OurFeature.UNITS,
+        {"a run without packed documents": without(packs_documents)},
+        because="has sequences of one length",
+        way_out="add --sft, --reset-attention-mask or --dataloader-inter-document-masking, or take --sequence-splits",
+    ),
+    *rows(
+        OurFeature.UNITS,
+        {"a run without --calculate-per-token-loss": without(on("calculate_per_token_loss"))},
+        because="weighs a token by its micro-batch, which units change",
+        way_out="add --calculate-per-token-loss",
+    ),
+    *rows(
+        OurFeature.UNITS,
+        {
+            "--micro-batch-size above 1": above("micro_batch_size", 1),
+            "--eval-micro-batch-size above 1": above("eval_micro_batch_size", 1),
+        },
+        because="puts several sequences side by side, where units put them one after the other",
+        way_out="give 1",
+    ),
+    *rows(
+        OurFeature.SEGMENTS,
+        {
+            "--allow-ambiguous-pad-tokens with --reset-attention-mask": all_of(
+                on("allow_ambiguous_pad_tokens"), on("reset_attention_mask")
+            )
+        },
+        because="erases the tokens that end documents where padding is the same token",
+        way_out="drop --allow-ambiguous-pad-tokens",
+    ),
+    *rows(
+        OurFeature.EVERY_RUN,
+        {
+            "--full-validation without --multiple-validation-sets": all_of(
+                on("full_validation"), without(on("multiple_validation_sets"))
+            )
+        },
+        because="ends in an error in Megatron's first evaluation",
+        way_out="add --multiple-validation-sets",
+    ),
+    *rows(
+        OurFeature.EVERY_RUN,
+        {
+            "--full-validation with --eval-micro-batch-size above 1 and --pipeline-model-parallel-size above 1": all_of(
+                on("full_validation"), above("eval_micro_batch_size", 1), above("pipeline_model_parallel_size", 1)
+            )
+        },
+        because="reads one sequence at a time in Megatron, whatever the size of a micro-batch between stages",
+        way_out="use --eval-micro-batch-size 1",
+    ),
+)
