@@ -20,7 +20,7 @@ from megatron.seq1f1b.costs.blocks import model_flops
 from megatron.seq1f1b.costs.machine import GIB, Machine, read_machine
 from megatron.seq1f1b.costs.model_shape import Experts, LatentAttention, Mamba, ModelShape
 from megatron.seq1f1b.costs.simulator import predict
-from megatron.seq1f1b.costs.training_setup import TrainingSetup
+from megatron.seq1f1b.costs.training_setup import Fsdp, TrainingSetup
 from megatron.seq1f1b.schedule import Placement
 
 from .row import REFERENCE, Row, fits, known, measured, read, scaled
@@ -314,7 +314,7 @@ def other_mixtures(folder: Path = REFERENCE) -> Iterator[Row]:
         setup = _of_recipe(
             model,
             row,
-            shards_parameters=row["fsdp"] == "yes",
+            fsdp=Fsdp.PARAMETERS if row["fsdp"] == "yes" else Fsdp.OFF,
             hides_tensor_exchange=row["tp_comm_overlap"] == "yes",
         )
         published = _of_tflops(setup, measured(row["tflops_per_gpu"]))

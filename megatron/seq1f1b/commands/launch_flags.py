@@ -7,7 +7,7 @@ from itertools import islice
 
 from ..arguments.flags import EQUAL_SPLITS, share_or_auto
 from ..costs.layer_times import comm_type_of_segments
-from ..costs.training_setup import ALL_BUT_ATTENTION, Moves, TrainingSetup
+from ..costs.training_setup import ALL_BUT_ATTENTION, Fsdp, Moves, TrainingSetup
 from ..partition import DEFAULT_STRATEGY, STRATEGIES
 from ..planner.given import NOT_PREDICTED
 from ..planner.space import Candidate
@@ -105,10 +105,10 @@ def decided_flags(candidate: Candidate, by_megatron: bool = False) -> list[str]:
         flags += ["--overlap-grad-reduce", "--overlap-param-gather"]
     if setup.partitions_state:
         flags.append("--partition-state")
-    if setup.shards_parameters:
+    if setup.fsdp is not Fsdp.OFF:
         flags += [
             "--use-megatron-fsdp",
-            "--data-parallel-sharding-strategy optim_grads_params",
+            f"--data-parallel-sharding-strategy {setup.fsdp}",
             "--megatron-fsdp-main-grads-dtype fp32",
             "--megatron-fsdp-grad-comm-dtype bf16",
             "--ckpt-format fsdp_dtensor",

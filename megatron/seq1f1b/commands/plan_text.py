@@ -10,7 +10,7 @@ from typing import Any
 
 from ..costs.blocks import model_flops, parameters_of_model
 from ..costs.machine import GIB
-from ..costs.training_setup import TrainingSetup
+from ..costs.training_setup import Fsdp, TrainingSetup
 from ..planner.breakdown import breakdown
 from ..planner.gain import Gain
 from ..planner.search import Plan
@@ -59,11 +59,17 @@ def short_name(plan: Plan) -> str:
         words.append("recompute")
     if setup.partitions_state:
         words.append("partitioned")
-    if setup.shards_parameters:
-        words.append("FSDP")
+    words += _fsdp(setup)
     if setup.offloads > 0:
         words.append("offload")
     return " ".join(words)
+
+
+def _fsdp(setup: TrainingSetup) -> list[str]:
+    """FSDP, with what it shards beside the state of the optimizer unless that is all."""
+    if setup.fsdp is Fsdp.OFF:
+        return []
+    return ["FSDP"] if setup.fsdp is Fsdp.PARAMETERS else [f"FSDP {setup.fsdp}"]
 
 
 def with_header(rows: Sequence[Mapping[str, str]]) -> list[str]:
@@ -105,8 +111,7 @@ def _schedule(setup: TrainingSetup) -> str:
     words = [] if setup.pipeline_parallel == 1 else [setup.family]
     if setup.partitions_state:
         words.append("shares")
-    if setup.shards_parameters:
-        words.append("FSDP")
+    words += _fsdp(setup)
     return ", ".join(words) or "-"
 
 

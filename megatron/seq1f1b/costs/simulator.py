@@ -138,6 +138,8 @@ def timeline_of(setup: TrainingSetup, machine: Machine, schedule: Schedule, cost
     aside: dict[Kind, Table] = {}
     if setup.overlaps_data_parallel and setup.data_group.size > 1 and not setup.shards_parameters:
         aside = _of_replicas(setup, machine, costs)
+        if setup.shards_gradients:  # every backward has its own sums
+            del aside[Kind.REDUCE]
     if schedule.has_moves:
         if not machine.device.host_bandwidth:
             raise ValueError(f"{machine.name} has no host_bandwidth in [device], which copies to the host take; add it")

@@ -17,7 +17,7 @@ from .blocks import BYTES
 from .layer_bytes import stage_moved
 from .layer_times import LayerTime, embedding_time, head_time, layer_times, repeated_time
 from .machine import Machine
-from .training_setup import Moves, StageLayers, TrainingSetup, of_stages
+from .training_setup import Fsdp, Moves, StageLayers, TrainingSetup, of_stages
 
 Row = tuple[float, ...]
 StageRows = tuple[Row, Row, Row]  # durations of F, I and W by segment
@@ -70,10 +70,12 @@ def rows_of_stage(setup: TrainingSetup, machine: Machine, stage: StageLayers) ->
     num_layers = sum(count for _, count in stage.layers)
     of_layers = [(count, _seconds_of_layer(setup, machine, layer)) for layer, count in stage.layers]
     launch_f, launch_b = launch_times(setup, machine, stage)
-    # Sharded parameters are gathered in both directions and their gradients reduced, beside compute.
+    # Sharded parameters are gathered in both directions, and sharded gradients reduced, beside compute.
     reduce = gather = 0.0
-    if setup.shards_parameters:
+    if setup.shards_gradients:
         reduce, gather = replica_times(setup, machine, *setup.stage_parameters(stage))
+    if not setup.shards_parameters:
+        gather = 0.0
     rows = []
     for index, span in enumerate(setup.spans):
         forward = back = weight = 0.0
@@ -185,7 +187,7 @@ def replica_times(setup: TrainingSetup, machine: Machine, parameters: float, exp
     """Seconds to sum gradients over replicas, and to gather parameters where the optimizer state is sharded. FSDP sums
     them in 16 bit (--megatron-fsdp-grad-comm-dtype bf16)."""
     reduce = gather = 0.0
-    gradient = BYTES if setup.shards_parameters else setup.gradient_bytes
+    gradient = setup.gradient_bytes if setup.fsdp is Fsdp.OFF else BYTES
     for group, count in ((setup.data_group, parameters), (setup.expert_data_group, experts)):
         if count and setup.distributed_optimizer:
             reduce += machine.all_gather_time(group, gradient * count)
@@ -209,11 +211,13 @@ def step_end(setup: TrainingSetup, machine: Machine, rank: int) -> StepEnd:
     stages = setup.placement.stages_of(rank)
     parameters, experts = map(sum, zip(*(setup.parameters[stage] for stage in stages), strict=True))
     reduce = gather = 0.0
-    if setup.shards_parameters:
+    if setup.shards_gradients:
         # The first layer has nothing to be gathered beside, the last gradients nothing to be reduced beside.
         layers = [layer for stage in stages for layer, _ in setup.stages[stage].layers]
         largest = max((setup.layer_parameters(layer) for layer in layers), key=sum, default=(0.0, 0.0))
         reduce, gather = replica_times(setup, machine, *largest)
+        if not setup.shards_parameters:  # the schedule has the gather
+            gather = 0.0
     elif not setup.overlaps_data_parallel:
         reduce, gather = replica_times(setup, machine, parameters, experts)
     is_twice = setup.tied_embeddings or setup.model.prediction_depth > 0  # the embedding
@@ -222,8 +226,9 @@ def step_end(setup: TrainingSetup, machine: Machine, rank: int) -> StepEnd:
         size = setup.gradient_bytes * setup.embedding_parameters
         reduce += 2 * machine.message_time(0, apart, size, min(machine.devices_per_node, setup.pipeline_stride))
     # All ranks clear, scale and measure gradients; Adam moves parameters, two moments, gradients and a 16-bit copy.
-    moved: float = 4 * setup.gradient_bytes * (parameters + experts)
+    moved = 0.0
     for count, group in ((parameters, setup.data_group), (experts, setup.expert_data_group)):
         share = group.size if setup.distributed_optimizer else 1
+        moved += 4 * setup.gradient_bytes * count / (share if setup.shards_gradients else 1)
         moved += (24 + setup.gradient_bytes + BYTES) * count / share
     return StepEnd(reduce, machine.device.moving_time(moved, 20), gather)

@@ -84,13 +84,15 @@ def static_memory(setup: TrainingSetup, rank: int) -> tuple[float, float, float]
     shares = whole
     if setup.distributed_optimizer:
         shares = (whole - experts) / setup.data_group.size + experts / setup.expert_data_group.size
-    if setup.shards_parameters:
+    if setup.shards_gradients:
         # Two layers are whole, one at work and one on its way, and so are embeddings, which belong to no layer.
         layers = (layer for stage in setup.placement.stages_of(rank) for layer, _ in setup.stages[stage].layers)
         two = 2 * max(map(sum, map(setup.layer_parameters, layers)), default=0.0)
         of_stages = [setup.stages[stage] for stage in setup.placement.stages_of(rank)]
         embeddings = sum(stage.is_first + stage.is_last for stage in of_stages) * setup.embedding_parameters
-        return BYTES * (shares + two + embeddings), setup.gradient_bytes * (shares + two + embeddings), 12 * shares
+        held = shares + two + embeddings
+        weights = held if setup.shards_parameters else whole
+        return BYTES * weights, setup.gradient_bytes * held, 12 * shares
     held = shares if setup.moves_state else whole
     return BYTES * held, setup.gradient_bytes * held, 12 * shares
 

@@ -30,6 +30,16 @@ class Moves(StrEnum):
     LAYERS = "layers"  # of every unit all that some of the layers keep (--cpu-offloading-num-layers)
 
 
+class Fsdp(StrEnum):
+    """What replicas keep shares of by Megatron's FSDP, beside the state of the optimizer, by the words of
+    --data-parallel-sharding-strategy. It sums gradients over replicas in 16 bit (--megatron-fsdp-grad-comm-dtype)."""
+
+    OFF = "off"  # without --use-megatron-fsdp
+    OPTIMIZER = "optim"  # nothing else: whole weights are gathered, and whole gradients summed, once a step
+    GRADIENTS = "optim_grads"  # every backward sums its gradients
+    PARAMETERS = "optim_grads_params"  # and weights: every forward and every backward gathers them
+
+
 @lru_cache  # every set-up is checked, and a search makes many
 def has_costs(recompute: str) -> bool:
     """Whether a TrainingSetup may recompute this."""
@@ -125,9 +135,7 @@ class TrainingSetup:
     tied_embeddings: bool = False
     overlaps_data_parallel: bool = False  # --overlap-grad-reduce, --overlap-param-gather
     partitions_state: bool = False  # replicas keep shares of weights and gradients; needs `distributed_optimizer`
-    # Replicas keep shares of weights, gradients and state, and gather each layer beside the one before it
-    # (--use-megatron-fsdp); in Megatron's own schedules.
-    shards_parameters: bool = False
+    fsdp: Fsdp = Fsdp.OFF  # in Megatron's own schedules; needs `distributed_optimizer`
     keeps_logits: bool = False  # the loss is never taken in pieces
     fuses_loss: bool = False  # Transformer Engine's (--cross-entropy-loss-fusion, --cross-entropy-fusion-impl te)
     cp_comm_type: str | None = None  # how context-parallel ranks exchange whole sequences; None: the fastest way
@@ -222,6 +230,16 @@ class TrainingSetup:
         return self.partitions_state and self.data_group.size > 1
 
     @property
+    def shards_gradients(self) -> bool:
+        """Whether replicas keep shares of gradients, which every backward sums, layer by layer."""
+        return self.fsdp in (Fsdp.GRADIENTS, Fsdp.PARAMETERS)
+
+    @property
+    def shards_parameters(self) -> bool:
+        """Whether replicas keep shares of weights, and gather each layer beside the one before it."""
+        return self.fsdp is Fsdp.PARAMETERS
+
+    @property
     def recomputes_layers(self) -> bool:
         return self.recompute in (FULL, ALL_BUT_ATTENTION)
 
@@ -273,7 +291,8 @@ class TrainingSetup:
         """The set-up with a fixed value of all that does not matter to a single layer, as a key of caches."""
         return self.but(
             num_microbatches=1,
-            data_parallel=self.data_parallel if self.shards_parameters else 1,
+            data_parallel=self.data_parallel if self.shards_gradients else 1,
+            fsdp=self.fsdp if self.shards_gradients else Fsdp.OFF,
             placement=Placement(1),
             layers_per_stage=(self.model.num_layers,),
             family=self.family if self.splits_backward else "1f1b",

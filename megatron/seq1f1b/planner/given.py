@@ -11,7 +11,7 @@ from ..arguments.flags import AUTO
 from ..arguments.layer_layout import stages_of_layout
 from ..arguments.megatron_run import hybrid_stages, layers_per_stage
 from ..costs.simulator import check_size
-from ..costs.training_setup import Moves, TrainingSetup, choices_of
+from ..costs.training_setup import Fsdp, Moves, TrainingSetup, choices_of
 from ..schedule import Shape
 from .fitting import fitted
 from .space import Candidate, Question, expert_sizes, lengths_of
@@ -90,9 +90,23 @@ def _whole(launch: argparse.Namespace, question: Question) -> TrainingSetup:
         overlaps_data_parallel=launch.overlap_grad_reduce,
         keeps_logits=launch.keep_logits or not (launch.pipeline_schedule or launch.sequence_splits),
         hides_experts=launch.overlap_moe_expert_parallel_comm,
-        shards_parameters=launch.use_megatron_fsdp,
+        fsdp=_fsdp(launch),
         **choices_of(settings, layers, launch.recompute_keeps_attention),
     )
+
+
+def _fsdp(launch: argparse.Namespace) -> Fsdp:
+    """Raises ValueError for a strategy that has no costs."""
+    if not launch.use_megatron_fsdp:
+        return Fsdp.OFF
+    strategy = launch.data_parallel_sharding_strategy or Fsdp.PARAMETERS  # as in Megatron
+    strategies = [fsdp for fsdp in Fsdp if fsdp is not Fsdp.OFF]
+    if strategy not in strategies:
+        raise ValueError(
+            f"--data-parallel-sharding-strategy {strategy} has no costs with --use-megatron-fsdp; "
+            f"give one of {', '.join(strategies)}"
+        )
+    return Fsdp(strategy)
 
 
 def _chunks_and_layers(launch: argparse.Namespace, ranks: int, num_layers: int) -> tuple[int, tuple[int, ...]]:

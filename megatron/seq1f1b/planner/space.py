@@ -17,7 +17,7 @@ from ..costs.machine import GIB, OUTSIDE_GIB, Machine
 from ..costs.model_shape import ModelShape
 from ..costs.stage_costs import A100, bottleneck_time, setup_costs
 from ..costs.stage_times import balanced_layers
-from ..costs.training_setup import ALL_BUT_ATTENTION, FULL, Moves, TrainingSetup, splits_backward
+from ..costs.training_setup import ALL_BUT_ATTENTION, FULL, Fsdp, Moves, TrainingSetup, splits_backward
 from ..partition import SegmentTime, Task, cut_sequence, segment_multiple
 from ..schedule import FAMILY_NAMES, PAIRED, Placement
 
@@ -153,17 +153,17 @@ def parallel_sizes(question: Question) -> Iterator[TrainingSetup]:
 def recomputed(question: Question, sizes: TrainingSetup, segments: int = 1) -> Iterator[TrainingSetup]:
     """The sizes with each recomputation, and with the exchange of experts hidden; of Megatron alone, also with parts of
     it, and with sharded parameters."""
-    shards = (False, True) if question.by_megatron and sizes.data_group.size > 1 else (False,)
+    ways_to_shard = tuple(Fsdp) if question.by_megatron and sizes.data_group.size > 1 else (Fsdp.OFF,)
     for recompute in recomputes(question):
         # Pairs hold more units.
         hiding = (True, False) if may_hide(question, sizes, segments, recompute) else (False,)
         shares = _SHARES if question.by_megatron and recompute == FULL else (1.0,)
-        for hides, share, is_sharded, keeps in product(hiding, shares, shards, ways_to_take_the_loss(sizes)):
+        for hides, share, fsdp, keeps in product(hiding, shares, ways_to_shard, ways_to_take_the_loss(sizes)):
             yield sizes.but(
                 recompute=recompute,
                 hides_experts=hides,
                 recomputed_share=share,
-                shards_parameters=is_sharded,
+                fsdp=fsdp,
                 keeps_logits=keeps,
             )
 

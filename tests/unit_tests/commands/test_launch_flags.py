@@ -15,7 +15,7 @@ from megatron.seq1f1b.commands.model_flags import PRESETS, model_of, preset, rea
 from megatron.seq1f1b.commands.parsing import with_values
 from megatron.seq1f1b.costs.model_shape import DeltaNet, Experts, LatentAttention
 from megatron.seq1f1b.costs.run_costs import RunCosts
-from megatron.seq1f1b.costs.training_setup import Moves, TrainingSetup
+from megatron.seq1f1b.costs.training_setup import Fsdp, Moves, TrainingSetup
 from megatron.seq1f1b.planner.given import as_given
 from megatron.seq1f1b.planner.search import Search
 from megatron.seq1f1b.planner.space import Candidate, recomputes
@@ -99,6 +99,17 @@ def test_the_checkpoints_of_fsdp_are_those_of_its_runs_only():
     sharded = "--use-megatron-fsdp --ckpt-format fsdp_dtensor --data-parallel-sharding-strategy optim_grads_params"
     sharded += " --megatron-fsdp-main-grads-dtype fp32 --megatron-fsdp-grad-comm-dtype bf16"
     assert read_launch([*sharded.split(), "--lr", "1"]).passed_through == ["--lr 1"]
+
+
+@pytest.mark.parametrize("fsdp", [each for each in Fsdp if each is not Fsdp.OFF])
+def test_what_fsdp_shards_is_read(fsdp):
+    question = small()
+    sharding = f"{WORDS} --tensor-model-parallel-size 1 --use-megatron-fsdp".split()
+    candidate = as_given(read_launch([*sharding, "--data-parallel-sharding-strategy", fsdp]), question)
+    assert candidate is not None and candidate.setup.fsdp is fsdp
+    assert f"--data-parallel-sharding-strategy {fsdp}" in decided_flags(candidate, by_megatron=True)
+    by_default = as_given(read_launch(sharding), question)
+    assert by_default is not None and by_default.setup.fsdp is Fsdp.PARAMETERS
 
 
 def test_a_dispatcher_that_sends_tokens_once_is_read():
