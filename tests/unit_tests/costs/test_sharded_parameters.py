@@ -70,7 +70,7 @@ def test_sharded_gradients_are_summed_in_every_backward():
     assert step.ends[0].gather == 0 and 0 < step.ends[0].reduce < 0.05 * reduce
 
 
-def test_only_shares_of_sharded_gradients_are_cleared_and_measured():
+def test_only_shares_of_sharded_gradients_are_cleared():
     moved = 16 * (1 - 1 / 16) * sum(WHOLE.parameters[0])
     saved = predict(OPTIMIZER, MACHINE).ends[0].update - predict(GRADIENTS, MACHINE).ends[0].update
     assert saved == pytest.approx(MACHINE.device.moving_time(moved))
