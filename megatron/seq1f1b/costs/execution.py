@@ -9,24 +9,13 @@ Tested in costs/test_simulator.py.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from heapq import heappop, heappush
-from typing import NamedTuple
 
 from ..schedule import Action, Channel, Kind, Lane, Placement, Schedule, Unit, channels_of
 from ..schedule.cost_tables import Costs, Table
 from ..schedule.timeline import Span, Timeline
+from .host_link import LayersOnLink
 from .pair_times import PairTimes
 from .ports import Event, MessageQueue, Port
-
-
-class LayersOnLink(NamedTuple):
-    """Units move layer by layer: how many each stage has, and how many may still leave when a forward ends."""
-
-    of_stages: tuple[int, ...]
-    leaving: int
-
-    def share(self, action: Action) -> float:
-        """The part of the unit of an action that is one layer."""
-        return 1 / max(1, self.of_stages[action.stage])
 
 
 class _Aside:
@@ -174,7 +163,7 @@ class _Execution:
         if left:
             raise ValueError("the schedule cannot run to its end; validate it to see why")
         # GATHER and REDUCE may start after compute that they were put before.
-        in_order = (tuple(sorted(each, key=lambda span: span.start)) for each in spans)
+        in_order = (tuple(sorted(of_rank, key=lambda span: span.start)) for of_rank in spans)
         return Timeline(self.lowered.shape, tuple(in_order), "s")
 
     def _run(self, rank: int, spans: list[Span]) -> Iterator[None]:
@@ -206,12 +195,16 @@ class _Execution:
                     together = [action]
                     continue
                 together.append(action)
-                end = now + sum(table[each.stage][each.segment] for each in together for table in tables[each.kind])
+                seconds = 0.0
+                for running in together:
+                    for table in tables[running.kind]:
+                        seconds += table[running.stage][running.segment]
+                end = now + seconds
                 if pairs is not None and len(together) == 2:
                     end = max(now, end - pairs.saved(*together))
                 if self.aside:
                     end = beside.end(together, now, end)
-                spans += [Span(each, now, end) for each in together]
+                spans += [Span(running, now, end) for running in together]
                 together = []
                 now = end
             elif kind in self.aside:

@@ -7,9 +7,8 @@ from dataclasses import replace
 from functools import lru_cache
 
 from ..schedule import MOVE_KINDS, Action, Costs, Placement, Schedule, Shape, clock_of, units_to_move, with_moves
-from ..schedule.cost_tables import Table
-from .execution import LayersOnLink, execute_lowered
-from .layer_bytes import moved_bytes
+from .execution import execute_lowered
+from .host_link import copy_seconds, layers_on_link
 from .machine import Machine
 from .pair_times import PairTimes, pair_times
 from .stage_times import stage_rows
@@ -20,25 +19,18 @@ def seconds_alone(setup: TrainingSetup, machine: Machine, rank: int) -> float:
     """Seconds from the first action of a rank to its last, with its copies of whole units to the host and back, but
     without collectives."""
     stages = setup.placement.stages_of(rank)
-
-    def of_rank(table: Table) -> Table:
-        return tuple(table[stage] for stage in stages)
-
     rows = stage_rows(setup, machine)
     f, i, w = (tuple(rows[stage][kind] for stage in stages) for kind in range(3))
     nothing = ((0.0,) * len(setup.segments),) * len(stages)
     costs = Costs(f, i, w, message_f=nothing, message_b=nothing, activation=nothing, kept=nothing)
-    bandwidth = machine.device.host_bandwidth
-    copies = tuple(tuple(size / bandwidth for size in row) for row in of_rank(moved_bytes(setup)))
     pairs = None
     if setup.hides_experts:
         of_stages = pair_times(setup, machine).rows
         pairs = PairTimes([of_stages[stage] for stage in stages])
     alone = _alone(setup.family, setup.shape, rank, setup.offloads, setup.has_pairs, setup.moves_by_layer)
-    layers = None
-    if setup.moves_by_layer:
-        layers = LayersOnLink(tuple(setup.layers_per_stage[stage] for stage in stages), setup.layers_leaving)
-    return execute_lowered(alone, costs, dict.fromkeys(MOVE_KINDS, copies), pairs, layers).makespan
+    copies = copy_seconds(setup, machine, stages)
+    aside = dict.fromkeys(MOVE_KINDS, copies)
+    return execute_lowered(alone, costs, aside, pairs, layers_on_link(setup, stages)).makespan
 
 
 @lru_cache(maxsize=256)

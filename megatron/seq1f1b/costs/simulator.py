@@ -12,8 +12,8 @@ from typing import Self
 from ..schedule import COMPUTE_KINDS, Kind, Schedule, Shape, build, lower, moved, partition_state
 from ..schedule.cost_tables import Costs, Table
 from ..schedule.timeline import Timeline
-from .execution import LayersOnLink, execute_lowered
-from .layer_bytes import moved_bytes
+from .execution import execute_lowered
+from .host_link import copy_seconds, layers_on_link
 from .machine import Machine
 from .pair_times import pair_times
 from .stage_times import StepEnd, replica_times, step_costs, step_end
@@ -135,6 +135,7 @@ def timeline_of(setup: TrainingSetup, machine: Machine, schedule: Schedule, cost
     lowered = _lowered(schedule)
     if setup.partitions_state:
         lowered = replace(lowered, ranks=tuple(tuple(partition_state(actions)) for actions in lowered.ranks))
+    stages = range(setup.placement.num_stages)
     aside: dict[Kind, Table] = {}
     if setup.overlaps_data_parallel and setup.data_group.size > 1 and not setup.shards_parameters:
         aside = _of_replicas(setup, machine, costs)
@@ -143,28 +144,21 @@ def timeline_of(setup: TrainingSetup, machine: Machine, schedule: Schedule, cost
     if schedule.has_moves:
         if not machine.device.host_bandwidth:
             raise ValueError(f"{machine.name} has no host_bandwidth in [device], which copies to the host take; add it")
-        copies = _copies(setup, machine)
+        copies = copy_seconds(setup, machine, stages)
         aside[Kind.OFFLOAD] = copies
         if not setup.moves_parts:  # these come back within their backward
             aside[Kind.RELOAD] = copies
     pairs = pair_times(setup, machine) if setup.hides_experts else None
-    layers = None
-    if schedule.has_moves and setup.moves_by_layer:
-        layers = LayersOnLink(setup.layers_per_stage, setup.layers_leaving)
+    layers = layers_on_link(setup, stages) if schedule.has_moves else None
     return execute_lowered(lowered, costs, aside, pairs, layers)
-
-
-def _copies(setup: TrainingSetup, machine: Machine) -> Table:
-    """Seconds in which a unit, or the part of it that moves, goes to the host, by stage and segment."""
-    bandwidth = machine.device.host_bandwidth
-    return tuple(tuple(size / bandwidth for size in row) for row in moved_bytes(setup))
 
 
 def _waits_for_copies(setup: TrainingSetup, machine: Machine, costs: Costs) -> bool:
     """Whether parts of units take longer to their host than forwards, so that one forward right after another waits."""
     if not (setup.moves_parts and setup.offloads):
         return False
-    of_stages = zip(_copies(setup, machine), costs.f, strict=True)
+    copies = copy_seconds(setup, machine, range(setup.placement.num_stages))
+    of_stages = zip(copies, costs.f, strict=True)
     return any(copy > forward for rows in of_stages for copy, forward in zip(*rows, strict=True))
 
 

@@ -8,7 +8,8 @@ from itertools import pairwise
 import pytest
 
 from megatron.seq1f1b.costs import simulator
-from megatron.seq1f1b.costs.execution import LayersOnLink, execute_lowered
+from megatron.seq1f1b.costs.execution import execute_lowered
+from megatron.seq1f1b.costs.host_link import LayersOnLink
 from megatron.seq1f1b.costs.machine import read_machine
 from megatron.seq1f1b.costs.model_shape import ModelShape
 from megatron.seq1f1b.costs.simulator import extended, predict
