@@ -56,7 +56,9 @@ class Layer(nn.Module):
         cache.append(KeysValues(made, made.detach().requires_grad_()))
 
         key, value = keys_values.chunk(2, dim=-1)
-        query, key, value = (each.unflatten(-1, (HEADS, -1)).transpose(1, 2) for each in (self.query(x), key, value))
+        query, key, value = (
+            of_all.unflatten(-1, (HEADS, -1)).transpose(1, 2) for of_all in (self.query(x), key, value)
+        )
         # The last query sees all keys, the one before it all but one, and so on.
         queries, keys = query.shape[2], key.shape[2]
         visible = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)

@@ -32,9 +32,9 @@ def main(folder: Path) -> None:
     chats = draw.sample(functions, FUNCTIONS) + draw.sample(modules, MODULES)
     draw.shuffle(chats)
     with written_together(folder / "chats.jsonl", folder / "text.jsonl") as (of_chats, of_text):
-        of_chats.write_text("".join(json.dumps(each) + "\n" for each in chats))
-        texts = ({"text": each["messages"][-1]["content"]} for each in chats)
-        of_text.write_text("".join(json.dumps(each) + "\n" for each in texts))
+        of_chats.write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+        texts = ({"text": chat["messages"][-1]["content"]} for chat in chats)
+        of_text.write_text("".join(json.dumps(text) + "\n" for text in texts))
 
 
 if __name__ == "__main__":

@@ -99,7 +99,7 @@ def limit(interface: str, rate: float | None) -> None:
 def measured_link(size: int, repeats: int = 9) -> Link:
     """By half of the median time there and back of messages of `size` bytes and a quarter of it; the first two warm
     up."""
-    taken = [_message_seconds(each, repeats) for each in (size, size // 4)]
+    taken = [_message_seconds(num_bytes, repeats) for num_bytes in (size, size // 4)]
     bandwidth = (size - size // 4) / max(taken[0] - taken[1], 1e-9)
     found = [Link(max(0.0, taken[0] - size / bandwidth), bandwidth)]
     dist.broadcast_object_list(found, src=0)
@@ -165,9 +165,9 @@ def compare(args: argparse.Namespace, num_chunks: int, interface: str, rates: di
         link = measured_link(bytes_of_token * args.seq_length)
         timed([*profiled, *variants], args.repeats)
         profile = profile_of(profiled)
-        for (name, segments), each in zip(METHODS[num_chunks], variants, strict=True):
+        for (name, segments), variant in zip(METHODS[num_chunks], variants, strict=True):
             message = link.seconds(bytes_of_token * args.seq_length // segments)
-            yield Result(share, name, statistics.median(each.seconds), predicted_seconds(each, profile, message))
+            yield Result(share, name, statistics.median(variant.seconds), predicted_seconds(variant, profile, message))
     limit(interface, None)
 
 

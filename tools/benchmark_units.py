@@ -77,9 +77,9 @@ def filled(some: Sequence[Batch], length: int) -> Batch:
     """One sequence of `length` tokens."""
     batch = {}
     for name in some[0]:
-        row = torch.cat([each[name] for each in some])
+        row = torch.cat([sequence[name] for sequence in some])
         batch[name] = torch.cat([row, row.new_zeros(length - len(row))])[None]
-    bounds = [0, *accumulate(len(each["tokens"]) for each in some)]
+    bounds = [0, *accumulate(len(sequence["tokens"]) for sequence in some)]
     bounds += [length] if bounds[-1] < length else []
     return batch | {"cu_seqlens": torch.tensor([bounds], dtype=torch.int32)}
 
@@ -109,7 +109,7 @@ def variants(args: argparse.Namespace, longest: int) -> dict[str, tuple[Pipeline
     replica = parallel_state.get_data_parallel_rank()
     found = sequences(args, longest)
     most = args.unit_tokens
-    [packs] = packs_of_step([len(each["tokens"]) for each in found], longest)
+    [packs] = packs_of_step([len(sequence["tokens"]) for sequence in found], longest)
     packed = [filled([found[number] for number in pack.sequences], longest) for pack in packs[replica :: args.replicas]]
     k = longest // most
     work = work_by_flops(24 * args.hidden_size**2, 4 * args.hidden_size)
@@ -132,7 +132,7 @@ def variants(args: argparse.Namespace, longest: int) -> dict[str, tuple[Pipeline
     if hasattr(data_schedule, "DpBalancedScheduler"):
         named["dp_balanced"] = make(Repacking(lambda length: (length,), pack_as_megatron)), [own]
     if not args.leave_out_padded:
-        named["padded"] = make(whole), [filled([each], longest) for each in own]
+        named["padded"] = make(whole), [filled([sequence], longest) for sequence in own]
     return named
 
 
@@ -182,7 +182,7 @@ def compare(args: argparse.Namespace, longest: int) -> list[str]:
             if dist.get_rank() == 0:
                 when = f"repeat {repeat}/{args.repeats}" if repeat else "warm-up"
                 print(f"{when}  {name}: {last:.3f} s, {busiest:.3f} s of CPU", flush=True)
-    tokens = sum(len(each["tokens"]) for each in sequences(args, longest))
+    tokens = sum(len(sequence["tokens"]) for sequence in sequences(args, longest))
     rows = [f"longest {longest}, {tokens} tokens in all"]
     rows.append(
         f"{'':12} {'s/step':>8} {'CPU s':>8} {'tokens/s':>9} {'ratio':>6} {'bubble %':>8} {'peak MB by rank':>16}"
@@ -193,8 +193,9 @@ def compare(args: argparse.Namespace, longest: int) -> list[str]:
         pairs = zip(seconds["packed"], seconds[name], strict=True)
         median = statistics.median(seconds[name])
         ratio = statistics.median(packed / own for packed, own in pairs)
-        bubble = 1 - sum(each.busy for each in readings) / len(readings) / max(each.duration for each in readings)
-        peaks = " ".join(f"{each.peak_memory / 2**20:.0f}" for each in readings)
+        longest_step = max(reading.duration for reading in readings)
+        bubble = 1 - statistics.fmean(reading.busy for reading in readings) / longest_step
+        peaks = " ".join(f"{reading.peak_memory / 2**20:.0f}" for reading in readings)
         times = f"{median:8.3f} {statistics.median(cpu_seconds[name]):8.3f}"
         rows.append(f"{name:12} {times} {tokens / median:9.0f} {ratio:6.2f} {100 * bubble:8.1f} {peaks:>16}")
         if args.timelines:

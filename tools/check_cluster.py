@@ -156,8 +156,8 @@ def message_speed(device: torch.device, size: int, troubles: list[str]) -> float
                 dist.P2POp(dist.irecv, received, (rank - 1) % world),
             ]
         )
-        for each in work:
-            each.wait()
+        for message in work:
+            message.wait()
 
     seconds = timed(ring, device)
     if not bool((received == (rank - 1) % world).all()):
@@ -194,7 +194,9 @@ def timed(function: Callable[[], object], device: torch.device) -> float:
 
 def verdict(ranks: Sequence[Facts]) -> list[str]:
     """What would stop a training, a sentence each."""
-    troubles = [f"rank {rank} on {facts.host}: {each}" for rank, facts in enumerate(ranks) for each in facts.troubles]
+    troubles = [
+        f"rank {rank} on {facts.host}: {trouble}" for rank, facts in enumerate(ranks) for trouble in facts.troubles
+    ]
     for name in ("versions", "device"):
         counted = Counter(getattr(facts, name) for facts in ranks)
         usual = counted.most_common(1)[0][0]
@@ -218,7 +220,7 @@ def report(ranks: Sequence[Facts], troubles: Sequence[str]) -> str:
     ]
     notes = Counter(note for facts in ranks for note in facts.notes)
     lines += (f"note: {note} ({count} of {len(ranks)} ranks)" for note, count in notes.items())
-    lines += (f"trouble: {each}" for each in troubles)
+    lines += (f"trouble: {trouble}" for trouble in troubles)
     lines.append("verdict: not ready" if troubles else "verdict: ready")
     return "\n".join(lines)
 

@@ -338,7 +338,7 @@ def summary(result: Mapping[str, Any]) -> Iterator[str]:
         yield f"(read and written), the link to the host {link:.0f} GB/s each way while both are in use."
         yield ""
     verdicts = Counter(verdict(check) for section in result["sections"] for check in section["checks"])
-    yield f"Checks: {', '.join(f'{count} {each}' for each, count in verdicts.items())}."
+    yield f"Checks: {', '.join(f'{count} {outcome}' for outcome, count in verdicts.items())}."
 
 
 def verdict(check: Mapping[str, Any]) -> str:
@@ -351,7 +351,7 @@ def checks(result: Mapping[str, Any]) -> Iterator[str]:
     """A table of all checks, those that failed first."""
     found = [check for section in result["sections"] for check in section["checks"]]
     found.sort(key=lambda check: check["passed"] is not False)
-    yield from markdown(["", "check", "found"], [[verdict(each), each["name"], each["found"]] for each in found])
+    yield from markdown(["", "check", "found"], [[verdict(check), check["name"], check["found"]] for check in found])
 
 
 def drawn(result: Mapping[str, Any]) -> list[Figure]:

@@ -126,7 +126,11 @@ def layered_text(found: Sequence[layered.Case]) -> str:
         "",
         *wrap(nearest("Megatron SC21 table 1", "vTrain multi-node") + " None has a partitioned state.", 118),
         "",
-        *(line for each in (*layered.findings(found), *CLAIMS) for line in wrap(each, 118, subsequent_indent="  ")),
+        *(
+            line
+            for finding in (*layered.findings(found), *CLAIMS)
+            for line in wrap(finding, 118, subsequent_indent="  ")
+        ),
     ]
     return "\n".join(lines) + "\n"
 
@@ -134,9 +138,9 @@ def layered_text(found: Sequence[layered.Case]) -> str:
 def layered_picture(found: Sequence[layered.Case], path: Path) -> None:
     lines = {
         f"{method}, {network}": [
-            (each.devices, each.soonest[0], 24 * each.soonest[0] * each.devices)
-            for each in found
-            if (each.method, each.network) == (method, network) and each.soonest is not None
+            (case.devices, case.soonest[0], 24 * case.soonest[0] * case.devices)
+            for case in found
+            if (case.method, case.network) == (method, network) and case.soonest is not None
         ]
         for network in layered.networks()
         for method in layered.METHODS

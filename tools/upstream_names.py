@@ -40,7 +40,7 @@ class Upstream:
 
     def _file(self, parts: tuple[str, ...]) -> Path | None:
         path = self._folder.joinpath(*parts)
-        found = [each for each in (path.with_suffix(".py"), path / "__init__.py") if each.is_file()]
+        found = [file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()]
         if found:
             return found[0]
         return path if path.is_dir() else None
@@ -54,7 +54,7 @@ class Upstream:
         if isinstance(node, ast.ImportFrom):
             base = module[: len(module) - node.level + (path.name == "__init__.py")] if node.level else []
             target = [*base, *(node.module or "").split(".")] if node.module else base
-            original = next(each.name for each in node.names if rest[0] in (each.asname, each.name))
+            original = next(alias.name for alias in node.names if rest[0] in (alias.asname, alias.name))
             if not UPSTREAM.match(".".join(target)):
                 return _GONE if rest[1:] else "imported"
             return self.signature(".".join([*target, original, *rest[1:]]))
@@ -87,8 +87,10 @@ def members(node: ast.ClassDef) -> dict[str, ast.AST]:
 
 def attributes(node: ast.ClassDef) -> set[str]:
     """What its methods set on `self`."""
-    stored = (each for each in ast.walk(node) if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store))
-    return {each.attr for each in stored if isinstance(each.value, ast.Name) and each.value.id == "self"}
+    stored = (
+        target for target in ast.walk(node) if isinstance(target, ast.Attribute) and isinstance(target.ctx, ast.Store)
+    )
+    return {target.attr for target in stored if isinstance(target.value, ast.Name) and target.value.id == "self"}
 
 
 def bound(body: list[ast.stmt]) -> dict[str, ast.AST]:
@@ -102,7 +104,11 @@ def bound(body: list[ast.stmt]) -> dict[str, ast.AST]:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             found |= {target.id: node for target in targets if isinstance(target, ast.Name)}
         elif isinstance(node, ast.If | ast.Try | ast.With):
-            parts = [node.body, getattr(node, "orelse", []), *(each.body for each in getattr(node, "handlers", []))]
+            parts = [
+                node.body,
+                getattr(node, "orelse", []),
+                *(handler.body for handler in getattr(node, "handlers", [])),
+            ]
             for part in parts:
                 found = bound(part) | found  # the first branch counts
     return found
@@ -115,13 +121,13 @@ def described(node: ast.AST) -> str:
     given = node.args
     plain = [*given.posonlyargs, *given.args]
     required = len(plain) - len(given.defaults)
-    words = [each.arg if i < required else f"{each.arg}=" for i, each in enumerate(plain)]
+    words = [parameter.arg if i < required else f"{parameter.arg}=" for i, parameter in enumerate(plain)]
     if given.vararg:
         words.append(f"*{given.vararg.arg}")
     elif given.kwonlyargs:
         words.append("*")
-    for each, default in zip(given.kwonlyargs, given.kw_defaults, strict=True):
-        words.append(each.arg if default is None else f"{each.arg}=")
+    for parameter, default in zip(given.kwonlyargs, given.kw_defaults, strict=True):
+        words.append(parameter.arg if default is None else f"{parameter.arg}=")
     if given.kwarg:
         words.append(f"**{given.kwarg.arg}")
     return f"({', '.join(words)})"

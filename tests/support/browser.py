@@ -45,7 +45,7 @@ class Page:
         self._count = 0
         self._session = None
         self.problems = []
-        target = next(each for each in self._ask("Target.getTargets")["targetInfos"] if each["type"] == "page")
+        target = next(target for target in self._ask("Target.getTargets")["targetInfos"] if target["type"] == "page")
         self._session = self._ask("Target.attachToTarget", targetId=target["targetId"], flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log"):
             self._ask(f"{domain}.enable")

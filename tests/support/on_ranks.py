@@ -29,7 +29,7 @@ def on_ranks(number: int, *more: int) -> Callable:
         parameters = inspect.signature(function).parameters.values()
         kind = inspect.Parameter.KEYWORD_ONLY
         fixtures = [inspect.Parameter(name, kind) for name in ("launch", "ranks")]
-        test.__signature__ = inspect.Signature([*fixtures, *(each.replace(kind=kind) for each in parameters)])
+        test.__signature__ = inspect.Signature([*fixtures, *(parameter.replace(kind=kind) for parameter in parameters)])
         return pytest.mark.parametrize("ranks", few_of((number, *more), [number]))(test)
 
     return decorate

@@ -47,11 +47,11 @@ def make_place(folder: Path) -> Path:
     shutil.copytree(ROOT / "scripts", repository / "scripts")
     for name in ("pretrain_gpt.py", "pretrain_hybrid.py", "constraints.txt", "pyproject.toml"):
         (repository / name).write_text("kept")
-    for each in (repository, folder / "home", folder):
+    for owned in (repository, folder / "home", folder):
         for name in NAMES:
-            (each / name).mkdir(parents=True, exist_ok=True)
-            (each / name / "kept").write_text("kept")
-        (each / "file").write_text("kept")
+            (owned / name).mkdir(parents=True, exist_ok=True)
+            (owned / name / "kept").write_text("kept")
+        (owned / "file").write_text("kept")
     (folder / "link").symlink_to("home")
     for name in ("python3", *STAND_INS):
         stand_in = folder / "bin" / name

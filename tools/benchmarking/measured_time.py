@@ -46,4 +46,4 @@ def fit(points: Sequence[TimedSegment]) -> MeasuredTime:
     scales = np.linalg.norm(matrix, axis=0)
     coefficients = np.linalg.lstsq(matrix / scales, np.array(values), rcond=1e-8)[0] / scales
     lengths = tuple(sorted(alone))
-    return MeasuredTime(lengths, tuple(alone[each] / each for each in lengths), tuple(coefficients.tolist()))
+    return MeasuredTime(lengths, tuple(alone[length] / length for length in lengths), tuple(coefficients.tolist()))

@@ -25,7 +25,7 @@ def execute_blocking(schedule: Schedule, costs: Costs) -> Timeline:
     shape = schedule.shape
     if shape.num_chunks > 1 and shape.num_microbatches <= shape.num_ranks:
         forwards_first = (
-            tuple(sorted(actions, key=lambda each: each.kind is not Kind.F)) for actions in schedule.ranks
+            tuple(sorted(actions, key=lambda action: action.kind is not Kind.F)) for actions in schedule.ranks
         )
         schedule = Schedule(shape, tuple(forwards_first))
     return _Machine(schedule, costs).run()

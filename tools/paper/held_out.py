@@ -137,11 +137,11 @@ def markdown(entries: Sequence[HeldOut]) -> str:
         "| machine | left out | rows | mean error | worst | constants |",
         "|---|---|---|---|---|---|",
     ]
-    for each in entries:
-        constants = ", ".join(f"{name.split('.')[1]} {value:.3g}" for name, value in each.constants.items())
+    for entry in entries:
+        constants = ", ".join(f"{name.split('.')[1]} {value:.3g}" for name, value in entry.constants.items())
         lines.append(
-            f"| {each.machine} | {each.group} | {each.count} | {100 * each.mean:.1f} % | {100 * each.worst:.1f} % | "
-            f"{constants} |"
+            f"| {entry.machine} | {entry.group} | {entry.count} | {100 * entry.mean:.1f} % | "
+            f"{100 * entry.worst:.1f} % | {constants} |"
         )
     return "\n".join(lines) + "\n"
 

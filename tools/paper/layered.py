@@ -115,15 +115,15 @@ def markdown(found: list[Case]) -> list[str]:
     ]
     machines = networks()
     fastest, *_ = machines.values()
-    plain = {(each.network, each.devices): each.soonest for each in found if each.method == "1F1B"}
-    for each in sorted(found, key=lambda case: (list(machines).index(case.network), case.devices)):
-        head = f"| {each.network} | {each.devices} | {each.method} |"
-        if each.soonest is None:
+    plain = {(case.network, case.devices): case.soonest for case in found if case.method == "1F1B"}
+    for case in sorted(found, key=lambda case: (list(machines).index(case.network), case.devices)):
+        head = f"| {case.network} | {case.devices} | {case.method} |"
+        if case.soonest is None:
             lines.append(f"{head} does not fit | | | | | | | |")
             continue
-        days, plan = each.soonest
+        days, plan = case.soonest
         setup = plan.candidate.setup
-        base = plain[each.network, each.devices]
+        base = plain[case.network, case.devices]
         ratio = "-" if base is None else f"{days / base[0]:.2f}"
         sizes = (setup.pipeline_parallel, setup.data_parallel, setup.placement.num_chunks, setup.num_microbatches)
         bubble = (setup.pipeline_parallel - 1) / setup.placement.num_chunks  # in micro-batches
@@ -143,7 +143,7 @@ def findings(found: list[Case]) -> list[str]:
     soonest_of = {}
     for network in networks():
         for method in METHODS:
-            of_method = (each.soonest for each in found if (each.network, each.method) == (network, method))
+            of_method = (case.soonest for case in found if (case.network, case.method) == (network, method))
             days = min((training[0] for training in of_method if training), default=None)
             soonest_of[network, method] = days
         plain, interleaved, *layered = (soonest_of[network, method] for method in METHODS)

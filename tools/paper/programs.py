@@ -239,7 +239,7 @@ def _(setup: PaperSetup, layer: int, block: Block, start: int, end: int) -> floa
     held = _of_package(layer_bytes.block_working)(setup, layer, block, start, end)
     if block.attention is not None and not setup.flash_attention:
         # Scores, their softmax and the mask of its dropout, if they are computed again; and gradients of both.
-        each = 2 * BYTES + (5 if setup.recompute == "core_attn" else 0)
-        of_heads = (each * end / setup.context_parallel - 4) * rows * model.num_heads
+        bytes_of_score = 2 * BYTES + (5 if setup.recompute == "core_attn" else 0)
+        of_heads = (bytes_of_score * end / setup.context_parallel - 4) * rows * model.num_heads
         held += of_heads / setup.tensor_parallel
     return held

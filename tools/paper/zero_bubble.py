@@ -116,7 +116,7 @@ def memory(folder: Path = REFERENCE) -> Iterator[Row]:
     for row, label, setup, machine, _, schedule in _cases(folder):
         if row["memory_GB"] and row["method"] != "ZB-2p":
             ranks = [rank_memory(setup, schedule.ranks[rank], rank) for rank in range(setup.pipeline_parallel)]
-            most = max(each.total - each.reserved for each in ranks) / 1e9
+            most = max(memory_of_rank.total - memory_of_rank.reserved for memory_of_rank in ranks) / 1e9
             yield Row(
                 table="Zero Bubble memory",
                 label=label,

@@ -81,9 +81,9 @@ def read_training_log(path: Path) -> TrainingLog:
     if not rows or length is None:
         raise ValueError(f"{path}: it has no training iteration with its loss; was the run given --log-interval 1?")
     iterations = converted(path, rows, list[_Iteration], "iterations", is_text=True)
-    seconds = median([each.ms / 1e3 for each in iterations[_WARM_UP:] or iterations])
+    seconds = median([iteration.ms / 1e3 for iteration in iterations[_WARM_UP:] or iterations])
     tokens = iterations[0].batch * converted(path, length[1], Count, "seq_length", is_text=True)
-    return TrainingLog(tuple(each.loss for each in iterations), seconds, tokens / seconds)
+    return TrainingLog(tuple(iteration.loss for iteration in iterations), seconds, tokens / seconds)
 
 
 def latest_trace(folder: Path) -> tuple[Timeline, Trace]:

@@ -295,7 +295,7 @@ def plot_gains(cells: Sequence[Cell], title: str, path: Path) -> None:
                 if not np.isnan(gain):
                     axes.annotate(f"{gain:+.0f}", (column, row), ha="center", va="center")
             axes.set_xticks(range(len(devices[batch])), devices[batch])
-            axes.set_yticks(range(len(bandwidths)), [f"{each:g}" for each in bandwidths])
+            axes.set_yticks(range(len(bandwidths)), [f"{bandwidth:g}" for bandwidth in bandwidths])
             axes.set(xlabel="GPUs", title=f"{batch} sequences")
         figure.colorbar(image, label="gain, %; grey: within error")
         panels[0].set_ylabel("GB/s of a node")

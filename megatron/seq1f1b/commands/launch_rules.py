@@ -115,7 +115,7 @@ def _name_and_value(flag: str) -> tuple[str, Any]:
     name, is_joined, value = word.partition("=")
     if is_joined:
         values.insert(0, value)
-    return setting_of(name), _setting([int(each) if each.isdigit() else each for each in values])
+    return setting_of(name), _setting([int(word) if word.isdigit() else word for word in values])
 
 
 def _settings_of(flags: Sequence[str]) -> dict[str, Any]:

@@ -96,18 +96,18 @@ def table(cuts: list[CutRow]) -> str:
 
     rows = [("strategy", "k", "max/mean", "step s", "bubble %", "lengths in tokens")]
     costs = [("strategy", "cost of each segment on the slowest stage, ms")]
-    for each in cuts:
+    for cut in cuts:
         rows.append(
             (
-                each.name,
-                str(len(each.lengths)),
-                f"{each.imbalance:.3f}",
-                f"{each.step.makespan:.3f}",
-                f"{100 * each.step.bubble_ratio:.1f}",
-                short(each.lengths, "d"),
+                cut.name,
+                str(len(cut.lengths)),
+                f"{cut.imbalance:.3f}",
+                f"{cut.step.makespan:.3f}",
+                f"{100 * cut.step.bubble_ratio:.1f}",
+                short(cut.lengths, "d"),
             )
         )
-        costs.append((each.name, short((1e3 * cost for cost in each.costs), ".1f")))
+        costs.append((cut.name, short((1e3 * cost for cost in cut.costs), ".1f")))
     return "\n".join([*aligned(rows, "lrrrrl"), "", *aligned(costs, "ll")])
 
 

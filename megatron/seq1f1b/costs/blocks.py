@@ -35,6 +35,14 @@ class Product(NamedTuple):
     def size(self) -> float:
         return self.outputs * self.inputs
 
+    def on_rank(self, ranks: int) -> "Product":
+        """The part of one of `ranks` tensor-parallel ranks."""
+        if self.shared == "outputs":
+            return self._replace(outputs=self.outputs / ranks)
+        if self.shared == "inputs":
+            return self._replace(inputs=self.inputs / ranks)
+        return self
+
 
 class Attention(NamedTuple):
     """Heads of queries, and of keys and values; numbers in a query or key, and in a value."""
@@ -83,11 +91,8 @@ class Block:
             heads = self.attention.heads / ranks
             kv_heads = max(1, self.attention.kv_heads / ranks)
             parts["attention"] = self.attention._replace(heads=heads, kv_heads=kv_heads)
-        products = (
-            each._replace(**{each.shared: getattr(each, each.shared) / ranks}) if each.shared else each
-            for each in self.products
-        )
-        return replace(self, products=tuple(products), **parts)
+        products = tuple(product.on_rank(ranks) for product in self.products)
+        return replace(self, products=products, **parts)
 
 
 @lru_cache(maxsize=1024)

@@ -25,7 +25,7 @@ def hash_once(self: Any) -> int:
 @lru_cache
 def field_names(kind: type[Any]) -> tuple[str, ...]:
     """The names of the fields of a dataclass."""
-    return tuple(each.name for each in fields(kind))
+    return tuple(field.name for field in fields(kind))
 
 
 @dataclass(frozen=True)
@@ -156,8 +156,8 @@ def model_shape(settings: Mapping[str, Any]) -> ModelShape:
         names = "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"
         sizes["latent"] = LatentAttention(settings["q_lora_rank"] or 0, *(settings[name] for name in names))
     if settings.get("num_experts"):
-        each = settings["moe_layer_freq"]
-        sizes["expert_layers"] = _chosen(settings, each, lambda layer: layer % each == 0)
+        frequency = settings["moe_layer_freq"]
+        sizes["expert_layers"] = _chosen(settings, frequency, lambda layer: layer % frequency == 0)
         sizes["experts"] = Experts(
             settings["num_experts"],
             settings["moe_router_topk"],

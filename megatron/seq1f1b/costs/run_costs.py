@@ -118,11 +118,11 @@ class RunCosts:
                     raise
                 break
             found[count] = self.forecast(schedule, lengths)
-            seconds = [inf, *(each.seconds for each in found.values())]
+            seconds = [inf, *(forecast.seconds for forecast in found.values())]
             if seconds[-1] > seconds[-2] > min(seconds) and any(map(self._fits, found.values())):
                 break
-        fitting = {number: each.seconds for number, each in found.items() if self._fits(each)}
-        wanted = fitting or {number: each.total_bytes for number, each in found.items()}
+        fitting = {number: forecast.seconds for number, forecast in found.items() if self._fits(forecast)}
+        wanted = fitting or {number: forecast.total_bytes for number, forecast in found.items()}
         return min(wanted, key=wanted.__getitem__)
 
     def least_offload(self, schedule: ScheduleChoice, lengths: Sequence[int]) -> float:
@@ -147,8 +147,8 @@ class RunCosts:
             timeline = simulate(actions.without_moves(), costs)
             orders = moved(actions, share, setup.moves_by_layer).ranks
             memory = [rank_memory(setup, order, rank) for rank, order in enumerate(orders)]
-            held = max(each.activations + each.keys_values + each.states + each.logits for each in memory)
-            total = max(each.total for each in memory)
+            held = max(use.activations + use.keys_values + use.states + use.logits for use in memory)
+            total = max(use.total for use in memory)
             busy = fmean(map(timeline.busy, range(setup.pipeline_parallel)))
             return [timeline.makespan, busy, self._scale * held, self._scale * total]
 

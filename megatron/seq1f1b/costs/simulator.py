@@ -60,7 +60,7 @@ class _Step:
 
     def numbers(self) -> list[float]:
         """All of it in one list, for `extended`."""
-        of_memory = chain(*(astuple(each) for each in self.memory))
+        of_memory = chain(*(astuple(memory) for memory in self.memory))
         return [self.seconds, self.pipeline, *self.busy, *self.host_bytes, *of_memory]
 
     @classmethod
@@ -176,7 +176,7 @@ def _of_replicas(setup: TrainingSetup, machine: Machine, costs: Costs) -> dict[K
         last = costs.w[stage][0] + (0.0 if setup.splits_backward else costs.i[stage][0])
         gather[stage] = max(gather[stage] / layers, gather[stage] - others * costs.f[stage][0])
         reduce[stage] = max(reduce[stage] / layers, reduce[stage] - others * last)
-    return {Kind.REDUCE: tuple((each,) for each in reduce), Kind.GATHER: tuple((each,) for each in gather)}
+    return {Kind.REDUCE: tuple((seconds,) for seconds in reduce), Kind.GATHER: tuple((seconds,) for seconds in gather)}
 
 
 @lru_cache(maxsize=64)
@@ -208,8 +208,9 @@ def extended(shape: Shape, measured: Callable[[int], Sequence[float]]) -> Sequen
     while is_extended(shape) and groups > 2 * short:
         first, second, third = (measured(count * group + rest) for count in (short, short + 1, 2 * short))
         growth = [b - a for a, b in zip(first, second, strict=True)]
-        if all(isclose(a + short * each, b, rel_tol=1e-5) for a, b, each in zip(first, third, growth, strict=True)):
-            return [value + (groups - 2 * short) * each for value, each in zip(third, growth, strict=True)]
+        in_steps = zip(first, third, growth, strict=True)
+        if all(isclose(a + short * grown, b, rel_tol=1e-5) for a, b, grown in in_steps):
+            return [value + (groups - 2 * short) * grown for value, grown in zip(third, growth, strict=True)]
         short *= 2
     return measured(shape.num_microbatches)
 

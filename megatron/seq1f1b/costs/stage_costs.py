@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import accumulate, combinations
+from itertools import accumulate, chain, combinations
 from operator import add, ge, sub
 from pathlib import Path
 from statistics import median
@@ -214,7 +214,7 @@ def traced_costs(timeline: Timeline) -> tuple[tuple[StageCost, ...], list[float]
         weight = fit_time(points(stage, Kind.W)) if is_split else AnalyticTime(per_token=backward.per_token / 2)
         costs.append(StageCost(forward, backward, weight))
         for time, found in zip((forward, backward), measured, strict=True):
-            errors += (abs(time(each.prefix, each.prefix + each.length) / each.seconds - 1) for each in found)
+            errors += (abs(time(point.prefix, point.prefix + point.length) / point.seconds - 1) for point in found)
     return tuple(costs), errors
 
 
@@ -227,7 +227,8 @@ def fit_time(points: Sequence[TimedSegment]) -> AnalyticTime:
     best = np.zeros(3)
     least = float("inf")
     # In segments of one length a constant looks like a part per token; it is less likely, so it comes last.
-    for chosen in (list(each) for size in (3, 2, 1) for each in combinations((1, 2, 0), size)):
+    for columns in chain.from_iterable(combinations((1, 2, 0), size) for size in (3, 2, 1)):
+        chosen = list(columns)
         found, _, rank, _ = np.linalg.lstsq(rows[:, chosen] / scales[chosen], np.ones(len(points)), rcond=1e-8)
         if rank < len(chosen) or found.min() < 0:  # too few segments, or all of one length
             continue

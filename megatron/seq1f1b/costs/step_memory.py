@@ -80,7 +80,7 @@ def static_memory(setup: TrainingSetup, rank: int) -> tuple[float, float, float]
     """Weights, gradients and optimizer state of a rank at all times; those of a partitioned state are shares."""
     parameters = [setup.parameters[stage] for stage in setup.placement.stages_of(rank)]
     whole = sum(map(sum, parameters))
-    experts = sum(each[1] for each in parameters)
+    experts = sum(of_stage[1] for of_stage in parameters)
     shares = whole
     if setup.distributed_optimizer:
         shares = (whole - experts) / setup.data_group.size + experts / setup.expert_data_group.size
@@ -103,7 +103,7 @@ def _whole_chunks(setup: TrainingSetup, actions: Sequence[Action]) -> Sizes:
     [actions, 2]."""
     if not setup.moves_state:
         return np.zeros((len(actions), 2))
-    parameters = [sum(each) for each in setup.parameters]
+    parameters = [sum(of_stage) for of_stage in setup.parameters]
     last = {action.stage: action for action in actions}
     gathered = set[int]()  # stages with whole weights
     summed = set[int]()  # stages with whole gradients
@@ -119,7 +119,7 @@ def _whole_chunks(setup: TrainingSetup, actions: Sequence[Action]) -> Sizes:
         else:
             if kind.facts.gives_input_gradient or kind.facts.gives_weight_gradient:
                 summed.add(stage)
-            numbers.append([sum(parameters[each] for each in whole) for whole in (gathered, summed)])
+            numbers.append([sum(parameters[stage] for stage in whole) for whole in (gathered, summed)])
             if action == last[stage]:
                 summed.discard(ended)
                 ended = stage

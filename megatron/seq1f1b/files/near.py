@@ -13,14 +13,14 @@ _LEAST = 3  # letters of a part of a name
 def near_names(name: str, known: Iterable[str]) -> list[str]:
     """All names that begin with it, else all that have it as a part, else the one that looks most like it; [] if there
     is none. Case and the dashes before a flag do not count."""
-    names = {each.lstrip("-").lower(): each for each in known}
+    names = {known_name.lstrip("-").lower(): known_name for known_name in known}
     given = name.lstrip("-").lower()
-    starts = [each for each in names if each.startswith(given)]
-    parts = [each for each in names if given in each] if len(given) >= _LEAST else []
+    starts = [known_name for known_name in names if known_name.startswith(given)]
+    parts = [known_name for known_name in names if given in known_name] if len(given) >= _LEAST else []
     for found in (starts, parts):
         if given and 0 < len(found) <= _MOST:
-            return [names[each] for each in found]
-    return [names[each] for each in get_close_matches(given, names, n=1)]
+            return [names[known_name] for known_name in found]
+    return [names[known_name] for known_name in get_close_matches(given, names, n=1)]
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -93,7 +93,7 @@ class ProgramExecutor:
 
     def _call(self, *, model: Any, num_microbatches: int, seq_length: int | None = None, **step: Any) -> list[Any]:
         of_model = get_model_config(model[0] if isinstance(model, list) else model)
-        if not any(of_model is each for each in self._checked):
+        if not any(of_model is checked for checked in self._checked):
             size = step.get("micro_batch_size")
             run = run_of_program(model, num_microbatches, seq_length, size, self._keep_documents_apart)
             config = self._configure(run)

@@ -93,7 +93,7 @@ def _build(build_one: Callable, *groups: Any, vp_stage: int | None = None, **opt
     options |= {"pre_process": stage == 0, "post_process": stage == placement.num_stages - 1, "vp_stage": vp_stage}
     if "pg_collection" in options:
         options["pg_collection"] = at_stage(placement, stage, options["pg_collection"])
-    groups = tuple(at_stage(placement, stage, each) for each in groups)
+    groups = tuple(at_stage(placement, stage, group) for group in groups)
     with patched(building(placement, stage)):
         return build_one(*groups, **options)
 

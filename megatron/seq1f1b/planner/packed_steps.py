@@ -84,9 +84,10 @@ class PackedSteps:
             for pack in chain(*shares):
                 seen[kind_of(pack)].append(seen_by_units(pack, lengths))
         numbers = {kind: number for number, kind in enumerate(seen)}
-        self.kinds = [
-            MicroBatchKind(lengths, tuple(map(fmean, zip(*each, strict=True)))) for lengths, each in seen.items()
-        ]
+        self.kinds = []
+        for lengths, of_packs in seen.items():
+            mean_by_unit = tuple(map(fmean, zip(*of_packs, strict=True)))
+            self.kinds.append(MicroBatchKind(lengths, mean_by_unit))
 
         def numbered(of_replicas: list[list[tuple[int, ...]]]) -> list[Order]:
             return [tuple(numbers[kind] for kind in order) for order in of_replicas]
@@ -223,7 +224,10 @@ class PackedSteps:
                 # The last unit alone, behind one segment in place of those before it.
                 last = part.but(segments=(sum(kind.lengths[:-1]), kind.lengths[-1]), seen=(0.0, kind.seen[-1]))
                 rows = rows_of_stages(last, machine, layers_per_stage)
-                of_stages = [each[shared] + f[1] + i[1] + w[1] for each, (f, i, w) in zip(sums, rows, strict=True)]
+                of_stages = [
+                    sums_of_stage[shared] + f[1] + i[1] + w[1]
+                    for sums_of_stage, (f, i, w) in zip(sums, rows, strict=True)
+                ]
                 first_unit = rows_of_longest
             else:
                 first_unit = rows_of_stages(part, machine, layers_per_stage)

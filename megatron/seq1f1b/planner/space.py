@@ -74,7 +74,7 @@ class Question:
     def megatron_baseline(self) -> "Question":
         """The question for Megatron alone: 1F1B and its interleaved form on whole sequences. It keeps logits, overlaps
         the messages of tensor parallelism and of experts with compute, and moves activations of modules to the host."""
-        recomputes = tuple(each for each in self.recomputes if each != ALL_BUT_ATTENTION)
+        recomputes = tuple(recompute for recompute in self.recomputes if recompute != ALL_BUT_ATTENTION)
         own: dict[str, Any] = {"families": ("1f1b",), "segments": (1,), "recomputes": recomputes, "by_megatron": True}
         return replace(self, **own, partitions_state=False, accepts=self.accepts_of_megatron)
 
@@ -196,8 +196,11 @@ def recomputes(question: Question) -> list[str]:
     left_out = {"mlp"} if model.has_biases else set()
     if model.experts is None:
         left_out |= {"moe", "moe_act"}
-    found = (" ".join(word for word in each.split() if word not in left_out) for each in question.recomputes)
-    return list(dict.fromkeys(each or "none" for each in found))
+    found = []
+    for recompute in question.recomputes:
+        modules = [module for module in recompute.split() if module not in left_out]
+        found.append(" ".join(modules) or "none")
+    return list(dict.fromkeys(found))
 
 
 def spread(question: Question, sizes: TrainingSetup) -> Iterator[TrainingSetup]:

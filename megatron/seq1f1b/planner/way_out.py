@@ -58,15 +58,17 @@ def _leanest(question: Question) -> Memory | None:
         for setup in sorted(setups(smallest), key=least_bytes)[:_LEANEST]
         for segments in numbers_of_segments(smallest, setup)
     )
-    away = (_mostly_away(each.setup, question.budget) for each in evenly if each is not None)
+    away = (_mostly_away(evenly_cut.setup, question.budget) for evenly_cut in evenly if evenly_cut is not None)
     fullest = (max(memory_in_flight(setup), key=lambda rank: rank.total) for setup in away)
     return min(fullest, key=lambda memory: memory.total, default=None)
 
 
 def _mostly_away(setup: TrainingSetup, budget: MemoryBudget) -> TrainingSetup:
     """The set-up with as many sixteenths of its activations on the host as that has room for."""
+    if not budget.host:
+        return setup
     shares = (replace(setup, offloads=sixteenths / 16) for sixteenths in range(16, 0, -1))
-    return next((each for each in shares if host_in_flight(each) <= budget.host), setup) if budget.host else setup
+    return next((moved for moved in shares if host_in_flight(moved) <= budget.host), setup)
 
 
 def _nearest(question: Question) -> str:
@@ -74,8 +76,8 @@ def _nearest(question: Question) -> str:
     counts = (question.num_devices << doubling for doubling in range(1, _DOUBLINGS))
     halved = (question.sequence_length >> halving for halving in range(1, _DOUBLINGS))
     lengths = takewhile(lambda length: length >= _SHORTEST, halved)
-    more = (f"--gpus {each}" for each in counts if _has_plan(replace(question, num_devices=each)))
-    shorter = (f"--seq-length {each}" for each in lengths if _has_plan(replace(question, sequence_length=each)))
+    more = (f"--gpus {count}" for count in counts if _has_plan(replace(question, num_devices=count)))
+    shorter = (f"--seq-length {length}" for length in lengths if _has_plan(replace(question, sequence_length=length)))
     found = [*islice(more, 1), *islice(shorter, 1)]
     return f"it would with {' or with '.join(found)}" if found else "take a smaller model"
 

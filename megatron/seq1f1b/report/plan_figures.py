@@ -27,7 +27,7 @@ class Point(NamedTuple):
 def frontier(points: Sequence[Point]) -> list[Point]:
     """The points that no other beats in both, from the least memory to the highest throughput."""
     best: list[Point] = []
-    for point in sorted(points, key=lambda each: (each.memory, -each.throughput)):
+    for point in sorted(points, key=lambda known: (known.memory, -known.throughput)):
         if not best or point.throughput > best[-1].throughput:
             best.append(point)
     return best

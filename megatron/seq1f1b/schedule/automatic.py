@@ -68,7 +68,7 @@ def auto(
             continue
         timeline = simulate(schedule, costs)
         # Sums of floats are not exact.
-        score = tuple(float(f"{each:.9g}") for each in (timeline.makespan, timeline.longest_stretch, max(peaks)))
+        score = tuple(float(f"{figure:.9g}") for figure in (timeline.makespan, timeline.longest_stretch, max(peaks)))
         if score < best_score:
             best = schedule
             best_score = score

@@ -82,4 +82,4 @@ def _shape_of(ranks: list[tuple[Action, ...]]) -> Shape:
     if stages * (sum(segments.values()) + microbatches - len(segments)) > count:  # checked first: sizes cost memory
         largest = Shape(placement, microbatches, max(segments.values()))
         raise ValueError(f"its {count} actions are fewer than the forwards of {largest}; number all from 0")
-    return Shape.of(placement, [segments.get(each, 1) for each in range(microbatches)])
+    return Shape.of(placement, [segments.get(microbatch, 1) for microbatch in range(microbatches)])

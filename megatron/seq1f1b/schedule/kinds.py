@@ -169,5 +169,5 @@ CHUNK_KINDS = tuple(kind for kind in Kind if kind.facts.is_of_chunk)
 """The actions of a whole model chunk, on its weights or gradients."""
 MOVE_KINDS = tuple(kind for kind in Kind if kind.facts.lane in (Lane.TO_HOST, Lane.FROM_HOST))
 """The moves of a unit's activations to the memory of the host, and back."""
-PAYLOADS = tuple(kind for kind in Kind if any(each.facts.payload is kind for each in MESSAGE_KINDS))
+PAYLOADS = tuple(kind for kind in Kind if any(message.facts.payload is kind for message in MESSAGE_KINDS))
 """What a message can carry: the output of a forward, or the gradient of its input."""

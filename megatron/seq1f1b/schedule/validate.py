@@ -58,8 +58,11 @@ def _check_complete(schedule: Schedule, rank: int) -> None:
     for unit, kinds in kinds_of.items():
         if set(kinds) not in _WAYS:
             stage, microbatch, segment = unit
-            near = [n for n, each in enumerate(actions) if (each.stage, each.microbatch) == (stage, microbatch)]
-            place = near[0] if near else max(len(actions) - 1, 0)
+            place = max(len(actions) - 1, 0)
+            for index, action in enumerate(actions):
+                if (action.stage, action.microbatch) == (stage, microbatch):
+                    place = index
+                    break
             raise ScheduleError(
                 f"rank {rank}: stage {stage}, micro-batch {microbatch}, segment {segment} has "
                 f"{' and '.join(kinds) or 'no action'}; each unit needs F and B, or F, I and W\n"
@@ -127,7 +130,7 @@ def _check_runs(schedule: Schedule) -> None:
     lines = ["the schedule deadlocks; each of these waits for the next, in a cycle:"]
     # The walk may have come to the cycle from outside; it ended at the first rank that it met again.
     walk = list(waits)
-    lines += [waits[each] for each in walk[walk.index(rank) :]]
+    lines += [waits[waiting] for waiting in walk[walk.index(rank) :]]
     raise ScheduleError("\n".join([*lines, neighbourhood(schedule, rank, done)]))
 
 

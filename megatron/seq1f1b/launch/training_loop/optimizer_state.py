@@ -90,7 +90,8 @@ def _unless_displaced(upstream: Callable, optimizer: Any, state: dict[int, dict[
     for buffer in optimizer.buffers:
         own = [parameter for parameter in buffer.param_index_map if parameter in optimizer.model_param_gbuf_map]
         # Not vectors: those of norms are much alike in all models.
-        in_first = [each for each in own if buffer.param_index_map[each][2] == 0 and each.dim() > 1]
+        places = buffer.param_index_map
+        in_first = [parameter for parameter in own if places[parameter][2] == 0 and parameter.dim() > 1]
         if any(map(differs, own)) and in_first and not any(map(differs, in_first)):
             raise ValueError(
                 "the checkpoint's optimizer has other weights than its model: without megatron.seq1f1b, Megatron "
