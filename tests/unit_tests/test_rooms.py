@@ -23,7 +23,7 @@ PURE = {
     "partition": {"numpy"},
     "files": {"msgspec"},
     "costs": {"msgspec", "numpy"},
-    "planner": set(),
+    "planner": {"numpy"},
 }
 PUBLIC_NAMES = re.findall(r'^    "(\w+)",$', (ROOT / "__init__.py").read_text(), re.MULTILINE)
 

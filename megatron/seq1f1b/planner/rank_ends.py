@@ -3,23 +3,24 @@
 Tested in planner/test_search.py by test_ranks_end_as_in_the_simulation.
 """
 
-from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import chain
-from operator import itemgetter
 from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ..costs.pair_times import PairTimes
 from ..schedule import COMPUTE_KINDS, Action, Clock, Costs, Kind, Shape, clock_of
-from ..schedule.schedule import Place
+from .order_table import Marks, Numbers, OrderTable, order_table
 
-_SENDS = tuple(kind for kind in Kind if kind.facts.is_send)
-_SEND_OF = {kind.facts.payload: kind for kind in _SENDS}
-_KINDS = (*COMPUTE_KINDS, *_SENDS)  # those with times
-_ROW_OF = {kind: row for row, kind in enumerate(_KINDS)}
-# The last step of each forward and of each backward, by its outcome, stage, micro-batch and segment.
-type _Makers = dict[tuple[Kind | None, int, int, int], int]
+_KINDS = (*COMPUTE_KINDS, *(kind for kind in Kind if kind.facts.is_send))  # those with times
+_NUMBER_OF = {kind: number for number, kind in enumerate(_KINDS)}
+_SEND_OF = {kind.facts.payload: kind for kind in _KINDS if kind.facts.is_send}
+
+
+type _Times = NDArray[np.float64]
 
 
 class Columns(NamedTuple):
@@ -35,6 +36,14 @@ class Columns(NamedTuple):
             yield Action(kind, stage, microbatch, self.first[microbatch] + segment)
 
 
+class _Messages(NamedTuple):
+    """What actions wait for on other ranks: the actions that do, those that send, and the places of the times."""
+
+    receivers: Numbers
+    senders: Numbers
+    times: Numbers
+
+
 class RankEnds:
     """The compute of all ranks as steps, each after all that it waits for, so that one pass gives their ends for any
     costs. A step starts when the step before it on its rank has ended and its message has arrived; messages overlap
@@ -42,103 +51,136 @@ class RankEnds:
 
     def __init__(self, clock: Clock, columns: Columns | None = None) -> None:
         """Without `columns` costs have one for each segment."""
-        self._shape = clock.shape
-        self._num_columns = columns.number if columns else clock.shape.num_segments
-        # For each step the numbers of the step before it and of the step that sends its message, and the places of the
-        # message and of the step itself among the times of all kinds and pairs. 0 stands for none, which ends at 0.
-        self._before = array("i", [0])
-        self._sender = array("i", [0])
-        self._message = array("i", [0])
-        self._work = array("i", [0])
-        self._last = [0] * clock.shape.num_ranks  # the last step of each rank
-        self._pairs: dict[tuple[Action, Action], int] = {}  # the places of what they save
-        made_by: _Makers = {}
-        for rank, in_segments in _in_order(clock):
-            place = tuple(columns.in_columns(in_segments)) if columns else in_segments
-            if len(place) == 1:
-                (action,) = place
-                self._append(rank, self._message_of(action, made_by), self._work_of(action))
-            else:
-                forward, backward = place
-                self._append_pair(rank, forward, backward, made_by)
-            for action in place:
-                made_by[action.kind.facts.outcome, *action.unit] = self._last[rank]
+        shape = clock.shape
+        self._shape = shape
+        self._num_columns = columns.number if columns else shape.num_segments
+        table = order_table(clock)
+        actions = table.of_all_ranks()
+        column = _columns_of_units(shape, columns)[actions.unit]
+        opens = table.opens_pair().ravel() & clock.has_pairs
+        closes = np.roll(opens, 1)
+
+        # An action is one step, the backward of a pair is three. A pair starts when both have their messages, so the
+        # backward's first step takes the time of the forward; its last one takes off what the pair saves.
+        num_steps = np.where(closes, 3, 1)
+        last = np.cumsum(num_steps) - 1
+        first = last - num_steps + 1
+        last[opens] = last[closes]
+        work = self._places(actions.kind, actions.stage, column)
+        works = np.zeros(num_steps.sum(), int)
+        works[first] = np.where(opens, 0, work)
+        works[first[closes]] = work[opens]
+        works[first[closes] + 1] = work[closes]
+        self._pairs, savings = self._find_pairs(actions, column, opens, closes)
+        works[first[closes] + 2] = savings
+
+        # Steps count from 1 in the order of ticks; 0 is none, which ends at 0.
+        in_order = np.argsort(np.repeat(actions.tick - closes, num_steps), kind="stable")
+        number = np.zeros(len(in_order), int)
+        number[in_order] = np.arange(1, len(in_order) + 1)
+        before = np.roll(number, 1)
+        before[first.reshape(table.kind.shape)[:, 0]] = 0
+        self._last = number[last.reshape(table.kind.shape)[:, -1]].tolist()
+
+        messages = self._messages(actions, column)
+        senders = np.zeros(len(in_order), int)
+        senders[first[messages.receivers]] = number[last[messages.senders]]
+        message_times = np.zeros(len(in_order), int)
+        message_times[first[messages.receivers]] = messages.times
+
+        # For each step the step before it on its rank, the one that sends its message, and the places of the times of
+        # the message and of the step itself in `_times`.
+        self._before = before[in_order].astype(np.int32)
+        self._sender = senders[in_order].astype(np.int32)
+        self._message = message_times[in_order].astype(np.int32)
+        self._work = works[in_order].astype(np.int32)
 
     def by(self, costs: Costs, pairs: PairTimes | None = None) -> list[float]:
         """The end of each rank, in the unit of the costs. Pairs take as long as one after the other, less what they
         save by `pairs`."""
-        times = _times(costs)
-        times += [-pairs.saved(*pair) if pairs else 0.0 for pair in self._pairs]
-        ends = [0.0] * len(self._work)
-        steps = zip(self._before, self._sender, self._message, self._work, strict=True)
-        for step, (before, sender, message, work) in enumerate(steps):
+        savings = [-pairs.saved(*pair) if pairs else 0.0 for pair in self._pairs]
+        times = np.concatenate([_times(costs), savings])
+        ends = [0.0]
+        steps = zip(
+            self._before.tolist(),
+            self._sender.tolist(),
+            times[self._message].tolist(),
+            times[self._work].tolist(),
+            strict=True,
+        )
+        for before, sender, message, work in steps:
             start = ends[before]
-            arrival = ends[sender] + times[message]
-            ends[step] = (arrival if arrival > start else start) + times[work]
+            arrival = ends[sender] + message
+            ends.append((arrival if arrival > start else start) + work)
         return [ends[step] for step in self._last]
 
-    def _append_pair(self, rank: int, forward: Action, backward: Action, made_by: _Makers) -> None:
-        """Adds the steps of a pair, which starts when both have their messages, and saves time at its end."""
-        self._append(rank, self._message_of(forward, made_by), work=0)
-        self._append(rank, self._message_of(backward, made_by), self._work_of(forward))
-        self._append(rank, (0, 0), self._work_of(backward))
-        of_any_microbatch = forward._replace(microbatch=0), backward._replace(microbatch=0)
-        saved = self._pairs.setdefault(of_any_microbatch, self._num_times + len(self._pairs))
-        self._append(rank, (0, 0), saved)
-
-    def _append(self, rank: int, message: tuple[int, int], work: int) -> None:
-        """Adds the next step of a rank, with the sender and the time of its message and the time of its work."""
-        self._before.append(self._last[rank])
-        self._sender.append(message[0])
-        self._message.append(message[1])
-        self._work.append(work)
-        self._last[rank] = len(self._work) - 1
-
-    def _message_of(self, action: Action, made_by: _Makers) -> tuple[int, int]:
-        """The step on another rank that sends an action its message, and where the time of that message is."""
-        receives = action.kind.facts.receives
-        if receives is None or receives.facts.payload is None:
-            return 0, 0
-        stage = action.stage + receives.facts.hop
-        rank_of = self._shape.placement.rank_of
-        if not 0 <= stage < self._shape.num_stages or rank_of(stage) == rank_of(action.stage):
-            return 0, 0
-        payload = receives.facts.payload
-        sender = made_by[payload, stage, action.microbatch, action.segment]
-        return sender, self._time_of(_SEND_OF[payload], stage, action.segment)
-
-    def _work_of(self, action: Action) -> int:
-        """Where `_times` has the time of a compute action."""
-        return self._time_of(action.kind, action.stage, action.segment)
-
-    def _time_of(self, kind: Kind, stage: int, segment: int) -> int:
-        """Where `_times` has the time of a kind."""
-        return 1 + (_ROW_OF[kind] * self._shape.num_stages + stage) * self._num_columns + segment
+    def _places(self, kind: Numbers | int, stage: Numbers, column: Numbers) -> Numbers:
+        """Where `_times` has the times of kinds."""
+        return 1 + (kind * self._shape.num_stages + stage) * self._num_columns + column
 
     @property
     def _num_times(self) -> int:
         """The length of `_times`."""
         return 1 + len(_KINDS) * self._shape.num_stages * self._num_columns
 
+    def _find_pairs(
+        self, actions: OrderTable, column: Numbers, opens: Marks, closes: Marks
+    ) -> tuple[list[tuple[Action, Action]], Numbers]:
+        """The different pairs, as actions of micro-batch 0, and for each pair of the schedule the place of what it
+        saves, behind all times."""
+        ends = np.stack([actions.stage[opens], column[opens], actions.stage[closes], column[closes]])
+        different, number = np.unique(ends, axis=1, return_inverse=True)
+        pairs = [
+            (Action(Kind.F, stage_f, 0, column_f), Action(Kind.B, stage_b, 0, column_b))
+            for stage_f, column_f, stage_b, column_b in different.T.tolist()
+        ]
+        return pairs, self._num_times + number
 
-def _in_order(clock: Clock) -> list[tuple[int, Place]]:
-    """What runs, each with its rank, after all that it needs: in the order of ticks."""
-    schedule = clock.schedule()
-    found = []
-    for rank, order in enumerate(schedule.ranks):
-        tick_of = dict(zip(order, clock.ticks(order), strict=True))
-        found += [(tick_of[place[0]], rank, number, place) for number, place in enumerate(schedule.places(rank))]
-    found.sort(key=itemgetter(0, 1, 2))
-    return [(rank, place) for _, rank, _, place in found]
+    def _messages(self, actions: OrderTable, column: Numbers) -> _Messages:
+        """All messages between ranks."""
+        shape = self._shape
+        rank_of = np.array([shape.placement.rank_of(stage) for stage in range(shape.num_stages)])
+        found = []
+        for kind in COMPUTE_KINDS:
+            if kind.facts.receives is None:
+                continue
+            payload = kind.facts.receives.facts.payload
+            made_by = self._made_by(actions, payload)
+            receivers = actions.of_kind(kind)
+            sending = actions.stage[receivers] + kind.facts.receives.facts.hop
+            is_inside = (sending >= 0) & (sending < shape.num_stages)
+            receivers = receivers[is_inside]
+            sending = sending[is_inside]
+            is_elsewhere = rank_of[sending] != rank_of[actions.stage[receivers]]
+            receivers = receivers[is_elsewhere]
+            sending = sending[is_elsewhere]
+            times = self._places(_NUMBER_OF[_SEND_OF[payload]], sending, column[receivers])
+            found.append(_Messages(receivers, made_by[sending, actions.unit[receivers]], times))
+        return _Messages(*map(np.concatenate, zip(*found, strict=True)))
+
+    def _made_by(self, actions: OrderTable, payload: Kind | None) -> Numbers:
+        """The actions that make a payload, by stage and unit."""
+        made_by = np.zeros((self._shape.num_stages, self._shape.num_units), int)
+        for kind in COMPUTE_KINDS:
+            if kind.facts.outcome is payload:
+                makers = actions.of_kind(kind)
+                made_by[actions.stage[makers], actions.unit[makers]] = makers
+        return made_by
 
 
-def _times(costs: Costs) -> list[float]:
+def _columns_of_units(shape: Shape, columns: Columns | None) -> Numbers:
+    """For each unit its column in tables of costs."""
+    first = columns.first if columns else [0] * shape.num_microbatches
+    return np.array([first[microbatch] + segment for microbatch, segment in shape.units])
+
+
+def _times(costs: Costs) -> _Times:
     """The times of all kinds, stages and segments, behind that of nothing."""
-    times = [0.0]
+    times = [np.zeros(1)]
     for kind in _KINDS:
-        of_tables = [list(chain.from_iterable(table)) for table in costs.tables(kind)]
-        times += map(sum, zip(*of_tables, strict=True))
-    return times
+        of_tables = [np.fromiter(chain.from_iterable(table), float) for table in costs.tables(kind)]
+        times.append(np.sum(of_tables, axis=0))
+    return np.concatenate(times)
 
 
 @lru_cache(maxsize=4096)

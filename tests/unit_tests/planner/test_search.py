@@ -15,6 +15,7 @@ from megatron.seq1f1b.costs.training_setup import ALL_BUT_ATTENTION, FULL, Moves
 from megatron.seq1f1b.planner import bounds, search
 from megatron.seq1f1b.planner.breakdown import breakdown
 from megatron.seq1f1b.planner.fitting import fits, fitted, host_in_flight, layers_leaving
+from megatron.seq1f1b.planner.order_table import order_table
 from megatron.seq1f1b.planner.rank_ends import rank_ends
 from megatron.seq1f1b.planner.search import Search, predict_candidate
 from megatron.seq1f1b.planner.space import (
@@ -29,7 +30,20 @@ from megatron.seq1f1b.planner.space import (
 )
 from megatron.seq1f1b.planner.way_out import way_out
 from megatron.seq1f1b.report.plan_figures import Point, frontier
-from megatron.seq1f1b.schedule import FAMILIES, PAIRED, PLACEMENTS, Costs, Placement, Shape, build, lower, simulate
+from megatron.seq1f1b.schedule import (
+    COMPUTE_KINDS,
+    FAMILIES,
+    PAIRED,
+    PLACEMENTS,
+    Action,
+    Costs,
+    Placement,
+    Shape,
+    build,
+    clock_of,
+    lower,
+    simulate,
+)
 from unit_tests.planner.question import MODEL, candidates, linked, small
 
 
@@ -146,6 +160,29 @@ def test_ranks_end_as_in_the_simulation(family):
             costs = replace(costs, message_f=nothing, message_b=nothing)
             executed = execute_lowered(lower(schedule), costs, pairs=hidden)
             assert rank_ends(family, shape, has_pairs).by(costs, hidden) == pytest.approx(ends_of(executed))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_table_has_the_orders_of_a_clock(family):
+    """Random shapes, with equal and unequal numbers of segments, and with pairs."""
+    draw = Random(family)
+    for _ in range(40):
+        placement = Placement(draw.randint(1, 5), draw.randint(1, 3), draw.choice(PLACEMENTS))
+        shape = Shape.of(placement, [draw.randint(1, 4) for _ in range(draw.randint(1, 5))])
+        clock = clock_of(family, shape, has_pairs=family in PAIRED and draw.random() < 0.5)
+        table = order_table(clock)
+        schedule = clock.schedule()
+        for rank, order in enumerate(schedule.ranks):
+            of_rank = [column[rank].tolist() for column in (table.kind, table.stage, table.unit)]
+            actions = [
+                Action(COMPUTE_KINDS[kind], stage, *shape.units[unit])
+                for kind, stage, unit in zip(*of_rank, strict=True)
+            ]
+            assert actions == list(order)
+            assert table.tick[rank].tolist() == clock.ticks(order)
+            if clock.has_pairs:
+                opens = zip(actions, table.opens_pair()[rank], strict=True)
+                assert {action for action, is_open in opens if is_open} == schedule.pairs_in(order)
 
 
 def ends_of(timeline):
