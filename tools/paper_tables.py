@@ -4,9 +4,9 @@
     python tools/paper_tables.py --held-out --output docs/paper_tables.md --picture docs/images/paper_tables.png
     python tools/paper_tables.py --reference DIR
 
---reference names a folder with further rows in the format of tools/paper/reference, in files of the names there; those
-that it lacks are left out. --logs names a folder of training logs that the launchers of scripts/paper left; what they
-measured joins the table.
+--reference names a folder with tables of yours, of the names and columns of those in tools/paper/reference; its README
+tells which one takes which runs. Tables that the folder lacks are left out. --logs names a folder of training logs that
+the launchers of scripts/paper left; what they measured joins the table.
 """
 
 import argparse
@@ -96,6 +96,18 @@ GOALS: dict[str, tuple[float | None, float | None]] = {
     hopper.META: (0.08, 0.20),
 }
 
+# What stands before the tables of docs/paper_tables.md.
+HEAD = """\
+# Published tables
+
+Written by `python tools/paper_tables.py --held-out --output docs/paper_tables.md`, with
+[all rows as CSV](paper_tables.csv). Machine files in `megatron/seq1f1b/costs/machines/` hold every
+constant with its source and which were fitted, on what; [Planning a run](planning.md#which-machine-file) has
+what a user may expect, and how to hold [runs of your own](planning.md#your-own-runs-against-the-prediction) against it.
+
+![The error of every row, by table: most lie within 8 %](images/paper_tables.png)
+"""
+
 # What is common to the rows with large errors, as far as known.
 MISSES = """\
 What is off, and why, as far as we found:
@@ -180,9 +192,14 @@ def all_rows(progress: Callable[[str], None] = lambda text: None, folder: Path =
         try:
             rows += source(folder)
         except ValueError as error:
-            raise ValueError(f"a table for {source.__module__} in {folder} cannot be predicted: {error}") from error
+            raise ValueError(f"{folder}: {error}") from error
     progress("\r" + " " * 30 + "\r")
     return sorted(rows, key=lambda row: list(GOALS).index(row.table))
+
+
+def others_in(folder: Path) -> list[Path]:
+    """The .csv files of a folder that have no name of a table in REFERENCE."""
+    return sorted(path for path in folder.glob("*.csv") if not (REFERENCE / path.name).is_file())
 
 
 def with_logs(rows: Iterable[Row], folder: Path) -> list[Row]:
@@ -213,20 +230,8 @@ def wrong_orders(rows: Iterable[Row]) -> list[str]:
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """The errors of each table, and what is known of the large ones."""
-    lines = [
-        "# Published tables",
-        "",
-        "Written by `python tools/paper_tables.py --held-out --output docs/paper_tables.md`, with",
-        "[all rows as CSV](paper_tables.csv). Machine files in `megatron/seq1f1b/costs/machines/` hold every",
-        "constant with its source and which were fitted, on what; [Planning a run](planning.md#which-machine-file) has",
-        "what a user may expect.",
-        "",
-        "![The error of every row, by table: most lie within 8 %](images/paper_tables.png)",
-        "",
-        "| table | rows | mean error | bias | worst | goal |",
-        "|---|---|---|---|---|---|",
-    ]
+    """The errors of each table, which runs were out of memory, and the order of methods."""
+    lines = ["| table | rows | mean error | bias | worst | goal |", "|---|---|---|---|---|---|"]
     tables = {name: list(members) for name, members in groupby(rows, key=lambda row: row.table)}
     for name, members in tables.items():
         if all(row.error is None for row in members):
@@ -240,10 +245,16 @@ def markdown(rows: Sequence[Row]) -> str:
             f"| {name} | {errors.count} | {_percent(errors.mean, members[0])} | {_percent(errors.bias, members[0])} | "
             f"{_percent(errors.worst, members[0])} | {', '.join(goals)}: {'met' if met else 'missed'} |"
         )
-    missed = [row for row in rows if (row.published is None) != (row.predicted is None)]
-    lines += ["", f"Out of memory where it was: {'everywhere' if not missed else 'not for ' + _labels(missed)}."]
-    wrong = wrong_orders(tables.get("Seq1F1B 7B throughput", []))
-    lines += [f"Order of the methods: {'right in every group' if not wrong else 'not right for ' + '; '.join(wrong)}."]
+    lines.append("")
+    if any(row.published is None or row.predicted is None for row in rows):
+        missed = [row for row in rows if (row.published is None) != (row.predicted is None)]
+        lines.append(f"Out of memory where it was: {'not for ' + _labels(missed) if missed else 'everywhere'}.")
+    by_methods = tables.get("Seq1F1B 7B throughput", [])
+    if by_methods:
+        wrong = wrong_orders(by_methods)
+        lines.append(
+            f"Order of the methods: {'not right for ' + '; '.join(wrong) if wrong else 'right in every group'}."
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -296,7 +307,7 @@ def main(argv: list[str] | None = None) -> int:
         "--output", type=Path, help="Markdown to write, with a .csv beside it; default: standard output"
     )
     parser.add_argument("--picture", type=Path, help="a .png, .svg or .pdf to write (needs matplotlib)")
-    parser.add_argument("--reference", type=Path, default=REFERENCE, metavar="DIR", help="further published tables")
+    parser.add_argument("--reference", type=Path, default=REFERENCE, metavar="DIR", help="tables of your own")
     parser.add_argument("--logs", type=Path, metavar="FOLDER", help="training logs to read measured figures from")
     parser.add_argument("--held-out", action="store_true", help="also errors of rows that constants were not fitted on")
     args = parser.parse_args(argv)
@@ -309,13 +320,21 @@ def main(argv: list[str] | None = None) -> int:
         rows = all_rows(progress, args.reference)
     except ValueError as error:
         parser.error(f"--reference: {error}")
+    unread = others_in(args.reference)
+    names = ", ".join(path.name for path in unread)
     if not rows:
-        parser.error(f"--reference {args.reference}: it has no table by a name in {REFERENCE}")
+        reason = f"these are not: {names}" if unread else "it has no .csv with a row"
+        parser.error(
+            f"--reference {args.reference}: its tables need names and columns of those in tools/paper/reference, whose "
+            f"README.md tells which takes which runs; {reason}"
+        )
+    if unread:
+        print(f"Not read, since tools/paper/reference has no table of the name: {names}", file=sys.stderr)
     if args.logs is not None:
         rows = with_logs(rows, args.logs)
     text = markdown(rows)
     if args.reference == REFERENCE:
-        text += "\n" + MISSES
+        text = f"{HEAD}\n{text}\n{MISSES}"
     if args.held_out:
         text += "\n" + held_out.markdown(held_out.held_out(progress=progress)) + "\n" + allocator.markdown()
     if args.output is None:

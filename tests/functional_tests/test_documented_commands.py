@@ -32,6 +32,7 @@ ELSEWHERE = {
     r"python tools/benchmark_attention\.py.*": "functional_tests/test_benchmarks.py",
     r"python tools/benchmark_longest\.py.*": "functional_tests/test_benchmarks.py",
     r"python tools/benchmark_host\.py": "unit_tests/runtime/test_host_share.py",
+    r"python tools/paper_tables\.py --reference mine": "unit_tests/tools/test_paper_reference.py",
 }
 BENCHMARK = re.compile(r"torchrun --nproc-per-node (\d+) tools/benchmark\.py (.*)")
 # Of other projects, or with parts for the reader to fill in.
@@ -39,6 +40,7 @@ NOT_OURS = (
     r"pip install .*",
     r"mkdir .*",
     r"export .*",
+    r"(echo|head) .*",
     r"printf .*",
     r"pre-commit install",
     r"torchrun \.\.\. .*",

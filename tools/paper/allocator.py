@@ -39,7 +39,7 @@ def measured() -> list[Measured]:
         parameters = int(row["parameters"]) / 2**20
         before, after = (parameters * (6 + state / setup.data_parallel) for state in (4, 12))
         dynamic = float(row["max_allocated_MiB_iteration_1"]) - before
-        is_last = int(row["stage"]) == setup.pipeline_parallel - 1
+        is_last = row.index("stage") == setup.pipeline_parallel - 1
         logits = loss_bytes(setup, max(setup.segments)) / 2**20
         found.append(
             Measured(

@@ -7,7 +7,7 @@ in 16 bit; counted so, the rows of dense models would be predicted 4 % slower. O
 not published: eight micro-batches stand for it, on one pipeline stage.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from megatron.seq1f1b.costs.simulator import predict
 from megatron.seq1f1b.costs.training_setup import Fsdp, TrainingSetup
 from megatron.seq1f1b.schedule import Placement
 
-from .row import REFERENCE, Row, fits, known, measured, read, scaled
+from .row import REFERENCE, Line, Row, fits, known, measured, read, scaled
 from .shapes import LLAMA_7B
 
 WITHOUT_OFFLOAD = "Kwai without offload"
@@ -162,12 +162,12 @@ def on(row: Row, machine: Machine) -> Machine:
     return h800(machine) if row.table in (WITHOUT_OFFLOAD, WITH_OFFLOAD) else fp8(machine)
 
 
-def _of_precision(row: Mapping[str, str]) -> Machine:
+def _of_precision(row: Line) -> Machine:
     """The machine of a row that has the columns of a recipe."""
     machine = read_machine("h100-80gb")
-    if row["precision"] == "bf16":
+    if known(_PRECISIONS, row["precision"]) == "bf16":
         return machine
-    return fp8(machine, by_blocks=row["precision"] == "fp8-sc", pads=row["pads_tokens"] == "yes")
+    return fp8(machine, by_blocks=row["precision"] == "fp8-sc", pads=row.is_set("pads_tokens"))
 
 
 def _predicted(table: str, label: str, tokens_per_second: float | None, setup: TrainingSetup, machine: Machine) -> Row:
@@ -183,10 +183,15 @@ def _predicted(table: str, label: str, tokens_per_second: float | None, setup: T
 
 
 def _setup(model: ModelShape, length: int, batch: int, devices: int, *sizes: int, **choices: Any) -> TrainingSetup:
-    """`sizes` are those of tensor, context and pipeline parallelism."""
+    """`sizes` are those of tensor, context and pipeline parallelism. Raises ValueError unless they divide the devices,
+    and the replicas that result the batch."""
     tensor, context, stages = sizes
     micro_batch = choices.get("micro_batch_size", 1)
-    data = devices // (tensor * context * stages)
+    data, left_over = divmod(devices, tensor * context * stages)
+    if left_over or not data:
+        raise ValueError(f"{devices} GPUs are no multiple of TP {tensor} x CP {context} x PP {stages}")
+    if batch % (data * micro_batch):
+        raise ValueError(f"a batch of {batch} is no multiple of {data} replicas x micro-batches of {micro_batch}")
     return TrainingSetup(
         model,
         length,
@@ -202,7 +207,7 @@ def _setup(model: ModelShape, length: int, batch: int, devices: int, *sizes: int
     )
 
 
-def _of_recipe(model: ModelShape, row: Mapping[str, str], **choices: Any) -> TrainingSetup:
+def _of_recipe(model: ModelShape, row: Line, **choices: Any) -> TrainingSetup:
     """The set-up of a row that has the columns of a recipe."""
     stages = int(row["pp"])
     return _setup(
@@ -215,11 +220,11 @@ def _of_recipe(model: ModelShape, row: Mapping[str, str], **choices: Any) -> Tra
         placement=Placement(stages, int(row["vp"])),
         layers_per_stage=_layers(row["layout"]),
         expert_parallel=int(row["ep"]),
-        overlaps_data_parallel=row["overlaps_gradients"] == "yes",
-        fuses_loss=row["fused_loss"] == "yes",
+        overlaps_data_parallel=row.is_set("overlaps_gradients"),
+        fuses_loss=row.is_set("fused_loss"),
         recompute=row["recompute"],
         dispatches_once=row["dispatcher"] != "alltoall",
-        hides_experts=row["hides_experts"] == "yes",
+        hides_experts=row.is_set("hides_experts"),
         **choices,
     )
 
@@ -298,7 +303,7 @@ def summary(folder: Path = REFERENCE) -> Iterator[Row]:
         if published is None:
             published = _of_tflops(setup, measured(row["model_tflops_per_gpu"]))
         release = row["source"].split()[-1]
-        precision = _PRECISIONS[row["precision"]]
+        precision = known(_PRECISIONS, row["precision"])
         label = f"{row['model']}, {devices} GPUs, {precision}, batch {row['gbs']}, {release}"
         table = SUMMARY if model.experts is None else MIXTURES
         yield _predicted(table, label, published, setup, _of_precision(row))
@@ -314,8 +319,8 @@ def other_mixtures(folder: Path = REFERENCE) -> Iterator[Row]:
         setup = _of_recipe(
             model,
             row,
-            fsdp=Fsdp.PARAMETERS if row["fsdp"] == "yes" else Fsdp.OFF,
-            hides_tensor_exchange=row["tp_comm_overlap"] == "yes",
+            fsdp=Fsdp.PARAMETERS if row.is_set("fsdp") else Fsdp.OFF,
+            hides_tensor_exchange=row.is_set("tp_comm_overlap"),
         )
         published = _of_tflops(setup, measured(row["tflops_per_gpu"]))
         seconds = measured(row["step_seconds"])
@@ -325,7 +330,7 @@ def other_mixtures(folder: Path = REFERENCE) -> Iterator[Row]:
             row["model"],
             f"{length // 1024}K",
             f"{devices} GPUs",
-            _PRECISIONS[row["precision"]],
+            known(_PRECISIONS, row["precision"]),
             f"TP {row['tp']}, CP {row['cp']}, PP {row['pp']}, EP {row['ep']}",
             f"{row['dispatcher']} hidden" if setup.hides_experts else row["dispatcher"],
             row["note"],

@@ -80,12 +80,12 @@ def _first_rank(row: Line, table: str, recompute: str) -> Row:
     order = moved(build("1f1b", setup.shape), share).ranks[0]
     memory = rank_memory(setup, order, 0)
     parallel = f"TP {row['t']}, CP {row['c']}, PP {row['p']}, {slices} slices, {row['v']} chunks"
-    peak, output = (measured(row[f"{use} Memory (GiB)"]) for use in ("Peak", "Output"))
+    peak = measured(row["Peak Memory (GiB)"])
     return Row(
         table=table,
         label=f"{row['Model']}, {length // 1024}K, {parallel}",
         unit="GiB",
-        published=None if peak is None or output is None else peak - output,
+        published=None if peak is None else peak - float(row["Output Memory (GiB)"]),
         predicted=(memory.total - memory.reserved) / GIB,
         setup=setup,
     )

@@ -9,17 +9,18 @@ from megatron.seq1f1b.costs.step_memory import rank_memory
 from megatron.seq1f1b.schedule import Placement, build
 
 from .programs import PaperSetup
-from .row import REFERENCE, Row, gpt, measured, read
+from .row import REFERENCE, Line, Row, check_devices, gpt, known, measured, read
 
 # Scores in memory, blocking messages, gradients summed in 16 bit; the reduction in the backward of the
 # tensor-parallel layers was put beside weight gradients after SC21.
 _SC21 = dict(
     flash_attention=False, overlaps_messages=False, overlaps_tensor_parallel=False, gradient_bytes=2, dropout=True
 )
+_RECOMPUTES = {"none": "none", "selective": "core_attn", "full": "full"}
 _LATER = dict(flash_attention=False, overlaps_messages=False, gradient_bytes=2, dropout=True)
 
 
-def sc21_setup(row: dict[str, str]) -> PaperSetup:
+def sc21_setup(row: Line) -> PaperSetup:
     return PaperSetup(
         model=gpt(int(row["layers"]), int(row["hidden"]), int(row["heads"]), int(row["vocab"])),
         sequence_length=int(row["seqlen"]),
@@ -38,6 +39,7 @@ def sc21(folder: Path = REFERENCE) -> Iterator[Row]:
     machine = read_machine("a100-80gb")
     for row in read("megatron_sc21_table1", folder):
         setup = sc21_setup(row)
+        check_devices(row, "gpus", setup)
         yield Row(
             table="Megatron SC21 table 1",
             label=f"{row['params_B']}B, {row['gpus']} GPUs",
@@ -62,6 +64,7 @@ def _recomputation(folder: Path, source: str, table: str) -> Iterator[Row]:
     machine = read_machine("a100-80gb")
     for row in read(source, folder):
         setup = _later_setup(row)
+        check_devices(row, "gpus", setup)
         seconds = predict(setup, machine).seconds
         label = f"{row['model']}, {row['recompute']}"
         yield Row(
@@ -79,6 +82,7 @@ def activations(folder: Path = REFERENCE) -> Iterator[Row]:
     """Of the first stage, which the paper counts, keys and values included, by its formulas."""
     for row in read("megatron_activations_figure1", folder):
         setup = _later_setup(row)
+        check_devices(row, "gpus", setup)
         memory = rank_memory(setup, build(setup.family, setup.shape).ranks[0], 0)
         label = f"{row['model']}, {row['recompute']}"
         predicted = (memory.activations + memory.keys_values) / GIB
@@ -92,18 +96,17 @@ def activations(folder: Path = REFERENCE) -> Iterator[Row]:
         )
 
 
-def _later_setup(row: dict[str, str]) -> PaperSetup:
-    micro_batch = int(row["micro_batch"])
+def _later_setup(row: Line) -> PaperSetup:
     return PaperSetup(
         model=gpt(int(row["num_layers"]), int(row["hidden_size"]), int(row["num_heads"]), int(row["vocab_size"])),
         sequence_length=int(row["seq_length"]),
-        num_microbatches=int(row["global_batch"]) // int(row["dp"]) // micro_batch,
-        micro_batch_size=micro_batch,
+        num_microbatches=row.quotient("global_batch", "dp", "micro_batch"),
+        micro_batch_size=int(row["micro_batch"]),
         tensor_parallel=int(row["tp"]),
         data_parallel=int(row["dp"]),
         placement=Placement(int(row["pp"]), int(row["virtual_stages"])),
-        recompute="core_attn" if row["recompute"] == "selective" else row["recompute"],
-        sequence_parallel=row["sequence_parallel"] == "1",
+        recompute=known(_RECOMPUTES, row["recompute"]),
+        sequence_parallel=row.is_set("sequence_parallel"),
         tied_embeddings=True,
         **_LATER,
     )

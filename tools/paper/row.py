@@ -3,6 +3,7 @@
 import csv
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from math import inf, prod
 from pathlib import Path
 from statistics import mean
 from typing import Self
@@ -16,7 +17,10 @@ REFERENCE = Path(__file__).with_name("reference")
 
 
 def gpt(layers: int, hidden: int, heads: int, vocabulary: int = 32768) -> ModelShape:
-    """The sizes of the papers: a feed-forward block of four times the hidden size, heads that share it."""
+    """The sizes of the papers: a feed-forward block of four times the hidden size, heads that share it. Raises
+    ValueError for heads that do not divide it."""
+    if hidden % heads:
+        raise ValueError(f"{heads} heads do not divide the hidden size {hidden}")
     return ModelShape(
         num_layers=layers,
         hidden_size=hidden,
@@ -90,7 +94,8 @@ def slug(label: str) -> str:
 
 
 class Cell(str):
-    """What a table has in a cell; as a number it raises ValueError with its place."""
+    """What a table has in a cell. As a number it raises ValueError with its place, unless it is one, and above 0 as
+    every size is; `float` also takes 0, for a share that is none."""
 
     place: str
 
@@ -101,10 +106,16 @@ class Cell(str):
         return cell
 
     def __int__(self) -> int:
-        return self._as(int, "a whole number")
+        number = self._as(int, "a whole number")
+        if number < 1:
+            raise ValueError(f"{self.place}: {number} is not above 0")
+        return number
 
     def __float__(self) -> float:
-        return self._as(float, "a number")
+        number = self._as(float, "a number")
+        if not 0 <= number < inf:
+            raise ValueError(f"{self.place}: {str(self)!r} is not a number from 0 on")
+        return number
 
     def _as[Number](self, kind: Callable[[str], Number], words: str) -> Number:
         try:
@@ -121,7 +132,29 @@ class Line(dict[str, str]):
         self.place = place
 
     def __missing__(self, column: str) -> str:
-        raise ValueError(f"{self.place}: there is no column {column}")
+        raise ValueError(f"{self.place}: there is no column {column}, but {', '.join(self)}")
+
+    def quotient(self, whole: str, *parts: str) -> int:
+        """The number in the column `whole` divided by those in the columns `parts`. Raises ValueError if they do not
+        divide it."""
+        divisor = prod(int(self[part]) for part in parts)
+        quotient, remainder = divmod(int(self[whole]), divisor)
+        if remainder:
+            product = " x ".join(f"{part} {self[part]}" for part in parts)
+            raise ValueError(f"{self.place}: {whole} {self[whole]} is no multiple of {product}")
+        return quotient
+
+    def index(self, column: str) -> int:
+        """A number that is counted from 0, such as that of a stage."""
+        cell = self[column]
+        if not cell.isdecimal():
+            raise ValueError(f"{self.place}, column {column}: {str(cell)!r} is not a number counted from 0")
+        return int(str(cell))
+
+    def is_set(self, column: str) -> bool:
+        """Whether the cell of a column is yes. Raises ValueError unless it is yes or no."""
+        answers = {"yes": True, "1": True, "no": False, "0": False}
+        return known(answers, self[column])
 
 
 def read(name: str, folder: Path = REFERENCE) -> list[Line]:
@@ -129,14 +162,29 @@ def read(name: str, folder: Path = REFERENCE) -> list[Line]:
     path = folder / f"{name}.csv"
     if not path.is_file():
         return []
-    with path.open(encoding="utf-8", newline="") as file:
+    found = []
+    with path.open(encoding="utf-8-sig", newline="") as file:
         lines = csv.DictReader(file)
-        return [Line(cells, f"{path.name}, line {lines.line_num}") for cells in lines]
+        try:
+            for cells in lines:
+                place = f"{path.name}, line {lines.line_num}"
+                if None in cells:
+                    raise ValueError(f"{place}: it has more cells than there are columns; quote a cell with a comma")
+                found.append(Line(cells, place))
+        except UnicodeDecodeError:
+            raise ValueError(f"{path.name} is not in UTF-8; save it as such") from None
+    return found
 
 
 def measured(cell: str) -> float | None:
-    """A measurement; None for a run that ended out of memory, or has left none."""
-    return None if cell.strip() in ("", "OOM") else float(cell)
+    """A measurement; None for a run that ended out of memory, or has left none. Raises ValueError for 0."""
+    if cell.strip() in ("", "OOM"):
+        return None
+    value = float(cell)
+    if value == 0:
+        place = f"{cell.place}: " if isinstance(cell, Cell) else ""
+        raise ValueError(f"{place}a measurement of 0; leave the cell of a run that failed empty")
+    return value
 
 
 def scaled(value: float | None, factor: float) -> float | None:
@@ -144,9 +192,23 @@ def scaled(value: float | None, factor: float) -> float | None:
     return None if value is None else factor * value
 
 
-def known[Known](sizes: Mapping[str, Known], model: str) -> Known:
-    """The sizes of a model by its name in a table. Raises ValueError for one whose sizes are not known."""
-    if model not in sizes:
-        place = f"{model.place}: " if isinstance(model, Cell) else ""
-        raise ValueError(f"{place}the sizes of {model} are not known; there are {', '.join(sizes)}")
-    return sizes[model]
+def known[Known](choices: Mapping[str, Known], name: str) -> Known:
+    """What a name in a table stands for, such as the sizes of a model. Raises ValueError for one that is not known."""
+    if name not in choices:
+        place = f"{name.place}: " if isinstance(name, Cell) else ""
+        raise ValueError(f"{place}{str(name)!r} is not known; there are {', '.join(choices)}")
+    return choices[name]
+
+
+def check_devices(row: Line, column: str, setup: TrainingSetup) -> None:
+    """Raise ValueError unless the number of devices in a column is that of the parallel sizes of the row."""
+    if int(row[column]) == setup.num_devices:
+        return
+    sizes = {
+        "TP": setup.tensor_parallel,
+        "CP": setup.context_parallel,
+        "PP": setup.pipeline_parallel,
+        "DP": setup.data_parallel,
+    }
+    product = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+    raise ValueError(f"{row.place}: {column} {row[column]}, but {product or 'one rank'} takes {setup.num_devices}")

@@ -13,7 +13,7 @@ from megatron.seq1f1b.partition import uniform_comp
 from megatron.seq1f1b.schedule import Placement, build
 
 from .programs import PaperSetup
-from .row import REFERENCE, Row, fits, gpt, known, measured, read
+from .row import REFERENCE, Line, Row, check_devices, fits, gpt, known, measured, read
 
 # Kernels of Megatron's code of 2023 are fused by nvFuser, which PyTorch 2.2 no longer has.
 _PROGRAM = dict(overlaps_messages=False, concatenates_prefix=True, fuses_kernels=False, frees_late=True)
@@ -59,9 +59,10 @@ def setup_of(
     )
 
 
-def _of_paper(row: dict[str, str], microbatches: int, chunks: int | None = None) -> PaperSetup:
+def _of_paper(row: Line, microbatches: int, chunks: int | None = None) -> PaperSetup:
     layers, hidden, heads, tensor, pipeline = known(MODELS, row["model"])
     model = gpt(layers, hidden, heads, 32768)
+    known(_CHUNKS, row["method"])
     return setup_of(model, int(row["seqlen"]), microbatches, tensor, pipeline, row["method"], chunks=chunks)
 
 
@@ -72,6 +73,7 @@ def throughput(folder: Path = REFERENCE) -> Iterator[Row]:
         if row["note"].startswith("INCONSISTENT"):
             continue
         setup = _of_paper(row, int(row["micro_batches"]))
+        check_devices(row, "gpus", setup)
         prediction = predict(setup, machine)
         group = f"{row['model']}, {row['seqlen']} tokens, {row['micro_batches']} micro-batches"
         yield Row(
@@ -134,6 +136,7 @@ def third_party(folder: Path = REFERENCE) -> Iterator[Row]:
             int(row["data_parallel_size"]),
         )
         prediction = predict(setup, machine)
+        check_devices(row, "gpus", setup)
         label = row["log"].removesuffix(".log")
         seconds = float(row["step_time_s_mean_pm_std"].split("±")[0])
         yield Row(
@@ -157,7 +160,7 @@ def third_party(folder: Path = REFERENCE) -> Iterator[Row]:
             )
 
 
-def third_party_setup(row: dict[str, str]) -> PaperSetup:
+def third_party_setup(row: Line) -> PaperSetup:
     """Of a row of `third_party_allocator`."""
     segments = int(row["pipe_sp_splits"])
     data = int(row["data_parallel_size"])
@@ -180,7 +183,7 @@ def allocated(folder: Path = REFERENCE) -> Iterator[Row]:
     machine = read_machine("a100-seq1f1b")
     for row in read("third_party_allocator", folder):
         setup = third_party_setup(row)
-        stage = int(row["stage"])
+        stage = row.index("stage")
         memory = rank_memory(setup, build(setup.family, setup.shape).ranks[stage], stage)
         moments = memory.optimizer * 2 / 3
         yield Row(

@@ -12,7 +12,7 @@ from megatron.seq1f1b.partition import even
 from megatron.seq1f1b.schedule import Placement
 
 from .programs import PaperSetup
-from .row import REFERENCE, Row, gpt, read
+from .row import REFERENCE, Row, gpt, known, measured, read
 
 # The authors' code (zhuohan123/terapipe, test_transformer_terapipe.py) has the layers alone, without embedding and
 # vocabulary; gradients in 16 bit, which are added when the message is sent, and summed over the replicas at the end;
@@ -58,7 +58,7 @@ def latencies(folder: Path = REFERENCE) -> tuple[Row, ...]:
     settings = _settings(folder)
     found = []
     for row in read("terapipe_latency_main", folder):
-        setting = settings[row["setting"]]
+        setting = known(settings, row["setting"])
         scheme = re.search(r"\(1,\s*\[([\d,\s]+)\]\)", row["slicing_scheme"])
         slices = tuple(map(int, scheme[1].split(","))) if scheme else (int(setting["seqlen"]),)
         # The source omits the slices of setting 1.
@@ -77,7 +77,7 @@ def further_latencies(folder: Path = REFERENCE) -> tuple[Row, ...]:
     settings = _settings(folder)
     found = []
     for row in read("terapipe_latency_figures", folder):
-        setting = {**settings[row["setting"]], **{name: row[name] for name in ("seqlen", "batch_per_replica")}}
+        setting = {**known(settings, row["setting"]), **{name: row[name] for name in ("seqlen", "batch_per_replica")}}
         length = int(row["seqlen"])
         scheme = row["slices"]
         if scheme.isdigit():
@@ -109,6 +109,8 @@ def _gains(table: str, rows: Iterable[Row]) -> Iterator[Row]:
     for group, members in groupby(rows, key=lambda row: row.group):
         whole, *sliced = members
         for row in sliced:
+            if whole.published is None or row.published is None:
+                continue
             published = whole.published / row.published
             predicted = whole.predicted / row.predicted
             yield Row(
@@ -122,7 +124,7 @@ def _gains(table: str, rows: Iterable[Row]) -> Iterator[Row]:
 
 def _row(table: str, group: str, label: str, row: dict[str, str], setup: PaperSetup, machine: Machine) -> Row:
     seconds = predict(setup, machine).seconds
-    published = float(row["latency_s"])
+    published = measured(row["latency_s"])
     return Row(
         table=table,
         label=f"{group}, {label}",

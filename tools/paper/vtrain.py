@@ -8,7 +8,7 @@ from megatron.seq1f1b.costs.simulator import predict
 from megatron.seq1f1b.schedule import Placement
 
 from .programs import PaperSetup
-from .row import REFERENCE, Row, gpt, measured, read, scaled
+from .row import REFERENCE, Row, check_devices, gpt, measured, read, scaled
 
 _PROGRAM = dict(flash_attention=False, overlaps_messages=False, gradient_bytes=2, dropout=True)
 _VOCABULARY = 51200  # of Megatron's GPT-2 tokenizer, padded
@@ -21,7 +21,7 @@ def _rows(folder: Path, name: str, table: str, recompute: str) -> Iterator[Row]:
         setup = PaperSetup(
             model=gpt(sizes["num_layers"], sizes["hidden_size"], sizes["num_heads"], _VOCABULARY),
             sequence_length=sizes["seq_length"],
-            num_microbatches=sizes["global_batch"] // sizes["dp"] // sizes["micro_batch"],
+            num_microbatches=row.quotient("global_batch", "dp", "micro_batch"),
             micro_batch_size=sizes["micro_batch"],
             tensor_parallel=sizes["tp"],
             data_parallel=sizes["dp"],
@@ -30,6 +30,7 @@ def _rows(folder: Path, name: str, table: str, recompute: str) -> Iterator[Row]:
             tied_embeddings=True,
             **_PROGRAM,
         )
+        check_devices(row, "gpus", setup)
         label = (
             f"{sizes['num_layers']} x {sizes['hidden_size']}, batch {sizes['global_batch']}, micro-batch "
             f"{sizes['micro_batch']}, TP {sizes['tp']} DP {sizes['dp']} PP {sizes['pp']}"
