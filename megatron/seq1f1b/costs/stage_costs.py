@@ -16,9 +16,10 @@ from statistics import median
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..files import read_timeline
-from ..partition import SegmentTime, segment_times
+from ..partition import SegmentTime, SlowestTime, segment_times
 from ..schedule import Costs, Kind, Timeline
 from .blocks import BYTES, blocks_of, head_flops, layer_flops, pairs
 from .layer_bytes import keeps_logits
@@ -55,6 +56,15 @@ class AnalyticTime:
         if self.slow_attention:  # this is called very often
             attention *= next((factor for rows, factor in self.slow_attention if length < rows), 1.0)
         return self.fixed + self.per_token * length + attention
+
+    def before(self, positions: NDArray[np.int64]) -> NDArray[np.float64]:
+        """The time of all tokens before each position, without the constant, if attention is never slow."""
+        seconds = self.per_token * positions + self.per_pair * (positions * (positions + 1) / 2)
+        if self.per_pair_in_window:
+            growing = np.minimum(positions, self.window)  # tokens that see the start of the sequence
+            in_window = growing * (growing + 1) / 2 + (positions - growing) * (self.window + 1)
+            seconds += self.per_pair_in_window * in_window
+        return seconds
 
     @property
     def _parts(self) -> tuple[float, ...]:
@@ -123,9 +133,9 @@ def bottleneck_time(costs: Sequence[StageCost]) -> SegmentTime:
     for total in dict.fromkeys(cost.total for cost in costs):
         if not any(time.covers(total) for time in times):
             times = [time for time in times if not total.covers(time)] + [total]
-    if len(times) == 1:
-        return times[0]
-    return lambda start, end: max([time(start, end) for time in times])
+    if any(time.slow_attention for time in times):
+        return lambda start, end: max([time(start, end) for time in times])
+    return SlowestTime(tuple(times))
 
 
 def _layer(model: ModelShape, layer: int, device: Device, recompute: str, num_devices: float) -> StageCost:

@@ -10,6 +10,7 @@ from itertools import pairwise
 from math import cos, pi, sqrt
 
 from .lengths import SegmentTime, check_length, positions, tile
+from .summed_time import Reach, SlowestTime
 
 _BISECTIONS = 40  # of the interval that holds the longest time: to well below the time of one token
 _WIDTHS = (0.4, 0.2, 0.1)  # step sizes of the search
@@ -39,6 +40,7 @@ def balanced(
     step = tile(sequence_length, num_segments, multiple_of)
     cuts = positions(sequence_length, step)
     between = within_documents(time, documents, cuts) if documents else lambda a, b: time(cuts[a], cuts[b])
+    reach = time.reach(cuts) if isinstance(time, SlowestTime) and not documents else _reach_by(between)
     last = len(cuts) - 1
     shortest = -(-min_length // step)
     if shortest * num_segments > last:
@@ -52,8 +54,7 @@ def balanced(
             start = found[-1]
             first = max(start + 1, earliest[number + 1])
             here = most if weights is None else most * weights[number]
-            longer = bisect_right(range(first, latest[number + 1] + 1), here, key=partial(between, start))
-            found.append(max(first - 1 + longer, start + shortest))
+            found.append(max(reach(start, first, latest[number + 1], here), start + shortest))
         return found
 
     first_cuts = [0] * (num_segments + 1)
@@ -74,6 +75,15 @@ def balanced(
             high = middle
             latest = found
     return tuple(cuts[end] - cuts[start] for start, end in pairwise(latest))
+
+
+def _reach_by(between: SegmentTime) -> Reach:
+    """How far segments reach by the time between two cuts, which is called for some of the cuts."""
+
+    def reach(start: int, first: int, latest: int, most: float) -> int:
+        return first - 1 + bisect_right(range(first, latest + 1), most, key=partial(between, start))
+
+    return reach
 
 
 def within_documents(time: SegmentTime, documents: Sequence[Sequence[int]], cuts: Sequence[int]) -> SegmentTime:

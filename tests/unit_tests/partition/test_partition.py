@@ -30,6 +30,7 @@ from megatron.seq1f1b.partition import (
     within_documents,
 )
 from megatron.seq1f1b.partition.balanced import shortest_step
+from megatron.seq1f1b.partition.summed_time import SlowestTime
 
 GPT_2_7B = ModelShape(32, 2560, 10240, 32, 80, 32768)
 GPT_7B = ModelShape(32, 4096, 16384, 32, 128, 32768)
@@ -145,6 +146,34 @@ def test_the_longest_time_is_the_least_that_the_multiples_allow(length, num_segm
     time = pace()
     found = max(segment_times(balanced(length, num_segments, time, multiple), time))
     assert found == pytest.approx(least_longest_time(length, num_segments, multiple, time))
+
+
+def seconds_of_parts():
+    return st.sampled_from([0.0, 1e-6, 3e-5, 0.01])
+
+
+@given(
+    pieces=st.integers(1, 20000),
+    num_segments=st.integers(1, 40),
+    multiple_of=st.sampled_from([1, 3, 8, 512]),
+    min_length=st.sampled_from([1, 768]),
+    parts=st.lists(
+        st.tuples(seconds_of_parts(), seconds_of_parts(), seconds_of_parts(), seconds_of_parts()), min_size=1
+    ),
+    window=st.sampled_from([128, 4096]),
+    are_weighted=st.booleans(),
+)
+@settings(max_examples=100, deadline=None)
+def test_sums_cut_as_calls_do(pieces, num_segments, multiple_of, min_length, parts, window, are_weighted):
+    """Times that add up over tokens are not called for each cut; the cuts are those of the same times as a function."""
+    assume(num_segments <= pieces)
+    slowest = SlowestTime(tuple(AnalyticTime(*each, window) for each in parts))
+    weights = [1 + number % 3 for number in range(num_segments)] if are_weighted else None
+    found = [
+        balanced(pieces * multiple_of, num_segments, time, multiple_of, min_length, weights=weights)
+        for time in (slowest, lambda start, end: slowest(start, end))
+    ]
+    assert found[0] == found[1]
 
 
 def test_no_segment_is_shorter_than_the_minimum():
