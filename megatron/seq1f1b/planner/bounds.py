@@ -13,9 +13,9 @@ from ..costs.machine import Machine, without_tiles
 from ..costs.pair_times import pair_row, pair_times
 from ..costs.rank_alone import seconds_alone
 from ..costs.simulator import is_extended
-from ..costs.stage_times import StageRows, stage_rows, step_costs, step_end
+from ..costs.stage_times import StageRows, rows_of_stage, stage_rows, step_costs, step_end
 from ..costs.step_memory import static_memory
-from ..costs.training_setup import StageLayers, TrainingSetup
+from ..costs.training_setup import StageLayers, TrainingSetup, splits_backward
 from ..schedule import Placement
 from .pair_bounds import most_hidden
 from .rank_ends import rank_ends
@@ -61,15 +61,20 @@ def _ends(setup: TrainingSetup, machine: Machine) -> tuple[dict[int, float], flo
     return {rank: end.reduce for rank, end in ends.items()}, update + gather + machine.host.step
 
 
-def least_seconds_of(sizes: TrainingSetup, machine: Machine, segments: int) -> float:
-    """A lower bound for all schedules, spreads of layers and cuts: ranks share the compute of an even cut and never
-    idle; inf where there is no such cut."""
+def least_seconds_of(sizes: TrainingSetup, machine: Machine, segments: int, splits: bool) -> float:
+    """A lower bound for all spreads of layers and cuts, and all schedules that split backwards, or that do not: the
+    mean rank has its share of the compute of an even cut, and waits for half of the other ranks, which run a layer at
+    least of the first unit before it and of the last one after it; inf where there is no such cut. Schedules that
+    split backwards fill the time after it."""
     work = _least_work(sizes.alone, machine, segments)
     if sizes.hides_experts:
         # All forwards of the first micro-batch come before the first backward.
         paired = 1 - 1 / sizes.num_microbatches
         work -= paired * _most_hidden(sizes.alone, machine, segments)
-    return sizes.num_microbatches * work / sizes.pipeline_parallel + machine.host.step
+    forward, backward = _least_of_layer(sizes.alone, machine, segments)
+    passing = forward if splits else forward + backward
+    waits = (sizes.pipeline_parallel - 1) / 2 * passing
+    return sizes.num_microbatches * work / sizes.pipeline_parallel + waits + machine.host.step
 
 
 def least_seconds_of_any(sizes: TrainingSetup, question: Question, segments: int) -> float:
@@ -79,7 +84,7 @@ def least_seconds_of_any(sizes: TrainingSetup, question: Question, segments: int
         hides_experts=may_hide(question, sizes, segments, "none"),
         keeps_logits=ways_to_take_the_loss(sizes)[-1],
     )
-    return least_seconds_of(least, question.machine, segments)
+    return least_seconds_of(least, question.machine, segments, any(map(splits_backward, question.families)))
 
 
 @lru_cache(maxsize=1 << 16)
@@ -89,6 +94,18 @@ def _least_work(alone: TrainingSetup, machine: Machine, segments: int) -> float:
     if evenly is None:
         return inf
     return sum(map(sum, stage_rows(evenly, _of_any_cut(machine, segments))[0]))
+
+
+@lru_cache(maxsize=1 << 16)
+def _least_of_layer(alone: TrainingSetup, machine: Machine, segments: int) -> tuple[float, float]:
+    """Seconds of the forward and of the backward of the first of evenly cut segments on the fastest layer."""
+    evenly = _evenly_cut(alone, segments)
+    if evenly is None:
+        return 0.0, 0.0
+    of_any_cut = _of_any_cut(machine, segments)
+    kinds = (layer for layer, _ in evenly.stages[0].layers)
+    rows = [rows_of_stage(evenly, of_any_cut, StageLayers(((layer, 1),), False, False)) for layer in kinds]
+    return min(f[0] for f, _, _ in rows), min(i[0] + w[0] for _, i, w in rows)
 
 
 @lru_cache(maxsize=1 << 16)
@@ -119,20 +136,26 @@ def _evenly_cut(setup: TrainingSetup, segments: int) -> TrainingSetup | None:
     return None if lengths is None else setup.but(segments=lengths, cp_comm_type=way)
 
 
-def state_fits(sizes: TrainingSetup, question: Question) -> bool:
+def may_fit(sizes: TrainingSetup, question: Question, splits: bool) -> bool:
     """Whether the mean rank has room for its share of the model's state and, with its host, for its share of the
     activations of one micro-batch. All forwards of the first micro-batch come before its first backward, so each rank
-    has all of these activations at once, however layers are spread."""
-    may_partition = question.partitions_state is None and sizes.pipeline_parallel > 1
-    alone = sizes.but(
-        placement=Placement(1),
-        layers_per_stage=(sizes.model.num_layers,),
-        partitions_state=sizes.partitions_state or may_partition,
-    )
-    ranks = sizes.pipeline_parallel
-    budget = question.budget
-    state = sum(static_memory(alone, 0)) / ranks
-    return state <= budget.device and state + _activations(sizes.alone) / ranks <= budget.device + budget.host
+    has all of these activations at once, however layers are spread. Nothing moves to the host where backwards are
+    split. A search partitions the state under `breadth-first` alone, which runs all forwards before the first backward,
+    and moves nothing either."""
+    device, host, _ = question.budget
+    activations = _activations(sizes.alone) / sizes.pipeline_parallel
+    state = _mean_state(sizes)
+    if state <= device and state + activations <= device + (0.0 if splits else host):
+        return True
+    if splits or question.partitions_state is not None or sizes.pipeline_parallel == 1:
+        return False
+    return _mean_state(sizes.but(partitions_state=True)) + sizes.num_microbatches * activations <= device
+
+
+def _mean_state(sizes: TrainingSetup) -> float:
+    """The bytes of the model's state on the mean rank."""
+    alone = sizes.but(placement=Placement(1), layers_per_stage=(sizes.model.num_layers,))
+    return sum(static_memory(alone, 0)) / sizes.pipeline_parallel
 
 
 @lru_cache(maxsize=1 << 14)

@@ -1,7 +1,7 @@
 """The best configurations: those that fit, by throughput."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from itertools import count, islice
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from ..costs.machine import GIB
 from ..costs.simulator import Prediction, predict
 from ..costs.stage_costs import action_costs, setup_costs
-from ..costs.training_setup import Moves, TrainingSetup
+from ..costs.training_setup import Moves, TrainingSetup, splits_backward
 from ..schedule import build
 from . import moved_layers
 from .bounds import (
@@ -22,7 +22,7 @@ from .bounds import (
     least_seconds_in_time,
     least_seconds_of,
     least_seconds_of_any,
-    state_fits,
+    may_fit,
 )
 from .fitting import fits, fitted, host_in_flight, layers_leaving
 from .space import (
@@ -80,9 +80,19 @@ class _Sizes(NamedTuple):
 
 
 class _Open(NamedTuple):
-    """Set-ups that differ in what they compute again alone. Their layers are not spread over stages yet."""
+    """Set-ups that differ in what they compute again alone. Their layers are not spread over stages yet, and they have
+    no family; it `splits` backwards, or does not."""
 
     setups: tuple[TrainingSetup, ...]
+    segments: int
+    splits: bool
+
+
+class _InChunks(NamedTuple):
+    """Set-ups that differ in what they compute again alone, with layers spread over stages, each with the families that
+    it may have."""
+
+    families_of: Mapping[TrainingSetup, Sequence[str]]
     segments: int
 
 
@@ -126,9 +136,9 @@ class Search:
     """The configurations that answer a question, fastest first; `plans` has all that were predicted, and
     `too_long_for_auto` the winners with too many actions for `auto`. `progress` is told how many items wait.
 
-    Items wait in the order of a lower bound of their step: sizes and numbers of segments, from these chunks and
-    schedules, from these cuts, then what is computed again, the best cut that fits, and its prediction, each with a
-    closer bound. The first item with its exact time is the fastest that is left.
+    Items wait in the order of a lower bound of their step: sizes and numbers of segments, from these numbers of chunks,
+    from these schedules, from these cuts, then what is computed again, the best cut that fits, and its prediction, each
+    with a closer bound. The first item with its exact time is the fastest that is left.
     """
 
     def __init__(self, question: Question, progress: Callable[[int], None] = lambda left: None) -> None:
@@ -191,11 +201,14 @@ class Search:
             case _Sizes(sizes, (segments, *more)):
                 if more:
                     yield least_seconds_of_any(sizes, question, more[0]), _Sizes(sizes, tuple(more))
-                may_fit = (each for each in recomputed(question, sizes, segments) if state_fits(each, question))
-                for fastest, alike in _by_fastest(may_fit):
-                    yield least_seconds_of(fastest, machine, segments), _Open(alike, segments)
-            case _Open(setups, segments):
-                yield from self._spread(setups, segments)
+                setups = tuple(recomputed(question, sizes, segments))
+                for splits in (False, True):
+                    for fastest, alike in _by_fastest(self._likely(setups, splits)):
+                        yield least_seconds_of(fastest, machine, segments, splits), _Open(alike, segments, splits)
+            case _Open():
+                yield from self._in_chunks(item)
+            case _InChunks(families_of, segments):
+                yield from self._spread(families_of, segments)
             case _Spread(away, segments):
                 for of_cuts in self._alike_cuts(away, segments):
                     yield min(least_seconds(each, machine) for each in of_cuts.fastest), of_cuts
@@ -228,21 +241,45 @@ class Search:
         """A lower bound by the order of actions."""
         return least_seconds_in_time(setup, self.question.machine)
 
-    def _spread(self, setups: tuple[TrainingSetup, ...], segments: int) -> Iterator[tuple[float, _Spread]]:
-        """Set-ups with layers spread over stages, by all numbers of chunks, and with a family."""
+    def _likely(self, setups: Iterable[TrainingSetup], splits: bool) -> Iterator[TrainingSetup]:
+        """Those that may fit under schedules that split backwards, or do not. Of the latter some depend on the number
+        of chunks, so they are looked for later."""
         question = self.question
-        away: dict[TrainingSetup, float] = {}  # of those that may fit
-        for sizes in setups:
-            for each in spread(question, sizes):
-                for family in families(question, each):
-                    setup = each if family == each.family else each.but(family=family)
-                    seconds = self._least_seconds_away(setup, segments)
-                    if seconds < inf:
-                        away[setup] = seconds
-        for fastest, alike in _by_fastest(away):
+        for setup in setups:
+            has_family = not splits or any(map(splits_backward, families(question, setup)))
+            if has_family and may_fit(setup, question, splits):
+                yield setup
+
+    def _in_chunks(self, item: _Open) -> Iterator[tuple[float, _InChunks]]:
+        """Set-ups with layers spread over stages, by all numbers of chunks. The bound of one of their families is that
+        of all."""
+        question = self.question
+        spread_out = (each for sizes in item.setups for each in spread(question, sizes))
+        for fastest, alike in _by_fastest(spread_out):
+            families_of = {}
+            for setup in alike:
+                names = [name for name in families(question, setup) if splits_backward(name) == item.splits]
+                if names:
+                    families_of[setup] = names
+                    of_one_family = _of_family(fastest, names[0])
+            if families_of:
+                least = least_seconds_cut(of_one_family, question.machine, item.segments)
+                yield least, _InChunks(families_of, item.segments)
+
+    def _spread(
+        self, families_of: Mapping[TrainingSetup, Sequence[str]], segments: int
+    ) -> Iterator[tuple[float, _Spread]]:
+        """Set-ups with a family, those that may fit."""
+        away: dict[TrainingSetup, float] = {}
+        for setup, names in families_of.items():
+            for name in names:
+                of_family = _of_family(setup, name)
+                seconds = self._least_seconds_away(of_family, segments)
+                if seconds < inf:
+                    away[of_family] = seconds
+        for _, alike in _by_fastest(away):
             of_alike = {each: away[each] for each in alike}
-            least = least_seconds_cut(fastest, question.machine, segments)
-            yield max(least, min(of_alike.values())), _Spread(of_alike, segments)
+            yield min(of_alike.values()), _Spread(of_alike, segments)
 
     def _alike_cuts(self, away: Mapping[TrainingSetup, float], segments: int) -> Iterator[_AlikeCuts]:
         """The cuts of set-ups. Cuts with tensor-parallel collectives beside products and cuts without are separate,
@@ -332,6 +369,10 @@ class Search:
         if candidate not in self.plans:
             self.plans[candidate] = predict_candidate(candidate, self.question)
         return self.plans[candidate]
+
+
+def _of_family(setup: TrainingSetup, family: str) -> TrainingSetup:
+    return setup if setup.family == family else setup.but(family=family)
 
 
 def _by_fastest(
