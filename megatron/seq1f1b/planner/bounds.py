@@ -62,29 +62,35 @@ def _ends(setup: TrainingSetup, machine: Machine) -> tuple[dict[int, float], flo
 
 
 def least_seconds_of(sizes: TrainingSetup, machine: Machine, segments: int, splits: bool) -> float:
-    """A lower bound for all spreads of layers and cuts, and all schedules that split backwards, or that do not: the
-    mean rank has its share of the compute of an even cut, and waits for half of the other ranks, which run a layer at
-    least of the first unit before it and of the last one after it; inf where there is no such cut. Schedules that
-    split backwards fill the time after it."""
+    """A lower bound for all spreads of layers and cuts, and all schedules that split backwards, or that do not; inf
+    where there is no even cut. The mean rank waits for half of the other ranks, which run a layer at least of the first
+    unit before it and of the last one after it. Schedules that split backwards fill the time after it."""
+    forward, backward = _least_of_layer(sizes.alone, machine, segments)
+    passing = forward if splits else forward + backward
+    return _mean_seconds(sizes, machine, segments) + (sizes.pipeline_parallel - 1) / 2 * passing
+
+
+def least_seconds_of_any(sizes: TrainingSetup, question: Question, segments: int) -> float:
+    """The same for all recomputations, losses and schedules, and for more segments, too: none takes less than no
+    recomputation, with logits kept if they may be. Segments may be so many that no rank waits."""
+    least = sizes.without_recomputation().but(
+        hides_experts=may_hide(question, sizes, segments, "none"),
+        keeps_logits=ways_to_take_the_loss(sizes)[-1],
+    )
+    if segments > 1:
+        return _mean_seconds(least, question.machine, segments)
+    return least_seconds_of(least, question.machine, segments, any(map(splits_backward, question.families)))
+
+
+def _mean_seconds(sizes: TrainingSetup, machine: Machine, segments: int) -> float:
+    """The compute of the mean rank in an even cut, and what the host does once in a step; inf where there is no such
+    cut."""
     work = _least_work(sizes.alone, machine, segments)
     if sizes.hides_experts:
         # All forwards of the first micro-batch come before the first backward.
         paired = 1 - 1 / sizes.num_microbatches
         work -= paired * _most_hidden(sizes.alone, machine, segments)
-    forward, backward = _least_of_layer(sizes.alone, machine, segments)
-    passing = forward if splits else forward + backward
-    waits = (sizes.pipeline_parallel - 1) / 2 * passing
-    return sizes.num_microbatches * work / sizes.pipeline_parallel + waits + machine.host.step
-
-
-def least_seconds_of_any(sizes: TrainingSetup, question: Question, segments: int) -> float:
-    """The same for all recomputations and losses: none of them takes less than no recomputation, with logits kept if
-    they may be."""
-    least = sizes.without_recomputation().but(
-        hides_experts=may_hide(question, sizes, segments, "none"),
-        keeps_logits=ways_to_take_the_loss(sizes)[-1],
-    )
-    return least_seconds_of(least, question.machine, segments, any(map(splits_backward, question.families)))
+    return sizes.num_microbatches * work / sizes.pipeline_parallel + machine.host.step
 
 
 @lru_cache(maxsize=1 << 16)

@@ -11,7 +11,7 @@ from megatron.seq1f1b.costs.execution import execute_lowered
 from megatron.seq1f1b.costs.model_shape import DeltaNet, Experts, Mamba
 from megatron.seq1f1b.costs.pair_times import PairRow, PairTimes
 from megatron.seq1f1b.costs.simulator import predict
-from megatron.seq1f1b.costs.training_setup import ALL_BUT_ATTENTION, FULL, Moves
+from megatron.seq1f1b.costs.training_setup import ALL_BUT_ATTENTION, FULL, Moves, splits_backward
 from megatron.seq1f1b.planner import bounds, search
 from megatron.seq1f1b.planner.breakdown import breakdown
 from megatron.seq1f1b.planner.fitting import fits, fitted, host_in_flight, layers_leaving
@@ -101,7 +101,8 @@ def test_bounds_are_bounds(everything):
         assert bounds.least_bytes(setup, len(setup.segments)) <= each.memory_gib * 2**30 * (1 + 1e-9)
     for sizes in parallel_sizes(small()):
         for each, (family, segments) in product(recomputed(small(), sizes), product(small().families, (1, 2, 4))):
-            least = bounds.least_seconds_of(each, small().machine, segments)
+            splits = splits_backward(family)
+            least = bounds.least_seconds_of(each, small().machine, segments, splits)
             assert bounds.least_seconds_of_any(sizes, small(), segments) <= least
             for setup in spread(small(), each):
                 if family in families(small(), setup):
@@ -252,7 +253,7 @@ def test_what_the_bounds_leave_out_is_no_answer(monkeypatch, by_megatron, limit)
         "least_seconds_of_any",
     ):
         monkeypatch.setattr(search, name, lambda *sizes: 0.0)
-    monkeypatch.setattr(search, "state_fits", lambda sizes, question: True)
+    monkeypatch.setattr(search, "may_fit", lambda sizes, question, splits: True)
     exhaustive = Search(question)
     assert [each.seconds for each in exhaustive.best(3)] == [each.seconds for each in found]
     assert len(pruned.plans) < len(exhaustive.plans)
