@@ -53,7 +53,7 @@ from megatron.seq1f1b.model.attention.segment_attention import SegmentAttention 
 from megatron.seq1f1b.model.kernels import DocumentKernel, Gradients, Kernel  # noqa: E402
 from megatron.seq1f1b.model.kernels.padded import Padded  # noqa: E402
 from megatron.seq1f1b.model.memory.loss_pieces import Logits  # noqa: E402
-from megatron.seq1f1b.runtime.call import Calls  # noqa: E402
+from megatron.seq1f1b.runtime.calls import Calls  # noqa: E402
 from megatron.seq1f1b.runtime.forward_segments import SegmentForwards  # noqa: E402
 from megatron.seq1f1b.runtime.gradient_sync import GradientSync  # noqa: E402
 from megatron.seq1f1b.runtime.interpreter import Interpreter  # noqa: E402

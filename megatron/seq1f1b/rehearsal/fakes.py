@@ -18,7 +18,7 @@ from ..model import HostMemory, KernelChoice
 from ..model.kernels import CudaFlash
 from ..process.patches import Patch, PatchTable, wrapping
 from ..runtime import Surroundings
-from ..runtime.call import Calls
+from ..runtime.calls import Calls
 from ..runtime.segmentation import Sequences
 from ..runtime.sequence_source import BOUNDS, SequenceSource
 from ..runtime.step import Step

@@ -1,28 +1,24 @@
-"""A program's forward step, suspended where it calls its model.
+"""One call of a program's forward step, suspended where the program calls its model.
 
-`forward_step_func(iterator, model)` runs once for every micro-batch and model chunk, in a greenlet. The model that it
-calls is a door: the call hands its arguments to the interpreter, which runs the model on segments of them, and returns
-when the micro-batch is through. Whatever the program does before and after, it does with whole sequences.
+It runs in a greenlet. The model that the program calls is a door (doors.py): the call hands its arguments to the
+interpreter, which runs the model on segments of them, and returns when the micro-batch is through. Whatever the program
+does before and after, it does with whole sequences.
 
 A program may first call a reference, as preference losses do: this stage of another pipeline of the same kind, or the
 model itself, in a training step without gradients, in an evaluation without the wrappers that the schedule was given.
 That call returns what a pass of its own gives (reference.py), and the program goes on to the call of its model.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from contextvars import copy_context
-from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
 from greenlet import getcurrent, greenlet
 
-from ..process.patches import patched_in, patched_on, wrapping
-from .context_shares import ContextShares, whole_arguments
-from .cut import Arguments, gather_embeddings
-from .program_contract import ProgramContract
-from .step import Step
+from .context_shares import ContextShares
+from .cut import Arguments
 from .thread_state import ThreadState
 
 _NO_ARGUMENTS = Arguments((), {}, ())
@@ -45,7 +41,7 @@ class Call(greenlet):
         self,
         forward_step: Callable[[], Any],
         model: torch.nn.Module,
-        parameters: Sequence[str],
+        parameters: tuple[str, ...],
         where: str,
         has_wrappers: bool = False,
     ) -> None:
@@ -162,205 +158,9 @@ class Call(greenlet):
             own.make_current(instead_of=left)
 
 
-class Calls:
-    """The calls of a program's forward step in one step. Within it, the models of all chunks are doors."""
-
-    def __init__(self, step: Step, contract: ProgramContract) -> None:
-        self.models = [model_of(chunk) for chunk in step.chunks]
-        self._running: Call | None = None
-        self._step = step
-        self._contract = contract
-        self._started: list[list[Call]] = [[] for _ in step.chunks]
-        self._doors = ExitStack()
-        self._takes_references = True
-
-    def __enter__(self) -> "Calls":
-        self._forwards = [model.forward for model in self.models]
-        self._parameters = [tuple(signature(forward).parameters) for forward in self._forwards]
-        door = wrapping("torch.nn.Module.forward", _at_the_door, "runs on whole sequences")
-        self._doors.enter_context(patched_on(self.models, [door]))
-        wrappers = [chunk for chunk, model in zip(self._step.chunks, self.models, strict=True) if chunk is not model]
-        if wrappers:
-            door = wrapping("torch.nn.Module.forward", _in_the_wrappers, "calls the model as the schedule was given it")
-            self._doors.enter_context(patched_on(wrappers, [door]))
-        # A reference is known when it is called. Of a pipeline of one stage it runs on whole sequences by itself.
-        stages = [model for model in self.models if not _is_whole(model)]
-        door = wrapping("torch.nn.Module.forward", _at_the_door_of_a_class, "runs on whole sequences")
-        self._doors.enter_context(patched_in({type(model) for model in stages}, door))
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        # While a program ends, its model is still a door: one that catches everything must not run it.
-        for calls in self._started:
-            for call in calls:
-                call.close()
-        self._doors.close()
-        self._started.clear()
-        self._running = None
-
-    @property
-    def running(self) -> Call:
-        """The call whose model runs forward."""
-        assert self._running is not None, "no model runs"
-        return self._running
-
-    def at(self, chunk: int, microbatch: int) -> Call:
-        """The call of a micro-batch on a model chunk. A program reads micro-batches in order, whatever the schedule, so
-        the calls of earlier ones are started, too."""
-        started = self._started[chunk]
-        while len(started) <= microbatch:
-            self._start(chunk, len(started))
-        return started[microbatch]
-
-    def start_all(self) -> None:
-        """Start the calls of all micro-batches on all chunks of this rank."""
-        for chunk in range(len(self.models)):
-            self.at(chunk, self._step.num_microbatches - 1)
-
-    @property
-    def wait_for_references(self) -> bool:
-        """Whether the calls that are started wait for references."""
-        return any(call.reference is not None for calls in self._started for call in calls)
-
-    @property
-    def have_ended(self) -> bool:
-        """Whether the programs have ended, and the calls that looked like those of a reference were of their model.
-        Raises ValueError if only some have ended."""
-        ended = {call.dead for calls in self._started for call in calls}
-        if len(ended) > 1:
-            raise ValueError(
-                "the forward steps of some micro-batches call their model twice, and those of others once, but one "
-                "pass through the pipeline serves all micro-batches; call it equally often in each"
-            )
-        return ended == {True}
-
-    def end_references(self) -> None:
-        """From now on a call that waits for a reference is an error."""
-        self._takes_references = False
-
-    def go_on(self, chunk: int, microbatch: int, output: Any) -> Any:
-        """Let the call of a reference return `output`, and the program go on to its next call. If it ends instead, the
-        result of its forward step, else None."""
-        call = self._started[chunk][microbatch]
-        with self._around(chunk, microbatch):
-            result = call.go_on(output, needs_gradients=not self._step.forward_only)
-        if not call.dead:
-            self._make_whole(call)
-        return result
-
-    def run(self, chunk: int, call: Call, arguments: Arguments, forward: Callable[..., Any] | None = None) -> Any:
-        """The output of the model of a chunk, by its own `forward` unless another is given, for a part of the call's
-        arguments."""
-        self._running = call
-        own = self._forwards[chunk] if call.reference in (None, call.model) else call.reference
-        return call.run_model(forward or own, arguments)
-
-    def finish(self, chunk: int, microbatch: int, output: Any) -> Any:
-        """Let the model of a micro-batch return `output`; the result of its forward step."""
-        with self._around(chunk, microbatch):
-            return self._started[chunk][microbatch].finish(output)
-
-    def _start(self, chunk: int, microbatch: int) -> None:
-        step = self._step
-        model = self.models[chunk]
-
-        def forward_step() -> Any:
-            with step.autocast():
-                return step.forward_step_func(step.iterators[chunk], step.chunks[chunk])
-
-        call = Call(
-            forward_step=forward_step,
-            model=model,
-            parameters=self._parameters[chunk],
-            where=f"micro-batch {microbatch}",
-            has_wrappers=step.chunks[chunk] is not model,
-        )
-        self._started[chunk].append(call)  # to be closed, also if it fails
-        with self._around(chunk, microbatch):
-            call.start(needs_gradients=not step.forward_only)
-        if call.reference is not None and not self._takes_references:
-            raise ValueError(
-                f"the forward step of micro-batch {microbatch} calls a reference, and that of micro-batch 0 none, but "
-                "one pass through the pipeline serves all micro-batches; call it in each"
-            )
-        self._make_whole(call)
-
-    def _make_whole(self, call: Call) -> None:
-        """Gather what the arguments have of other ranks."""
-        step = self._step
-        if step.sequence_parallel is not None:
-            call.arguments = gather_embeddings(call.arguments, step.sequence_parallel)
-        if step.groups.cp.size() > 1:
-            call.arguments, call.shares = whole_arguments(
-                call.arguments, step.groups.cp, self._contract.divides_documents, step.device
-            )
-
-    def _around(self, chunk: int, microbatch: int) -> AbstractContextManager:
-        stage = self._step.placement.stage_of(self._step.rank, chunk)
-        return self._contract.around_program(stage, self._step.length_of(microbatch))
-
-
-def model_of(chunk: torch.nn.Module) -> torch.nn.Module:
-    """The model in the wrappers of a model chunk, which takes the input of its stage by `set_input_tensor`. Raises
-    ValueError if it was compiled as a whole."""
-    for module in chunk.modules():
-        if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
-            raise ValueError(
-                "the model was compiled as a whole by torch.compile, and segments are cut at its call; compile its "
-                "layers instead"
-            )
-        if hasattr(type(module), "set_input_tensor") and not hasattr(module, "module"):
-            return module
-    raise ValueError(
-        f"a {type(chunk).__name__} holds no model with a set_input_tensor, which gets the input of its stage by it"
-    )
-
-
 def data_ended(where: str) -> ValueError:
     """The error of a forward step, that of `where`, whose data iterator has no more data."""
     return ValueError(
         f"a data iterator ended before {where} of its step; give more data, or run fewer steps (--train-iters, "
         "--eval-iters)"
     )
-
-
-def _at_the_door(model: torch.nn.Module, forward: Callable, *args: Any, **kwargs: Any) -> Any:
-    """A call by a program waits for the interpreter; any other one runs the model."""
-    call = getcurrent()
-    if isinstance(call, Call) and call.model is model and call.parent is not None:  # it has one while it runs
-        return call.parent.switch(Asked(model, _arguments(call, args, kwargs), call.is_direct))
-    return forward(*args, **kwargs)
-
-
-def _in_the_wrappers(wrappers: torch.nn.Module, forward: Callable, *args: Any, **kwargs: Any) -> Any:
-    """A call of the model from within its wrappers is no direct one."""
-    call = getcurrent()
-    if not isinstance(call, Call):
-        return forward(*args, **kwargs)
-    call.is_direct = False
-    try:
-        return forward(*args, **kwargs)
-    finally:
-        call.is_direct = True
-
-
-def _at_the_door_of_a_class(forward: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Like `_at_the_door`, for models that are no chunks of the step: a program may call this stage of a reference."""
-    call = getcurrent()
-    if isinstance(call, Call) and call.parent is not None and call.model is not model:
-        own: Any = call.model
-        if (own.pre_process, own.post_process) == (model.pre_process, model.post_process):
-            return call.parent.switch(Asked(model, _arguments(call, args, kwargs)))
-    return forward(model, *args, **kwargs)
-
-
-def _arguments(call: Call, args: tuple, kwargs: dict[str, Any]) -> Arguments:
-    """The arguments of a call of the model; those that it takes by `*args` have empty names."""
-    names = list(call.parameters[: len(args)])
-    names += [""] * (len(args) - len(names))
-    return Arguments(args, kwargs, tuple(names))
-
-
-def _is_whole(model: Any) -> bool:
-    """Whether a model has all layers from the tokens to the loss, as far as it says so."""
-    return getattr(model, "pre_process", True) and getattr(model, "post_process", True)

@@ -34,7 +34,7 @@ from ..process.ranks import check_agreement
 from ..process.step_failure import explained
 from ..schedule import CostsOfLengths, ScheduleChoice
 from .activation_memory import ActivationMemory
-from .call import Calls
+from .calls import Calls
 from .communication import Communicator
 from .forward_segments import SegmentForwards
 from .forward_whole import WholeForwards

@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 from ..model import Segment, SegmentContext
 from .argument_gradients import ArgumentGradients
-from .call import Call, Calls
+from .call import Call
+from .calls import Calls
 from .cut import CutArguments, narrowed, require_size
 from .loss import Losses
 from .outputs import Outputs

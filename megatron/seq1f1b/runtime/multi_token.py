@@ -14,7 +14,7 @@ from torch import Tensor
 from ..model import LookAhead, PredictionHeads, Segment, SegmentContext
 from ..process.patches import PatchTable
 from ..schedule import Placement
-from .call import Calls
+from .calls import Calls
 from .cut import Arguments
 from .step import Step
 

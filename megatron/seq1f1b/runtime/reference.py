@@ -17,7 +17,8 @@ import torch
 
 from ..model import KernelsOf, SegmentContext, attach, refuse_attention_to_later_tokens
 from ..process.patches import patched
-from .call import Call, Calls
+from .call import Call
+from .calls import Calls
 from .communication import Communicator
 from .cut import size_of
 from .forward_segments import SegmentForwards

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 
 from ..model import Segment
 from ..process.ranks import Outcome
-from .call import Calls
+from .calls import Calls
 from .partitioned_state import is_partitioned
 from .segmentation import CutFunction, Segmentation, StepDocuments, segments_of
 from .sequence_source import BOUNDS, SequenceEntries, SequenceSource, length_of

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ..model import Documents, Segment, differs
 from ..process.ranks import Outcome
-from .call import Arguments, Calls
-from .cut import bounds_of, size_of
+from .calls import Calls
+from .cut import Arguments, bounds_of, size_of
 from .partitioned_state import is_partitioned
 from .step import Step
 

@@ -8,8 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron.seq1f1b.runtime.call import Call, Calls, model_of
+from megatron.seq1f1b.runtime.call import Call
+from megatron.seq1f1b.runtime.calls import Calls
 from megatron.seq1f1b.runtime.cut import Arguments
+from megatron.seq1f1b.runtime.doors import model_of
 from megatron.seq1f1b.runtime.program_contract import ProgramContract
 from support.linear_stages import Stage, endless, executor, run
 
