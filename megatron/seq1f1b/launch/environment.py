@@ -79,7 +79,7 @@ class _Watch:
 
 def _install() -> None:
     """Raises ValueError, with the name of the variable, for what it must not hold."""
-    from .install import bind
+    from .bind import bind
 
     text = os.environ[VARIABLE]
     try:

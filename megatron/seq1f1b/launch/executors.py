@@ -47,7 +47,7 @@ def training_executor(
     return _executor(
         config,
         tracer,
-        contract,
+        contract=contract,
         end_of_document=end_of_document,
         surroundings=surroundings,
         timeout=timedelta(minutes=args.distributed_timeout_minutes),
@@ -100,7 +100,7 @@ class ProgramExecutor:
             tracer = tracer_of(config, lambda: self._training_steps)
             # Programs divide packs among context-parallel ranks by documents, as Transformer Engine wants them.
             contract = ProgramContract(divides_documents=True)
-            executor = _executor(config, tracer, contract, from_calls=True)
+            executor = _executor(config, tracer, contract=contract, from_calls=True)
             self._executor = self._executor or executor
             self._checked.append(of_model)
         self._training_steps += not step.get("forward_only", False)

@@ -1,22 +1,12 @@
-"""Makes Megatron's `get_forward_backward_func` return our schedule in this process, if our flags select one."""
+"""What scripts and programs call to run our schedules: `install`, `validate` and their like."""
 
-import logging
-import os
-import sys
-import warnings
 from argparse import Namespace
-from contextlib import ExitStack
 from typing import Any
 
-from .. import rehearsal
-from ..arguments import PipelineConfig, parse_options
-from ..costs.machine import bytes_outside
-from ..platform import cpu
-from ..process.megatron_versions import check_version
-from ..process.net import Net
-from ..process.patches import Patch, patched, rebound
+from ..arguments import PipelineConfig
 from . import environment
-from .overlay import Overlay, installed, patches_of_megatron, remember
+from .bind import bind
+from .overlay import installed
 from .validation import validated
 
 
@@ -36,69 +26,6 @@ def install(add_flags: bool = False, keep_documents_apart: bool = False, **flags
     """
     environment.stop_watching()  # the program decides
     bind(flags, keep_documents_apart, add_flags)
-
-
-def bind(
-    flags: dict[str, Any], keep_documents_apart: bool = False, add_flags: bool = False, looks_for_gpu: bool = True
-) -> None:
-    """Do what `install` says. Unless this `looks_for_gpu`, Megatron moves to the CPU with `device="cpu"` only."""
-    keywords = dict(flags)
-    if keep_documents_apart:
-        keywords["keep_documents_apart"] = True
-    before = installed()
-    if before is not None:
-        if keywords and keywords != before.keywords:
-            raise ValueError("install was called before with other keywords; call it once, or uninstall in between")
-        return
-    options = parse_options(flags) if keywords else None  # None for a script with Megatron's arguments
-    is_rehearsal = options is None and "--dry-run" in sys.argv[1:]
-    net = Net()
-    patches = ExitStack()
-    if options is None:
-        hook = Patch("sys.excepthook", net.caught, "prints a traceback on every rank that fails")
-        patches.enter_context(patched([hook]))
-        if is_rehearsal:
-            rehearsal.prepare(os.environ)
-        else:
-            net.connect()
-    if is_rehearsal or _wants_cpu(options, looks_for_gpu):
-        _silence_imports()
-        cpu.activate()
-    from megatron.core import package_info
-    from megatron.core.pipeline_parallel import schedules
-
-    version = package_info.__version__.split("+")[0]  # without a commit, which is that of the repository around it
-    check_version(version)
-    upstream = schedules.get_forward_backward_func
-    overlay = Overlay(upstream, patches, keywords)
-    rows = patches_of_megatron(version)
-    if options is None:
-        rows += overlay.patches_of_scripts(net, add_flags)
-    else:
-        rows += overlay.patches_of_programs(options, keep_documents_apart)
-    patches.enter_context(patched(rows))
-    ours = overlay.get_forward_backward_func
-    patches.enter_context(rebound(upstream, ours))
-    patches.callback(rebound, ours, upstream)  # in modules that import it from now on
-    remember(overlay)
-    patches.callback(remember, None)
-    if is_rehearsal:
-        patches.enter_context(patched(rehearsal.patches(overlay.rehearse_in, bytes_outside)))
-
-
-def _wants_cpu(options: Namespace | None, looks_for_gpu: bool) -> bool:
-    """Whether a program with these `options`, or the script of this command line, trains on the CPU."""
-    if looks_for_gpu:
-        return cpu.wanted(sys.argv[1:] if options is None else ["--device", options.device])
-    return options is not None and options.device == "cpu"
-
-
-def _silence_imports() -> None:
-    """Suppress warnings about packages for GPUs."""
-    warnings.filterwarnings("ignore", r".*(Apex|transformer-engine)", UserWarning, r"megatron\.(core|training)")
-    warnings.filterwarnings("ignore", "invalid escape sequence", SyntaxWarning)
-    warnings.filterwarnings("ignore", "'pin_memory' argument", UserWarning)
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 
 
 def uninstall() -> None:

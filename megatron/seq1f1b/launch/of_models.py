@@ -21,9 +21,7 @@ def use_segment_attention(model: Iterable[torch.nn.Module]) -> list[torch.nn.Mod
     from .overlay import installed
 
     overlay = installed()
-    if overlay is not None and overlay.surroundings is not None:
-        return use_segment_attention(model, overlay.surroundings.kernels_of)
-    return use_segment_attention(model)
+    return use_segment_attention(model) if overlay is None else overlay.use_segment_attention(model)
 
 
 def token_log_probs(

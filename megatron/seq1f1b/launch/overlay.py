@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from datetime import timedelta
 from enum import Enum
@@ -22,11 +22,12 @@ from ..process.child_processes import start_process
 from ..process.net import Net
 from ..process.patches import Patch, patched, wrapping
 from ..process.ranks import is_rank_0
-from .of_models import use_segment_attention
 from .summary import copies_summary
 from .validation import configured, validated
 
 if TYPE_CHECKING:
+    import torch
+
     from ..runtime import Surroundings
 
 # Of flags that all ranks must have in common.
@@ -140,6 +141,14 @@ class Overlay:
             raise ValueError("the script must call megatron.seq1f1b.validate with its parsed arguments before pretrain")
         return self.config
 
+    def use_segment_attention(self, model: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
+        """Give the local self-attention layers of the model chunks our attention."""
+        from ..model import use_segment_attention
+
+        if self.surroundings is None:
+            return use_segment_attention(model)
+        return use_segment_attention(model, self.surroundings.kernels_of)
+
     def pretrain(self, pretrain: Callable, cfg_container: Any, *args: Any, **kwargs: Any) -> Any:
         """Megatron's `pretrain` for a script that calls neither `validate` nor `use_segment_attention`."""
         parsed = _megatron_args()
@@ -154,7 +163,7 @@ class Overlay:
                     "without; add --no-create-attention-mask-in-dataloader"
                 )
             if config.wants_segment_attention and cfg_container.model is not None:
-                cfg_container.model.pre_wrap_hooks.append(use_segment_attention)
+                cfg_container.model.pre_wrap_hooks.append(self.use_segment_attention)
         return pretrain(cfg_container, *args, **kwargs)
 
 

@@ -55,7 +55,8 @@ class SegmentForwards:
         chunk = self._chunk_of[stage]
         call = self._calls.at(chunk, microbatch)
         unit = stage, microbatch, segment.index
-        with self._context.running(segment, not self._step.forward_only, unit, moves):
+        keeps_for_backward = not self._step.forward_only
+        with self._context.running(segment, keeps_for_backward, unit, moves):
             output = self._run_model(call, chunk, segment, arrived)
         return self._take(call, stage, segment, output)
 

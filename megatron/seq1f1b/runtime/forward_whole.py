@@ -32,7 +32,8 @@ class WholeForwards:
         is_first_of_chunk = chunk not in self._started_chunks
         self._started_chunks.add(chunk)
         unit = stage, microbatch, segment.index
-        running = self._context.running(segment, not step.forward_only, unit, moves)
+        keeps_for_backward = not step.forward_only
+        running = self._context.running(segment, keeps_for_backward, unit, moves)
         with running, self._contract.around_program(stage, segment.sequence_length):
             try:
                 output, num_tokens = forward_step(

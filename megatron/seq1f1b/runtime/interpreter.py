@@ -105,7 +105,7 @@ class Interpreter:
             gradient = self.forwards.loss_gradient(output, segment)
         else:
             gradient = self._input_of(action, is_forward=False)
-        with self.context.running(segment, True, unit), self.recorder.span(action):
+        with self.context.running(segment, keeps_for_backward=True, unit=unit), self.recorder.span(action):
             with self._reducing(Kind.I, action):
                 gradient = backward_step(arrived, output, gradient, self.step.config)
                 self.forwards.end_backward(stage, segment)
@@ -119,7 +119,8 @@ class Interpreter:
 
     def _weight_gradient(self, action: Action) -> None:
         segment = self.step.segments[action.microbatch][action.segment]
-        with self.context.running(segment, True), self.recorder.span(action), self._reducing(Kind.W, action):
+        running = self.context.running(segment, keeps_for_backward=True)
+        with running, self.recorder.span(action), self._reducing(Kind.W, action):
             self.context.weight_gradients.compute(action.unit)
 
     def _reducing(self, half: Kind, action: Action) -> AbstractContextManager:

@@ -106,7 +106,7 @@ class PlannedForwards(SegmentForwards):
         def under(function: Callable[..., Any]) -> Callable[..., Any]:
             def run(*given: Any) -> Any:
                 keep_for_stream(given)
-                with self._context.running(segment, True, unit, moves=unit == self._moving):
+                with self._context.running(segment, keeps_for_backward=True, unit=unit, moves=unit == self._moving):
                     return function(*given)
 
             return run
@@ -236,7 +236,7 @@ class PairInterpreter(Interpreter):
     def _end_backward(self, action: Action, arrived: Tensor | None) -> None:
         kind, stage, microbatch, index = action
         segment = self.step.segments[microbatch][index]
-        with self.context.running(segment, True, action.unit):
+        with self.context.running(segment, keeps_for_backward=True, unit=action.unit):
             self.forwards.end_backward(stage, segment)
             if self.program.splits_backwards and kind.facts.gives_weight_gradient:
                 with self._reducing(Kind.W, action):
