@@ -88,8 +88,10 @@ def layer_kept_for_weights(setup: TrainingSetup, layer: int, start: int, end: in
     for block in blocks_of(setup.model, layer):
         if block.products:
             kept += hidden / setup.token_shares + hidden
-        inside = sum(each.outputs for each in block.products[:-1])
-        inside += sum(each.inputs for each in block.products if each.inputs != hidden or each.shared == "inputs")
+        inside = sum(product.outputs for product in block.products[:-1])
+        for product in block.products:
+            if product.inputs != hidden or product.shared == "inputs":
+                inside += product.inputs
         if block.expert:
             first, last = block.expert
             inside += block.active * (2 * hidden + first.outputs + last.inputs)
@@ -236,7 +238,8 @@ def _layer_working(setup: TrainingSetup, layer: int, start: int, end: int) -> fl
         if len(setup.segments) == 1:
             now += BYTES * keys_values_of(setup, layer, length)
     for block in reversed(blocks):
-        computed, kept = (_kept_of_block(each, block, length) for each in (without, setup))
+        computed = _kept_of_block(without, block, length)
+        kept = _kept_of_block(setup, block, length)
         if setup.recomputes_up_projections and len(setup.segments) == 1 and block.symbol == "+":
             computed += BYTES * keys_values_of(setup, layer, length)
         working = max(_around_products(setup, block, length), block_working(setup, layer, block, start, end))

@@ -111,7 +111,7 @@ def _dense_time(
     residual = setup.residual(length)
     products = [product[:2] for block in blocks for product in block.products]
     scan_forward, scan_backward = _scan_times(setup, machine, blocks, length)
-    cast_forward, cast_backward = cast_times(machine, [each for block in blocks for each in block.products], rows)
+    cast_forward, cast_backward = cast_times(machine, [product for block in blocks for product in block.products], rows)
     # A norm (read, write) and an addition to the residual (read two, write one) for each block, and its inside.
     whole = len(blocks) * residual
     moved = BYTES * rows * sum(block.moved for block in blocks)
@@ -202,8 +202,8 @@ def _routed_time(setup: TrainingSetup, machine: Machine, blocks: Sequence[Block]
     routed = tokens * block.active
     here = block.experts / setup.expert_parallel
     # One grouped product: each expert has its part of the tokens of all ranks of the group.
-    matmul = sum(device.matmul_time(routed / here, each.outputs, each.inputs, here) for each in block.expert)
-    weight = sum(device.matmul_time(each.outputs, each.inputs, routed / here, here) for each in block.expert)
+    matmul = sum(device.matmul_time(routed / here, product.outputs, product.inputs, here) for product in block.expert)
+    weight = sum(device.matmul_time(product.outputs, product.inputs, routed / here, here) for product in block.expert)
     adding = device.moving_time(2 * setup.gradient_bytes * setup.layer_parameters(layer)[1])
     router = device.matmul_time(tokens, block.experts, hidden)
     # Sorting tokens by expert and back, each a read and a write; the activation function.
@@ -288,7 +288,7 @@ def repeated_time(
 def _products_again(setup: TrainingSetup, machine: Machine, products: Sequence[Product], rows: float) -> float:
     """Seconds of the forward of these products."""
     cast, _ = cast_times(machine, products, rows)
-    return cast + sum(machine.device.matmul_time(rows, each.outputs, each.inputs) for each in products)
+    return cast + sum(machine.device.matmul_time(rows, product.outputs, product.inputs) for product in products)
 
 
 def dispatched_again(setup: TrainingSetup, forward: Parts) -> float:
@@ -380,7 +380,7 @@ def _whole(
     there = ring.stride if here == steps else machine.devices_per_node
     senders = machine.devices_per_node // here
     hop, both = (machine.message_time(0, there, size, senders) for size in (keys_values, 2 * keys_values))
-    forward, back = (each / steps for each in seconds)
+    forward, back = (duration / steps for duration in seconds)
     added = output, queries + keys_values
     summed, of_gradients = (machine.device.moving_time(3 * steps * size, 2 * steps) for size in added)
     # The first hop of the backward has no gradients; the last has only these, and runs beside nothing.
@@ -393,9 +393,9 @@ def fastest_cp_comm_type(setup: TrainingSetup, machine: Machine) -> str | None:
     """The way that exchanges whole sequences fastest in the first stage; None without context parallelism."""
 
     def seconds(way: str) -> float:
-        each = replace(setup, cp_comm_type=way)
+        exchanging = replace(setup, cp_comm_type=way)
         end = setup.sequence_length
-        times = [(count, layer_time(each, machine, 0, end, layer)) for layer, count in setup.stages[0].layers]
+        times = [(count, layer_time(exchanging, machine, 0, end, layer)) for layer, count in setup.stages[0].layers]
         return sum(count * (time.forward.all_to_all + time.input.all_to_all) for count, time in times)
 
     return None if setup.context_parallel == 1 else min(comm_types(setup, machine), key=seconds)

@@ -50,7 +50,7 @@ class _Seconds(NamedTuple):
 def _seconds_of_layer(setup: TrainingSetup, machine: Machine, layer: int) -> tuple[_Seconds, ...]:
     """Those of a layer by segment; stages share them."""
     times = _times_with_recomputation(setup, machine, layer)
-    return tuple(_Seconds(each.forward.total, each.input.total, each.weight) for each in times)
+    return tuple(_Seconds(of_stage.forward.total, of_stage.input.total, of_stage.weight) for of_stage in times)
 
 
 def launch_times(setup: TrainingSetup, machine: Machine, stage: StageLayers) -> tuple[float, float]:

@@ -24,8 +24,8 @@ def improved(candidate: Candidate, question: Question, seconds_of: Callable[[Can
     best = candidate
     seconds = seconds_of(best)
     while _is_small(best.setup):
-        moved = [each for each in _with_a_layer_moved(best, question) if question.accepts(each)]
-        times = [seconds_of(each) for each in moved]
+        moved = list(filter(question.accepts, _with_a_layer_moved(best, question)))
+        times = list(map(seconds_of, moved))
         shortest = min(times, default=inf)
         if not shortest < (1 - _LEAST_GAIN) * seconds:
             break

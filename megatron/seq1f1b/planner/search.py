@@ -159,7 +159,7 @@ class Search:
                 automatic = self._automatic(winner.candidate)
                 if automatic and automatic not in found and automatic.prediction.seconds < winner.prediction.seconds:
                     found.append(automatic)
-            found = sorted(found, key=lambda each: each.prediction.seconds)[:number]
+            found = sorted(found, key=lambda plan: plan.prediction.seconds)[:number]
         return found
 
     def megatron_baseline(self) -> Plan | None:
@@ -178,8 +178,8 @@ class Search:
         """The seconds that all that is left takes at least, ascending, after each item; with a configuration where it
         takes them."""
         question = self.question
-        first_ones = [each for sizes in parallel_sizes(question) for each in _first_ones(question, sizes)]
-        bounds = (least_seconds_of_any(each.setup, question, each.segments[0]) for each in first_ones)
+        first_ones = [first for sizes in parallel_sizes(question) for first in _first_ones(question, sizes)]
+        bounds = (least_seconds_of_any(first.setup, question, first.segments[0]) for first in first_ones)
         waiting: list[tuple[float, int, Any]] = [*zip(bounds, count(), first_ones)]
         heapify(waiting)
         numbers = count(len(waiting))  # decide between equal bounds
@@ -190,8 +190,8 @@ class Search:
             heappop(waiting)
             if isinstance(first, Plan):
                 continue
-            for least, each in self._closer(first):
-                heappush(waiting, (max(bound, least), next(numbers), each))
+            for least, closer in self._closer(first):
+                heappush(waiting, (max(bound, least), next(numbers), closer))
 
     def _closer(self, item: Any) -> Iterator[tuple[float, Any]]:
         """The items that an item is refined to, with lower bounds."""
@@ -211,16 +211,16 @@ class Search:
                 yield from self._spread(families_of, segments)
             case _Spread(away, segments):
                 for of_cuts in self._alike_cuts(away, segments):
-                    yield min(least_seconds(each, machine) for each in of_cuts.fastest), of_cuts
+                    yield min(least_seconds(setup, machine) for setup in of_cuts.fastest), of_cuts
             case _AlikeCuts(fastest):
                 yield min(map(self._least_seconds_in_order, fastest)), _Timed(item)
             case _Timed(_AlikeCuts(_, of_setups)):
                 for cut in of_setups:
-                    yield min(least_seconds(each.setup, machine) for each in cut.ranked), cut
+                    yield min(least_seconds(candidate.setup, machine) for candidate in cut.ranked), cut
             case _Cuts():
                 yield from self._fitting(item)
             case _TooLarge(ranked):
-                yield min(self._least_seconds_in_order(each.setup) for each in ranked), _Timed(item)
+                yield min(self._least_seconds_in_order(candidate.setup) for candidate in ranked), _Timed(item)
             case _Timed(_TooLarge(ranked)):
                 yield from self._moved(ranked)
             case Candidate(setup):
@@ -254,7 +254,7 @@ class Search:
         """Set-ups with layers spread over stages, by all numbers of chunks. The bound of one of their families is that
         of all."""
         question = self.question
-        spread_out = (each for sizes in item.setups for each in spread(question, sizes))
+        spread_out = (setup for sizes in item.setups for setup in spread(question, sizes))
         for fastest, alike in _by_fastest(spread_out):
             families_of = {}
             for setup in alike:
@@ -278,7 +278,7 @@ class Search:
                 if seconds < inf:
                     away[of_family] = seconds
         for _, alike in _by_fastest(away):
-            of_alike = {each: away[each] for each in alike}
+            of_alike = {setup: away[setup] for setup in alike}
             yield min(of_alike.values()), _Spread(of_alike, segments)
 
     def _alike_cuts(self, away: Mapping[TrainingSetup, float], segments: int) -> Iterator[_AlikeCuts]:
@@ -288,9 +288,9 @@ class Search:
         for setup, seconds in away.items():
             ranked = self._ranked_cuts(setup, segments)
             for hides in (True, False):
-                alike = tuple(each for each in ranked if each.setup.hides_tensor_exchange == hides)
+                alike = tuple(candidate for candidate in ranked if candidate.setup.hides_tensor_exchange == hides)
                 if alike:
-                    fastest = tuple(dict.fromkeys(each.setup.without_recomputation() for each in alike))
+                    fastest = tuple(dict.fromkeys(candidate.setup.without_recomputation() for candidate in alike))
                     by_fastest[fastest].append(_Cuts(alike, is_tight=seconds > 0))
         for fastest, of_setups in by_fastest.items():
             yield _AlikeCuts(fastest, tuple(of_setups))
@@ -298,7 +298,7 @@ class Search:
     def _ranked_cuts(self, setup: TrainingSetup, segments: int) -> list[Candidate]:
         """The cuts of a set-up, the fastest first, with a partitioned state behind those without."""
         even_last = [*cuts(setup, segments)][::-1]
-        shares = [replace(each, setup=partitioned(self.question, each.setup)) for each in even_last]
+        shares = [replace(candidate, setup=partitioned(self.question, candidate.setup)) for candidate in even_last]
         return list(dict.fromkeys(even_last + shares))
 
     def _fitting(self, found: _Cuts) -> Iterator[tuple[float, Any]]:
@@ -308,11 +308,11 @@ class Search:
         budget = question.budget
         too_large = []
         fitting = None
-        for each in found.ranked:
-            if found.is_tight or not fits(each.setup, budget.device):
-                too_large.append(each)
-            elif question.accepts(each):
-                fitting = each
+        for candidate in found.ranked:
+            if found.is_tight or not fits(candidate.setup, budget.device):
+                too_large.append(candidate)
+            elif question.accepts(candidate):
+                fitting = candidate
                 break
         if budget.host and may_move(found.ranked[0].setup):
             accepted = tuple(filter(question.accepts, too_large))
@@ -330,7 +330,7 @@ class Search:
         is_held_up = found[0] is None or found[0][0] > fastest
         if is_held_up and may_move_by_layer(question, ranked[0].setup):
             for most in layers_leaving(ranked[0].setup, question.machine):
-                by_layer = [replace(each, setup=each.setup.but(layers_leaving=most)) for each in ranked]
+                by_layer = [replace(candidate, setup=candidate.setup.but(layers_leaving=most)) for candidate in ranked]
                 found.append(self._first_moved(by_layer, Moves.UNITS))
         yield from filter(None, found)
 
@@ -338,13 +338,13 @@ class Search:
         """The first cut that fits with activations on the host, and a lower bound; None if the host has no room."""
         machine = self.question.machine
         budget = self.question.budget
-        for each in ranked:
-            setup = fitted(each.setup, budget, moves)
+        for candidate in ranked:
+            setup = fitted(candidate.setup, budget, moves)
             if setup is not None:
                 if not setup.moves_parts and host_in_flight(setup) > budget.host:
                     return None
                 least = max(least_seconds(setup, machine), least_seconds_copying(setup, machine))
-                return least, replace(each, setup=setup)
+                return least, replace(candidate, setup=setup)
         return None
 
     def _automatic(self, winner: Candidate) -> Plan | None:
