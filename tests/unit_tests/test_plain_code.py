@@ -82,11 +82,25 @@ def bodies(node: ast.AST) -> Iterator[list[ast.stmt]]:
             yield block
 
 
-RULES = (nested_conditionals, multiplied_by_conditions, two_assignments_in_one, splats_of_the_line_above)
+def variables_named_each(tree: ast.AST) -> Iterator[ast.AST]:
+    """`for each in found`: a variable names what it is."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and node.id == "each" and isinstance(node.ctx, ast.Store):
+            yield node
+
+
+RULES = (
+    nested_conditionals,
+    multiplied_by_conditions,
+    two_assignments_in_one,
+    splats_of_the_line_above,
+    variables_named_each,
+)
 EXAMPLES = {
     nested_conditionals: "x = 1 if a else 2 if b else 3",
     multiplied_by_conditions: 'x = " and more" * bool(rest)',
     two_assignments_in_one: "first, second = 1, 'two'",
+    variables_named_each: "names = [each.name for each in found]",
     splats_of_the_line_above: "def f(a, b):\n    sizes = a, b\n    return g(*sizes)",
 }
 

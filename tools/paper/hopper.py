@@ -272,8 +272,8 @@ def memory_of_kwai(folder: Path = REFERENCE) -> Iterator[Row]:
         )
         for column, recompute in (("no_ckpt", "none"), ("balanced_ckpt", "layernorm")):
             published = scaled(measured(row[f"max_memory_allocated_{column}_bytes"]), 1 / GIB)
-            each = replace(setup, recompute=recompute)
-            prediction = predict(each, h800(read_machine("h100-80gb")))
+            recomputing = replace(setup, recompute=recompute)
+            prediction = predict(recomputing, h800(read_machine("h100-80gb")))
             allocated = max(memory.total - memory.reserved for memory in prediction.memory)
             words = "nothing" if recompute == "none" else "norms and activation functions"
             yield Row(
@@ -282,7 +282,7 @@ def memory_of_kwai(folder: Path = REFERENCE) -> Iterator[Row]:
                 unit="GiB",
                 published=published,
                 predicted=allocated / GIB if fits(prediction) else None,
-                setup=each,
+                setup=recomputing,
                 machine=prediction.machine,
             )
 

@@ -136,7 +136,7 @@ def predicted(launch: Launch) -> tuple[float, float, bool]:
     """Seconds of a step, GiB of the fullest device, and whether that fits."""
     assert launch.row.machine is not None
     prediction = predict(_setup(launch.row), launch.row.machine)
-    return prediction.seconds, max(each.total for each in prediction.memory) / 2**30, fits(prediction)
+    return prediction.seconds, max(memory.total for memory in prediction.memory) / 2**30, fits(prediction)
 
 
 def _setup(row: Row) -> PaperSetup:

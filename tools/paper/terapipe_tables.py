@@ -88,7 +88,7 @@ def further_latencies(folder: Path = REFERENCE) -> tuple[Row, ...]:
             label = "w/ TeraPipe"
         else:  # such as [120]*4 + [64]
             counts = re.findall(r"\[(\d+)\](?:\*(\d+))?", scheme)
-            slices = tuple(int(each) for each, count in counts for _ in range(int(count or 1)))
+            slices = tuple(int(tokens) for tokens, count in counts for _ in range(int(count or 1)))
             label = "w/ TeraPipe"
         group = f"figure {row['figure']}, setting {row['setting']}, {length} tokens"
         found.append(_row("TeraPipe latencies, further", group, label, row, setup_of(setting, slices), machine))
