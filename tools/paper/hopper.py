@@ -51,7 +51,7 @@ _CAST_BY_BLOCKS = 4
 # Megatron pads the tokens of each expert to sizes that products in 8 bits need: what an expert receives is copied, and
 # what it returns (TEGroupedMLP.quantization_padding); HybridEP and --moe-router-padding-for-quantization spare that.
 _PADDING = 8
-_PRECISIONS = {"bf16": "bf16", "fp8": "fp8", "fp8-cs": "fp8", "fp8-sc": "fp8 by blocks"}
+PRECISIONS = {"bf16": "bf16", "fp8": "fp8", "fp8-cs": "fp8", "fp8-sc": "fp8 by blocks"}
 _KWAI = {
     "Llama-65B": ModelShape(
         num_layers=80,
@@ -84,6 +84,31 @@ _KWAI = {
 }
 
 
+# NVIDIA's recipe of Nemotron 3 Nano, 30B-A3B.
+_NEMOTRON_3_NANO = ModelShape(
+    num_layers=52,
+    hidden_size=2688,
+    ffn_hidden_size=1856,
+    num_heads=32,
+    head_dim=128,
+    vocab_size=131072,
+    num_kv_heads=2,
+    pattern="MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+    experts=Experts(total=128, active=6, ffn_hidden_size=1856, shared_ffn_hidden_size=3712),
+    mamba=Mamba(heads=64, head_dim=64, groups=8, state_dim=128),
+)
+# config.json of Qwen/Qwen3-8B.
+_QWEN3_8B = ModelShape(
+    num_layers=36,
+    hidden_size=4096,
+    ffn_hidden_size=12288,
+    num_heads=32,
+    head_dim=128,
+    vocab_size=151936,
+    num_kv_heads=8,
+    is_gated=True,
+    has_qk_norms=True,
+)
 _OF_SUMMARY = {
     "llama3-70b": preset("llama3-70b"),
     "llama3.1-405b": preset("llama3-405b"),
@@ -91,8 +116,10 @@ _OF_SUMMARY = {
     "qwen3-30b-a3b": preset("qwen3-30b-a3b"),
     "qwen3-235b-a22b": preset("qwen3-235b-a22b"),
     "deepseek-v3": preset("deepseek-v3"),
+    "nemotron-3-nano": _NEMOTRON_3_NANO,
+    "qwen3-8b": _QWEN3_8B,
 }
-# config.json of moonshotai/Moonlight-16B-A3B, and NVIDIA's recipe of Nemotron 3 Nano, 30B-A3B.
+# config.json of moonshotai/Moonlight-16B-A3B.
 _OTHER_MIXTURES = {name: preset(name) for name in ("deepseek-v3", "mixtral-8x22b", "qwen3-30b-a3b")}
 _OTHER_MIXTURES |= {name: preset(name) for name in ("qwen3-235b-a22b", "qwen3-next-80b")}
 # Its run has the prediction head of the model, which `plan` leaves out.
@@ -109,18 +136,7 @@ _OTHER_MIXTURES["moonlight-16b-a3b"] = ModelShape(
     experts=Experts(total=64, active=6, ffn_hidden_size=1408, shared_ffn_hidden_size=2816),
     expert_layers=tuple(range(1, 27)),
 )
-_OTHER_MIXTURES["nemotron-3-nano"] = ModelShape(
-    num_layers=52,
-    hidden_size=2688,
-    ffn_hidden_size=1856,
-    num_heads=32,
-    head_dim=128,
-    vocab_size=131072,
-    num_kv_heads=2,
-    pattern="MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
-    experts=Experts(total=128, active=6, ffn_hidden_size=1856, shared_ffn_hidden_size=3712),
-    mamba=Mamba(heads=64, head_dim=64, groups=8, state_dim=128),
-)
+_OTHER_MIXTURES["nemotron-3-nano"] = _NEMOTRON_3_NANO
 
 
 def h800(machine: Machine) -> Machine:
@@ -165,12 +181,13 @@ def on(row: Row, machine: Machine) -> Machine:
 def _of_precision(row: Line) -> Machine:
     """The machine of a row that has the columns of a recipe."""
     machine = read_machine("h100-80gb")
-    if known(_PRECISIONS, row["precision"]) == "bf16":
+    if known(PRECISIONS, row["precision"]) == "bf16":
         return machine
     return fp8(machine, by_blocks=row["precision"] == "fp8-sc", pads=row.is_set("pads_tokens"))
 
 
-def _predicted(table: str, label: str, tokens_per_second: float | None, setup: TrainingSetup, machine: Machine) -> Row:
+def predicted(table: str, label: str, tokens_per_second: float | None, setup: TrainingSetup, machine: Machine) -> Row:
+    """A row of throughput, with its prediction."""
     return Row(
         table=table,
         label=label,
@@ -207,7 +224,7 @@ def _setup(model: ModelShape, length: int, batch: int, devices: int, *sizes: int
     )
 
 
-def _of_recipe(model: ModelShape, row: Line, **choices: Any) -> TrainingSetup:
+def of_recipe(model: ModelShape, row: Line, **choices: Any) -> TrainingSetup:
     """The set-up of a row that has the columns of a recipe."""
     stages = int(row["pp"])
     return _setup(
@@ -248,7 +265,7 @@ def kwai(folder: Path = REFERENCE) -> Iterator[Row]:
         table = WITHOUT_OFFLOAD if float(row["offload_alpha"]) < _HARDLY else WITH_OFFLOAD
         published = measured(row["tokens_per_second_all_gpus"])
         machine = h800(read_machine("h100-80gb"))
-        yield _predicted(table, f"{row['model']}, {devices} GPUs", published, setup, machine)
+        yield predicted(table, f"{row['model']}, {devices} GPUs", published, setup, machine)
 
 
 def _layers(layout: str) -> tuple[int, ...]:
@@ -287,7 +304,7 @@ def memory_of_kwai(folder: Path = REFERENCE) -> Iterator[Row]:
             )
 
 
-def _of_tflops(setup: TrainingSetup, tflops_per_gpu: float | None) -> float | None:
+def of_tflops(setup: TrainingSetup, tflops_per_gpu: float | None) -> float | None:
     """The tokens/s of a run whose source has the FLOPs of its model alone."""
     length = setup.sequence_length
     return scaled(tflops_per_gpu, 1e12 * setup.num_devices / (model_flops(setup.model, length, 1) / length))
@@ -298,15 +315,15 @@ def summary(folder: Path = REFERENCE) -> Iterator[Row]:
     for row in read("h100_megatron_bridge", folder):
         model = known(_OF_SUMMARY, row["model"])
         devices = int(row["gpus"])
-        setup = _of_recipe(model, row)
+        setup = of_recipe(model, row)
         published = scaled(measured(row["tokens_per_second_per_gpu"]), devices)
         if published is None:
-            published = _of_tflops(setup, measured(row["model_tflops_per_gpu"]))
+            published = of_tflops(setup, measured(row["model_tflops_per_gpu"]))
         release = row["source"].split()[-1]
-        precision = known(_PRECISIONS, row["precision"])
+        precision = known(PRECISIONS, row["precision"])
         label = f"{row['model']}, {devices} GPUs, {precision}, batch {row['gbs']}, {release}"
         table = SUMMARY if model.experts is None else MIXTURES
-        yield _predicted(table, label, published, setup, _of_precision(row))
+        yield predicted(table, label, published, setup, _of_precision(row))
 
 
 def other_mixtures(folder: Path = REFERENCE) -> Iterator[Row]:
@@ -316,13 +333,13 @@ def other_mixtures(folder: Path = REFERENCE) -> Iterator[Row]:
         length = int(row["seq_length"])
         devices = int(row["gpus"])
         batch = int(row["gbs"])
-        setup = _of_recipe(
+        setup = of_recipe(
             model,
             row,
             fsdp=Fsdp.PARAMETERS if row.is_set("fsdp") else Fsdp.OFF,
             hides_tensor_exchange=row.is_set("tp_comm_overlap"),
         )
-        published = _of_tflops(setup, measured(row["tflops_per_gpu"]))
+        published = of_tflops(setup, measured(row["tflops_per_gpu"]))
         seconds = measured(row["step_seconds"])
         if seconds is not None:
             published = length * batch / seconds
@@ -330,13 +347,13 @@ def other_mixtures(folder: Path = REFERENCE) -> Iterator[Row]:
             row["model"],
             f"{length // 1024}K",
             f"{devices} GPUs",
-            known(_PRECISIONS, row["precision"]),
+            known(PRECISIONS, row["precision"]),
             f"TP {row['tp']}, CP {row['cp']}, PP {row['pp']}, EP {row['ep']}",
             f"{row['dispatcher']} hidden" if setup.hides_experts else row["dispatcher"],
             row["note"],
         ]
         label = ", ".join(word for word in words if word)
-        yield _predicted(OTHER_MIXTURES, label, published, setup, _of_precision(row))
+        yield predicted(OTHER_MIXTURES, label, published, setup, _of_precision(row))
 
 
 def long(folder: Path = REFERENCE) -> Iterator[Row]:
@@ -358,7 +375,7 @@ def long(folder: Path = REFERENCE) -> Iterator[Row]:
         flops = model_flops(LLAMA_7B, length, 1) / length
         published = scaled(measured(row["tflops_per_gpu"]), 1e12 * devices / flops)
         label = f"{row['model']}, {length // 1024}K, {devices} GPUs, fp8"
-        yield _predicted(LONG, label, published, setup, fp8(read_machine("h100-80gb")))
+        yield predicted(LONG, label, published, setup, fp8(read_machine("h100-80gb")))
 
 
 def meta(folder: Path = REFERENCE) -> Iterator[Row]:
@@ -384,4 +401,4 @@ def meta(folder: Path = REFERENCE) -> Iterator[Row]:
         flops = model_flops(model, length, 1) / length
         published = scaled(measured(row["tflops_per_gpu"]), 1e12 * devices / flops)
         label = f"{devices} GPUs, {length // 1024}K, bf16"
-        yield _predicted(META, label, published, setup, read_machine("h100-80gb"))
+        yield predicted(META, label, published, setup, read_machine("h100-80gb"))
