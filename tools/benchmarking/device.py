@@ -1,6 +1,7 @@
 """Where a rank of a benchmark runs. To be imported first: it makes a machine without a GPU fit for Megatron."""
 
 import argparse
+import ctypes
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -8,10 +9,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from megatron.seq1f1b.platform import cpu  # noqa: E402
+from megatron.seq1f1b.platform import cpu, stand_ins  # noqa: E402
+from megatron.seq1f1b.process.patches import Patch, patched  # noqa: E402
 
 if not torch.cuda.is_available():
     cpu.activate()
+
+# Parameters of glibc's mallopt(3).
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_MAX = -4
 
 SIZES = {"num_layers": 4, "hidden_size": 256, "num_attention_heads": 4, "vocab_size": 512}
 
@@ -29,8 +35,20 @@ def parser_of(doc: str, **sizes: int) -> argparse.ArgumentParser:
 def start() -> None:
     """Join the other ranks, or run alone without torchrun, each with a GPU of its own on a machine that has GPUs."""
     use_own_gpu()
+    if not torch.cuda.is_available():
+        keep_freed_memory()
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group(**alone)
+
+
+def keep_freed_memory() -> None:
+    """Let the process keep what it frees, as the allocator of a GPU does. Pages that each step takes anew from the
+    system make forwards before the first backward slower than those after it."""
+    if hasattr(library := ctypes.CDLL(None), "mallopt"):
+        library.mallopt(_M_MMAP_MAX, 0)
+        library.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+    reason = "hands freed pages back before every step"
+    patched([Patch("torch.cuda.reset_peak_memory_stats", stand_ins.nothing, reason)])
 
 
 def use_own_gpu() -> None:
