@@ -202,7 +202,7 @@ class Search:
                 if more:
                     yield least_seconds_of_any(sizes, question, more[0]), _Sizes(sizes, tuple(more))
                 setups = tuple(recomputed(question, sizes, segments))
-                for splits in (False, True):
+                for splits in sorted(set(map(splits_backward, question.families))):
                     for fastest, alike in _by_fastest(self._likely(setups, splits)):
                         yield least_seconds_of(fastest, machine, segments, splits), _Open(alike, segments, splits)
             case _Open():
