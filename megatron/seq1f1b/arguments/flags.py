@@ -5,7 +5,7 @@ Tested in arguments/test_config.py.
 
 import argparse
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from functools import partial
 from math import inf
@@ -67,26 +67,68 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "sequence-level pipeline parallelism",
         "Segments of sequences, for smaller bubbles and less memory; docs/flags.md has more on each of these flags.",
     )
-    add = group.add_argument
+    _add_flags_of_schedules(group.add_argument)
+    _add_flags_of_cuts(group.add_argument)
+    _add_flags_of_memory(group.add_argument)
+    group.add_argument(
+        "--device", choices=["auto", "cpu", "cuda"], default="auto", help="'auto' takes a GPU if there is one."
+    )
+    _add_flags_of_traces(group.add_argument)
+    _add_flags_of_rehearsals(group.add_argument)
+    parser.set_defaults(means_equal_lengths=False)
+    _add_removed_flags(group.add_argument, known=parser._option_string_actions)
+    for action in parser._actions:
+        if action.help is not None:  # Megatron 0.19 has a bare percent sign in a help text, so --help fails
+            action.help = re.sub(r"(?<!%)%(?![%(])", "%%", action.help)
+    parser.error = partial(refuse, parser)  # type: ignore[method-assign]
+    return parser
+
+
+def _add_flags_of_schedules(add: Callable[..., Any]) -> None:
+    add(
+        "--pipeline-schedule",
+        choices=sorted(FAMILY_NAMES),
+        help=f"Order of forwards and backwards, by default 1f1b; {' and '.join(splitting_families())} split backwards.",
+    )
+    add(
+        "--pipeline-schedule-file",
+        type=Path,
+        metavar="FILE.csv",
+        help="A schedule: a row for each pipeline rank, an action such as 2F3.1 (stage, micro-batch, segment) in each "
+        "cell.",
+    )
+    add(
+        "--pipeline-placement",
+        choices=PLACEMENTS,
+        default="looped",
+        help="How model chunks lie in the depth: 'looped' as Megatron's, or in a 'v', where every second one runs "
+        "back.",
+    )
+
+
+def _add_flags_of_cuts(add: Callable[..., Any]) -> None:
     count = number_type(int, lambda number: number >= 1, "neither a number of segments nor 'auto'", AUTO)
     tokens = number_type(int, lambda number: number >= 1, "no number of tokens")
-    layers = number_type(int, lambda number: number >= 0, "no number of layers")
-    iteration = number_type(int, lambda number: number >= 1, "no iteration, which are counted from 1")
-    size = number_type(float, lambda size: 0 < size < inf, "not a size above 0 in GiB")
-    text = f"Order of forwards and backwards, by default 1f1b; {' and '.join(splitting_families())} split backwards."
-    add("--pipeline-schedule", choices=sorted(FAMILY_NAMES), help=text)
-    text = (
-        "A schedule: a row for each pipeline rank, an action such as 2F3.1 (stage, micro-batch, segment) in each cell."
+    add(
+        "--sequence-splits",
+        *EQUAL_SPLITS,
+        action=_Splits,
+        type=count,
+        metavar="K",
+        help="Number of segments of every sequence; 'auto' picks that with the shortest predicted step that fits.",
     )
-    add("--pipeline-schedule-file", type=Path, metavar="FILE.csv", help=text)
-    text = "How model chunks lie in the depth: 'looped' as Megatron's, or in a 'v', where every second one runs back."
-    add("--pipeline-placement", choices=PLACEMENTS, default="looped", help=text)
-    text = "Number of segments of every sequence; 'auto' picks that with the shortest predicted step that fits."
-    add("--sequence-splits", *EQUAL_SPLITS, action=_Splits, type=count, metavar="K", help=text)
-    text = "Instead: segments of at most N tokens, as many as each micro-batch needs, for sequences of any length."
-    add("--segment-tokens", type=tokens, metavar="N", help=text)
-    text = "Instead: put the sequences of a step, long and short, into units of at most N tokens."
-    add("--unit-tokens", type=tokens, metavar="N", help=text)
+    add(
+        "--segment-tokens",
+        type=tokens,
+        metavar="N",
+        help="Instead: segments of at most N tokens, as many as each micro-batch needs, for sequences of any length.",
+    )
+    add(
+        "--unit-tokens",
+        type=tokens,
+        metavar="N",
+        help="Instead: put the sequences of a step, long and short, into units of at most N tokens.",
+    )
     add(
         "--sequence-split-strategy",
         "--pipe-sp-strategy",
@@ -95,40 +137,93 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="Where sequences are cut: into equal times ('balanced', the default), equal lengths ('even', 'average'), "
         "as the Seq1F1B authors do ('uniform_comp'), for the shortest step ('terapipe'), or by a 'profile'.",
     )
-    text = "Times of segments for 'profile', 'balanced' and 'terapipe': what --pipeline-trace wrote in a short run."
-    add("--sequence-split-profile", type=Path, metavar="FILE.json", help=text)
-    text = "Lengths of the segments, as a JSON list or as text such as '4096 2048 2048'."
-    add("--sequence-split-file", type=Path, metavar="FILE", help=text)
-    text = "With --recompute-granularity full, recompute all of a layer but its attention."
-    add("--recompute-keeps-attention", action="store_true", help=text)
-    text = "Share of a rank's activations that waits in the memory of its host; 'auto': the least that fits."
-    add("--offload-activations", type=share_or_auto, default=0.0, metavar="FRACTION", help=text)
-    text = (
-        "Layers of a unit leave one by one; at its end a layer waits until at most N leave. 0: units leave as a whole."
+    add(
+        "--sequence-split-profile",
+        type=Path,
+        metavar="FILE.json",
+        help="Times of segments for 'profile', 'balanced' and 'terapipe': what --pipeline-trace wrote in a short run.",
     )
-    add("--offload-layers-leaving", type=layers, default=0, metavar="N", help=text)
+    add(
+        "--sequence-split-file",
+        type=Path,
+        metavar="FILE",
+        help="Lengths of the segments, as a JSON list or as text such as '4096 2048 2048'.",
+    )
+
+
+def _add_flags_of_memory(add: Callable[..., Any]) -> None:
+    layers = number_type(int, lambda number: number >= 0, "no number of layers")
+    add(
+        "--recompute-keeps-attention",
+        action="store_true",
+        help="With --recompute-granularity full, recompute all of a layer but its attention.",
+    )
+    add(
+        "--offload-activations",
+        type=share_or_auto,
+        default=0.0,
+        metavar="FRACTION",
+        help="Share of a rank's activations that waits in the memory of its host; 'auto': the least that fits.",
+    )
+    add(
+        "--offload-layers-leaving",
+        type=layers,
+        default=0,
+        metavar="N",
+        help="Layers of a unit leave one by one; at its end a layer waits until at most N leave. 0: units leave as a "
+        "whole.",
+    )
     add("--keep-logits", action="store_true", help="Keep the logits of the last stage, however many, for the backward.")
-    text = "With --use-distributed-optimizer, data-parallel ranks keep shares of weights and gradients, too."
-    add("--partition-state", action="store_true", help=text)
-    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="'auto' takes a GPU if there is one.")
-    text = "Write when each action ran, and the peak memory of each rank, to DIR; seq1f1b plot draws it."
-    add("--pipeline-trace", type=Path, metavar="DIR", help=text)
-    text = "Iterations to trace, counted from 1. Default: 3."
-    add("--pipeline-trace-iterations", type=iteration, nargs="+", default=[3], metavar="N", help=text)
+    add(
+        "--partition-state",
+        action="store_true",
+        help="With --use-distributed-optimizer, data-parallel ranks keep shares of weights and gradients, too.",
+    )
+
+
+def _add_flags_of_traces(add: Callable[..., Any]) -> None:
+    iteration = number_type(int, lambda number: number >= 1, "no iteration, which are counted from 1")
+    add(
+        "--pipeline-trace",
+        type=Path,
+        metavar="DIR",
+        help="Write when each action ran, and the peak memory of each rank, to DIR; seq1f1b plot draws it.",
+    )
+    add(
+        "--pipeline-trace-iterations",
+        type=iteration,
+        nargs="+",
+        default=[3],
+        metavar="N",
+        help="Iterations to trace, counted from 1. Default: 3.",
+    )
+
+
+def _add_flags_of_rehearsals(add: Callable[..., Any]) -> None:
+    size = number_type(float, lambda size: 0 < size < inf, "not a size above 0 in GiB")
     add("--dry-run", action="store_true", help="Rehearse the launch on this machine, without GPUs.")
-    text = "Memory of a GPU that --dry-run compares with. Default: 80."
-    add("--device-memory", type=size, default=80.0, metavar="GIB", help=text)
+    add(
+        "--device-memory",
+        type=size,
+        default=80.0,
+        metavar="GIB",
+        help="Memory of a GPU that --dry-run compares with. Default: 80.",
+    )
     add("--dry-run-output", type=Path, metavar="DIR", help="Write what --dry-run finds to DIR, with a picture.")
-    parser.set_defaults(means_equal_lengths=False)
-    hidden: dict[str, Any] = dict.fromkeys(("dest", "default", "help"), argparse.SUPPRESS)
+
+
+def _add_removed_flags(add: Callable[..., Any], known: Collection[str]) -> None:
+    """Those of old launch scripts that a Megatron does not know by itself, hidden."""
     for flag in _REMOVED:
-        if flag not in parser._option_string_actions:
-            add(flag, action=_Removed, nargs="*", **hidden)
-    for action in parser._actions:
-        if action.help is not None:  # Megatron 0.19 has a bare percent sign in a help text, so --help fails
-            action.help = re.sub(r"(?<!%)%(?![%(])", "%%", action.help)
-    parser.error = partial(refuse, parser)  # type: ignore[method-assign]
-    return parser
+        if flag not in known:
+            add(
+                flag,
+                action=_Removed,
+                nargs="*",
+                dest=argparse.SUPPRESS,
+                default=argparse.SUPPRESS,
+                help=argparse.SUPPRESS,
+            )
 
 
 class _Removed(argparse.Action):

@@ -88,9 +88,9 @@ class SequencePartition:
         return cut_sequence(
             self.strategy,
             Task(
-                sequence_length,
-                num_segments,
-                run.segment_multiple,
+                sequence_length=sequence_length,
+                num_segments=num_segments,
+                multiple_of=run.segment_multiple,
                 time=costs.time(finds_number) if has_time and run.has_sizes else None,
                 flops=costs.flops,
                 full_speed_rows=costs.full_speed_rows,

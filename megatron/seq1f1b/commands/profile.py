@@ -141,9 +141,9 @@ def measured_links(base: Machine, timer: DeviceTimer) -> Machine:
 
     measured = base
     if timer.ranks_in_node > 1:
-        measured = replace(measured, node=link(base.node, True, 1))
+        measured = replace(measured, node=link(base.node, in_node=True, peer=1))
     if timer.num_ranks > timer.ranks_in_node:
-        measured = replace(measured, network=link(base.network, False, timer.ranks_in_node))
+        measured = replace(measured, network=link(base.network, in_node=False, peer=timer.ranks_in_node))
     return measured
 
 

@@ -151,41 +151,12 @@ class ModelShape:
 
 def model_shape(settings: Mapping[str, Any]) -> ModelShape:
     """The sizes of a model from settings by the names of Megatron's arguments."""
-    sizes: dict[str, Any] = {}
-    if settings.get("multi_latent_attention"):
-        names = "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"
-        sizes["latent"] = LatentAttention(settings["q_lora_rank"] or 0, *(settings[name] for name in names))
-    if settings.get("num_experts"):
-        frequency = settings["moe_layer_freq"]
-        sizes["expert_layers"] = _chosen(settings, frequency, lambda layer: layer % frequency == 0)
-        sizes["experts"] = Experts(
-            settings["num_experts"],
-            settings["moe_router_topk"],
-            settings["moe_ffn_hidden_size"] or settings["ffn_hidden_size"],
-            settings["moe_shared_expert_intermediate_size"] or 0,
-            settings.get("moe_router_num_groups") or 1,
-            settings.get("moe_router_group_topk") or 1,
-        )
-    window = settings.get("window_size")
-    skipped = settings.get("window_attn_skip_freq")
-    if window and window[0] >= 0:
-        sizes["window"] = window[0]
-        sizes["window_layers"] = _chosen(settings, skipped, lambda layer: skipped is None or (layer + 1) % skipped != 0)
-    if settings.get("position_embedding_type") == "learned_absolute":
-        sizes["learned_positions"] = settings.get("max_position_embeddings") or 0
     pattern = "".join(hybrid_stages(settings))
-    if "G" in pattern:
-        sizes["delta_net"] = DeltaNet(
-            settings["linear_num_key_heads"],
-            settings["linear_num_value_heads"],
-            settings["linear_key_head_dim"],
-            settings["linear_value_head_dim"],
-            settings.get("linear_conv_kernel_dim") or 4,
-        )
-    if "M" in pattern:
-        head = settings["mamba_head_dim"]
-        heads = settings["mamba_num_heads"] or 2 * settings["hidden_size"] // head  # Megatron expands by 2
-        sizes["mamba"] = Mamba(heads, head, settings["mamba_num_groups"], settings["mamba_state_dim"])
+    experts = _experts(settings) if settings.get("num_experts") else None
+    window, *_ = settings.get("window_size") or (-1,)
+    learned_positions = 0
+    if settings.get("position_embedding_type") == "learned_absolute":
+        learned_positions = settings.get("max_position_embeddings") or 0
     return ModelShape(
         num_layers=settings["num_layers"],
         hidden_size=settings["hidden_size"],
@@ -195,11 +166,69 @@ def model_shape(settings: Mapping[str, Any]) -> ModelShape:
         vocab_size=settings["padded_vocab_size"],
         num_kv_heads=settings["num_query_groups"] if settings.get("group_query_attention") else None,
         is_gated=bool(settings.get("swiglu")),
+        latent=_latent_attention(settings) if settings.get("multi_latent_attention") else None,
+        experts=experts,
+        expert_layers=() if experts is None else _expert_layers(settings),
+        window=window if window >= 0 else None,  # -1: all tokens before
+        window_layers=_window_layers(settings) if window >= 0 else (),
         pattern=pattern or None,
+        delta_net=_delta_net(settings) if "G" in pattern else None,
+        mamba=_mamba(settings) if "M" in pattern else None,
         prediction_depth=settings.get("mtp_num_layers") or 0,
         has_biases=bool(settings.get("add_bias_linear")),
+        learned_positions=learned_positions,
         has_qk_norms=bool(settings.get("qk_layernorm")),
-        **sizes,
+    )
+
+
+def _latent_attention(settings: Mapping[str, Any]) -> LatentAttention:
+    return LatentAttention(
+        query_rank=settings["q_lora_rank"] or 0,
+        kv_rank=settings["kv_lora_rank"],
+        head_dim=settings["qk_head_dim"],
+        rotary_head_dim=settings["qk_pos_emb_head_dim"],
+        value_head_dim=settings["v_head_dim"],
+    )
+
+
+def _experts(settings: Mapping[str, Any]) -> Experts:
+    return Experts(
+        total=settings["num_experts"],
+        active=settings["moe_router_topk"],
+        ffn_hidden_size=settings["moe_ffn_hidden_size"] or settings["ffn_hidden_size"],
+        shared_ffn_hidden_size=settings["moe_shared_expert_intermediate_size"] or 0,
+        groups=settings.get("moe_router_num_groups") or 1,
+        active_groups=settings.get("moe_router_group_topk") or 1,
+    )
+
+
+def _expert_layers(settings: Mapping[str, Any]) -> tuple[int, ...]:
+    frequency = settings["moe_layer_freq"]
+    return _chosen(settings, frequency, lambda layer: layer % frequency == 0)
+
+
+def _window_layers(settings: Mapping[str, Any]) -> tuple[int, ...]:
+    skipped = settings.get("window_attn_skip_freq")
+    return _chosen(settings, skipped, lambda layer: skipped is None or (layer + 1) % skipped != 0)
+
+
+def _delta_net(settings: Mapping[str, Any]) -> DeltaNet:
+    return DeltaNet(
+        key_heads=settings["linear_num_key_heads"],
+        value_heads=settings["linear_num_value_heads"],
+        key_head_dim=settings["linear_key_head_dim"],
+        value_head_dim=settings["linear_value_head_dim"],
+        convolution=settings.get("linear_conv_kernel_dim") or 4,
+    )
+
+
+def _mamba(settings: Mapping[str, Any]) -> Mamba:
+    head_dim = settings["mamba_head_dim"]
+    return Mamba(
+        heads=settings["mamba_num_heads"] or 2 * settings["hidden_size"] // head_dim,  # Megatron expands by 2
+        head_dim=head_dim,
+        groups=settings["mamba_num_groups"],
+        state_dim=settings["mamba_state_dim"],
     )
 
 

@@ -114,8 +114,11 @@ def _least_of_layer(alone: TrainingSetup, machine: Machine, segments: int) -> tu
     if evenly is None:
         return 0.0, 0.0
     of_any_cut = _of_any_cut(machine, segments)
-    kinds = (layer for layer, _ in evenly.stages[0].layers)
-    rows = [rows_of_stage(evenly, of_any_cut, StageLayers(((layer, 1),), False, False)) for layer in kinds]
+    kinds = [layer for layer, _ in evenly.stages[0].layers]
+    rows = []
+    for layer in kinds:
+        one_layer = StageLayers(((layer, 1),), is_first=False, is_last=False)
+        rows.append(rows_of_stage(evenly, of_any_cut, one_layer))
     return min(f[0] for f, _, _ in rows), min(i[0] + w[0] for _, i, w in rows)
 
 
