@@ -213,7 +213,7 @@ def _add_flags_of_rehearsals(add: Callable[..., Any]) -> None:
 
 
 def _add_removed_flags(add: Callable[..., Any], known: Collection[str]) -> None:
-    """Those of old launch scripts that a Megatron does not know by itself, hidden."""
+    """Accept the flags of old launch scripts that this Megatron does not know; help does not list them."""
     for flag in _REMOVED:
         if flag not in known:
             add(

@@ -287,16 +287,24 @@ def plot_gains(cells: Sequence[Cell], title: str, path: Path) -> None:
                     value = values.get((bandwidth, gpus, batch))
                     if value is not None:
                         gains[row, column] = 100 * value
-            is_known = np.ma.masked_invalid(gains)
-            axes.imshow(is_known, cmap="Greys", vmin=-100, vmax=300, origin="lower", aspect="auto")
-            shown = np.ma.masked_inside(is_known, -error, error)
-            image = axes.imshow(shown, cmap="RdYlGn", vmin=-40, vmax=40, origin="lower", aspect="auto")
-            for (row, column), gain in np.ndenumerate(gains):
-                if not np.isnan(gain):
-                    axes.annotate(f"{gain:+.0f}", (column, row), ha="center", va="center")
+            image = _draw_gains(axes, gains, error)
             axes.set_xticks(range(len(devices[batch])), devices[batch])
             axes.set_yticks(range(len(bandwidths)), [f"{bandwidth:g}" for bandwidth in bandwidths])
             axes.set(xlabel="GPUs", title=f"{batch} sequences")
         figure.colorbar(image, label="gain, %; grey: within error")
         panels[0].set_ylabel("GB/s of a node")
         figure.suptitle(title)
+
+
+def _draw_gains(axes: Any, gains: Any, error: float) -> Any:
+    """Draw an array of gains in percent, with their numbers; returns what a bar of colours explains."""
+    import numpy as np
+
+    known = np.ma.masked_invalid(gains)
+    axes.imshow(known, cmap="Greys", vmin=-100, vmax=300, origin="lower", aspect="auto")
+    beyond_error = np.ma.masked_inside(known, -error, error)
+    image = axes.imshow(beyond_error, cmap="RdYlGn", vmin=-40, vmax=40, origin="lower", aspect="auto")
+    for (row, column), gain in np.ndenumerate(gains):
+        if not np.isnan(gain):
+            axes.annotate(f"{gain:+.0f}", (column, row), ha="center", va="center")
+    return image

@@ -292,9 +292,8 @@ def draw(search: Search, answer: Answer, path: Path) -> None:
 
     asked = search.question
     for share in (0.8, 0.6, 0.4, 0.2):
-        less = Search(replace(asked, memory_gib=share * asked.memory_limit))
-        less.plans = search.plans
-        less.best(1)
+        with_less = replace(asked, memory_gib=share * asked.memory_limit)
+        Search(with_less, plans=search.plans).best(1)
     groups: dict[str, list[Point]] = {name: [] for name in ("whole sequences", "segments", "recomputation")}
     for plan in search.plans.values():
         setup = plan.candidate.setup

@@ -59,8 +59,8 @@ class _Aside:
 
 
 class _AsideByLayer(_Aside):
-    """The same where units move layer by layer: all but the last layers to leave have left when a forward ends, and all
-    but the first to come back do so within the backward."""
+    """Collectives, and copies of units that move layer by layer: all but the last layers to leave have left when a
+    forward ends, and all but the first to come back do so within the backward."""
 
     def __init__(self, seconds: Mapping[Kind, Table], layers: LayersOnLink, actions: Iterable[Action]) -> None:
         super().__init__(seconds)

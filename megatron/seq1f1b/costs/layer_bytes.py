@@ -117,7 +117,8 @@ def layer_keys_values(setup: TrainingSetup, layer: int, start: int, end: int) ->
 
 @singledispatch
 def layer_keys_values_gradients(setup: TrainingSetup, layer: int) -> float:
-    """Those of earlier segments, in a buffer from the first backward of a micro-batch to its last."""
+    """Bytes of the gradients of earlier segments' keys and values, in a buffer from the first backward of a micro-batch
+    to its last."""
     earlier = setup.sequence_length - setup.segments[-1]
     window = setup.model.window_of(layer)
     return 4 * keys_values_of(setup, layer, earlier if window is None else min(earlier, window))

@@ -410,7 +410,7 @@ def embedding_time(setup: TrainingSetup, machine: Machine, start: int, end: int)
 
 
 def head_time(setup: TrainingSetup, machine: Machine, start: int, end: int) -> tuple[float, float, float]:
-    """As `embedding_time`, of the projection to the vocabulary and the loss, again for each prediction head."""
+    """Seconds of F, I and W of the projection to the vocabulary and the loss, and of those of each prediction head."""
     device = machine.device
     model = setup.model
     rows = setup.rows(end - start)

@@ -46,7 +46,7 @@ class Experts:
         choices = self.total * self.active_groups // self.groups
 
         def chance(there: int) -> float:
-            """That a token goes to one of `there` of the experts in its groups."""
+            """The probability that a token goes to one of `there` of the experts in its groups."""
             return 1 - comb(choices - there, self.active) / comb(choices, self.active)
 
         if parts >= self.groups:

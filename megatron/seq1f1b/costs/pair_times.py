@@ -16,7 +16,7 @@ Row = tuple[float, ...]  # by segment
 
 
 class PairRow(NamedTuple):
-    """Of one stage."""
+    """Seconds of a pair's forward and backward on one stage, in the parts that can hide each other."""
 
     exchange_f: Row  # tokens on the way to experts and back, in a forward, as far as compute can hide them
     compute_f: Row  # what an exchange can pass behind
@@ -47,14 +47,12 @@ class PairTimes:
     def most_hidden(self) -> tuple[tuple[Row, Row], ...]:
         """The most that a forward and that a backward of each stage hide, by segment."""
         most = self._most
-        by_stage = {
-            row: (
-                tuple(min(exchange, most.compute_b) for exchange in row.exchange_f),
-                tuple(min(exchange, most.compute_f) for exchange in row.exchange_b),
-            )
-            for row in set(self.rows)
-        }
-        return tuple(by_stage[row] for row in self.rows)
+        hidden_by: dict[PairRow, tuple[Row, Row]] = {}
+        for row in set(self.rows):  # many stages are equal
+            of_forward = tuple(min(exchange, most.compute_b) for exchange in row.exchange_f)
+            of_backward = tuple(min(exchange, most.compute_f) for exchange in row.exchange_b)
+            hidden_by[row] = of_forward, of_backward
+        return tuple(hidden_by[row] for row in self.rows)
 
     @property
     def most_saved(self) -> float:
@@ -78,7 +76,7 @@ class _Most(NamedTuple):
 
 
 def pair_times(setup: TrainingSetup, machine: Machine) -> PairTimes:
-    """Those of all stages."""
+    """What pairs save on all stages of a set-up."""
     return _pair_times(setup.alone, machine, setup.layers_per_stage)
 
 
@@ -89,8 +87,8 @@ def _pair_times(alone: TrainingSetup, machine: Machine, layers_per_stage: tuple[
 
 @lru_cache(maxsize=8192)
 def pair_row(setup: TrainingSetup, machine: Machine, stage: StageLayers) -> PairRow:
-    """Those of one stage. Its embedding, its loss and what its backward computes again hide nothing; tokens
-    that travel to experts once more are hidden. While tokens travel, their kernels take some multiprocessors from the
+    """The row of one stage. Its embedding, its loss and what its backward computes again hide nothing; tokens that
+    travel to experts once more are hidden. While tokens travel, their kernels take some multiprocessors from the
     compute beside them, so as much of an exchange shows."""
     if setup.parts:
         of_parts = [pair_row(part.alone, machine, stage) for part in setup.parts]

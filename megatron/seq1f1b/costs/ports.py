@@ -16,8 +16,8 @@ type Event = tuple[float, int, int]
 
 @dataclass(eq=False)
 class Port:
-    """By which a rank sends. Calls come in the order of their times. The message that arrives next, if no other starts
-    before, is an event, and the last of these events counts."""
+    """The port of a rank, whose bandwidth the messages that it sends share. Calls come in the order of their times. The
+    message that arrives next, if no other starts before, is an event, and the last of these events counts."""
 
     rank: int
     events: list[Event]  # a heap

@@ -97,8 +97,8 @@ def predict(setup: TrainingSetup, machine: Machine, schedule: Schedule | None = 
         reduced = max(now + end.reduce for now, end in zip(through, ends, strict=True))
         seconds = reduced + max(end.update for end in ends) + max(end.gather for end in ends) + machine.host.step
         return _Step(
-            seconds,
-            pipeline,
+            seconds=seconds,
+            pipeline=pipeline,
             busy=tuple(timeline.busy(rank) for rank in range(short.pipeline_parallel)),
             host_bytes=tuple(host_bytes(short, order, actions.paired) for order in actions.ranks),
             memory=tuple(memory_of_order(short, order) for order in _orders(actions, short.layers_leaving)),
@@ -110,8 +110,8 @@ def predict(setup: TrainingSetup, machine: Machine, schedule: Schedule | None = 
         numbers = extended(setup.shape, lambda num_microbatches: predicted(num_microbatches).numbers())
         step = _Step.of_numbers(numbers, setup.pipeline_parallel)
     return Prediction(
-        setup,
-        machine,
+        setup=setup,
+        machine=machine,
         pipeline=step.pipeline,
         busy=step.busy,
         ends=ends,

@@ -192,8 +192,9 @@ def read_traced_costs(path: str | Path, num_stages: int) -> tuple[tuple[StageCos
 
 
 def traced_costs(timeline: Timeline) -> tuple[tuple[StageCost, ...], list[float]]:
-    """As `read_traced_costs`, by the medians over the micro-batches. Weight gradients of whole backwards count as half
-    of the part per token, since the other half of the matrix products gives input gradients."""
+    """The cost of a segment on every stage and its relative errors, by the medians over the micro-batches of a trace.
+    Weight gradients of whole backwards count as half of the part per token, since the other half of the matrix products
+    gives input gradients. Raises ValueError for a trace with too few segments."""
     lengths = timeline.meta.get("segment_lengths")
     if not lengths or len(lengths) < 2:
         raise ValueError("it does not have the lengths of at least two segments, the same in all micro-batches")

@@ -48,7 +48,7 @@ class _Seconds(NamedTuple):
 
 @lru_cache(maxsize=8192)
 def _seconds_of_layer(setup: TrainingSetup, machine: Machine, layer: int) -> tuple[_Seconds, ...]:
-    """Those of a layer by segment; stages share them."""
+    """The seconds of a layer, by segment; stages share them."""
     times = _times_with_recomputation(setup, machine, layer)
     return tuple(_Seconds(of_stage.forward.total, of_stage.input.total, of_stage.weight) for of_stage in times)
 
@@ -65,7 +65,7 @@ def launch_times(setup: TrainingSetup, machine: Machine, stage: StageLayers) -> 
 
 @lru_cache(maxsize=1 << 15)
 def rows_of_stage(setup: TrainingSetup, machine: Machine, stage: StageLayers) -> StageRows:
-    """Those of one stage."""
+    """The rows of one stage."""
     host = machine.host
     num_layers = sum(count for _, count in stage.layers)
     of_layers = [(count, _seconds_of_layer(setup, machine, layer)) for layer, count in stage.layers]
@@ -101,7 +101,7 @@ def rows_of_stage(setup: TrainingSetup, machine: Machine, stage: StageLayers) ->
 
 
 def stage_rows(setup: TrainingSetup, machine: Machine) -> Sequence[StageRows]:
-    """Those of every stage."""
+    """The rows of every stage."""
     if setup.parts:
         of_parts = [rows_of_stages(part.alone, machine, setup.layers_per_stage) for part in setup.parts]
         tables = (zip(*of_stage, strict=True) for of_stage in zip(*of_parts, strict=True))
@@ -111,7 +111,8 @@ def stage_rows(setup: TrainingSetup, machine: Machine) -> Sequence[StageRows]:
 
 @lru_cache(maxsize=8192)
 def rows_of_stages(alone: TrainingSetup, machine: Machine, layers_per_stage: tuple[int, ...]) -> Sequence[StageRows]:
-    """Those of these stages, from a set-up with a fixed value of all that does not matter to a single layer."""
+    """The rows of stages with so many layers, from a set-up with a fixed value of all that does not matter to a single
+    layer."""
     return of_stages(alone.model, layers_per_stage, lambda stage: rows_of_stage(alone, machine, stage))
 
 
@@ -207,7 +208,8 @@ class StepEnd:
 
 
 def step_end(setup: TrainingSetup, machine: Machine, rank: int) -> StepEnd:
-    """With `overlaps_data_parallel` the schedule has sums and gathers, except sums of an embedding on two stages."""
+    """Seconds of what follows the pipeline on a rank. With `overlaps_data_parallel` the schedule has the sums and
+    gathers, except sums of an embedding on two stages."""
     stages = setup.placement.stages_of(rank)
     parameters, experts = map(sum, zip(*(setup.parameters[stage] for stage in stages), strict=True))
     reduce = gather = 0.0

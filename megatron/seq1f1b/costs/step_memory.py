@@ -171,7 +171,7 @@ def rank_memory(
 
 
 def memory_of_order(setup: TrainingSetup, order: RankOrder) -> Memory:
-    """As `rank_memory`."""
+    """The memory at its peak of a rank that runs this order."""
     rank = order.rank
     of_all = setup.stages
     stages = [of_all[stage] for stage in setup.placement.stages_of(rank)]

@@ -76,8 +76,9 @@ def least_seconds_of(sizes: TrainingSetup, machine: Machine, segments: int, spli
 
 
 def least_seconds_of_any(sizes: TrainingSetup, question: Question, segments: int) -> float:
-    """The same for all recomputations, losses and schedules, and for more segments, too: none takes less than no
-    recomputation, with logits kept if they may be. Segments may be so many that no rank waits."""
+    """A lower bound for all spreads of layers, cuts, recomputations, losses and schedules, and for more segments, too:
+    none takes less than no recomputation, with logits kept if they may be. Segments may be so many that no rank
+    waits."""
     least = sizes.without_recomputation().but(
         hides_experts=may_hide(question, sizes, segments, "none"),
         keeps_logits=ways_to_take_the_loss(sizes)[-1],

@@ -34,7 +34,7 @@ def _rank_of_largest_layers(setup: TrainingSetup) -> int:
 
 
 def memory_in_flight(setup: TrainingSetup) -> Iterator[Memory]:
-    """Of `fullest_ranks`."""
+    """The memory of each of `fullest_ranks`."""
     for rank in fullest_ranks(setup):
         yield _memory_of(setup, rank)
 

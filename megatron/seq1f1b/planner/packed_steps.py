@@ -164,7 +164,7 @@ class PackedSteps:
         return RankEnds(self._clock(pipeline, order), self._columns(order))
 
     def _columns(self, order: Order) -> Columns:
-        """Those of the set-up of this step."""
+        """The columns of costs of a step, as its set-up has them."""
         first = {}
         number = 0
         for kind in dict.fromkeys(order):
@@ -173,7 +173,7 @@ class PackedSteps:
         return Columns([first[kind] for kind in order], number)
 
     def _find_likely_slowest(self, setup: TrainingSetup, machine: Machine) -> list[Order]:
-        """Of each step the replica with the most compute, and a bubble of P - 1 units."""
+        """The replica of each step with the most compute, if its bubble is P - 1 units."""
         of_kinds = [sum(work.of_stages) for work in self._work(setup.alone, setup.layers_per_stage, machine)]
         bubble = (setup.pipeline_parallel - 1) / setup.placement.num_chunks  # in units
 

@@ -50,7 +50,7 @@ class RankEnds:
     with compute and with each other, as in `simulate`."""
 
     def __init__(self, clock: Clock, columns: Columns | None = None) -> None:
-        """Without `columns` costs have one for each segment."""
+        """Costs have a column for each segment, unless `columns` says which units share one."""
         shape = clock.shape
         self._shape = shape
         self._num_columns = columns.number if columns else shape.num_segments
@@ -185,5 +185,5 @@ def _times(costs: Costs) -> _Times:
 
 @lru_cache(maxsize=4096)
 def rank_ends(family: str, shape: Shape, has_pairs: bool) -> RankEnds:
-    """Those of a named schedule."""
+    """The steps of a named schedule."""
     return RankEnds(clock_of(family, shape, has_pairs))

@@ -133,18 +133,24 @@ class _Timed(NamedTuple):
 
 
 class Search:
-    """The configurations that answer a question, fastest first; `plans` has all that were predicted, and
-    `too_long_for_auto` the winners with too many actions for `auto`. `progress` is told how many items wait.
+    """The configurations that answer a question, fastest first; `plans` has all that were predicted, from the start on
+    those of an earlier search, and `too_long_for_auto` the winners with too many actions for `auto`. `progress` is told
+    how many items wait.
 
     Items wait in the order of a lower bound of their step: sizes and numbers of segments, from these numbers of chunks,
     from these schedules, from these cuts, then what is computed again, the best cut that fits, and its prediction, each
     with a closer bound. The first item with its exact time is the fastest that is left.
     """
 
-    def __init__(self, question: Question, progress: Callable[[int], None] = lambda left: None) -> None:
+    def __init__(
+        self,
+        question: Question,
+        progress: Callable[[int], None] = lambda left: None,
+        plans: dict[Candidate, Plan] | None = None,
+    ) -> None:
         self.question = question
         self._progress = progress
-        self.plans: dict[Candidate, Plan] = {}
+        self.plans: dict[Candidate, Plan] = {} if plans is None else plans
         self.too_long_for_auto: set[Candidate] = set()
 
     def best(self, number: int = 5, below: float = inf) -> list[Plan]:
@@ -242,8 +248,8 @@ class Search:
         return least_seconds_in_time(setup, self.question.machine)
 
     def _likely(self, setups: Iterable[TrainingSetup], splits: bool) -> Iterator[TrainingSetup]:
-        """Those that may fit under schedules that split backwards, or do not. Of the latter some depend on the number
-        of chunks, so they are looked for later."""
+        """The set-ups that may fit under schedules that split backwards, or under those that do not. Some of the latter
+        depend on the number of chunks, so they are looked for later."""
         question = self.question
         for setup in setups:
             has_family = not splits or any(map(splits_backward, families(question, setup)))

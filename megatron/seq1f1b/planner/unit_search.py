@@ -147,12 +147,12 @@ class UnitSearch:
         return self._best(few, count) or self._best([size for size in sizes if size not in few], count)
 
     def _sizes(self) -> list[int]:
-        """Those of units that are tried."""
+        """The sizes of units that are tried, in tokens."""
         return [size for size in self.unit_tokens() if self.tokens <= size * _MOST_OF_STEP]
 
     def _best(self, sizes: Sequence[int], count: int) -> list[UnitPlan]:
-        """Those for units of some sizes: chosen by the likely slowest replica of each step, then predicted with the
-        slowest of all."""
+        """The best plans for units of some sizes, chosen by the likely slowest replica of each step, then predicted
+        with the slowest of all."""
         searches = [_SearchOfUnits(self, size).by_bounds() for size in sizes]
         fastest_first = (plan for _, plan in merge(*searches, key=itemgetter(0)) if plan is not None)
         found = [self.predict(plan.candidate) for plan in islice(fastest_first, count)]

@@ -88,7 +88,7 @@ PAIRED: Mapping[str, Callable[[Shape], Clock]] = MappingProxyType(
         "zb-h1": partial(zb_h1, has_pairs=True),
     }
 )
-"""The same with pairs, for schedules in which forwards and backwards alternate."""
+"""The clocks with pairs, of the schedules in which forwards and backwards alternate."""
 
 
 def clock_of(family: str, shape: Shape, has_pairs: bool) -> Clock:

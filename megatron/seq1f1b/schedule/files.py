@@ -62,8 +62,9 @@ def written_whole(path: str | Path) -> Iterator[Path]:
 
 @contextmanager
 def written_together(*paths: str | Path) -> Iterator[list[Path]]:
-    """As `written_whole`, for several files. They take their places in this order when all are complete; the last of
-    the earlier ones is removed first, so that even a kill in between leaves no complete mixture."""
+    """Yields temporary paths for several files, which take their places in this order when all are complete. The last
+    of the earlier files is removed first, so that even a kill in between leaves no complete mixture. Raises OSError,
+    with the names of the files, if they cannot be written."""
     targets = [Path(path).resolve() for path in paths]
     folders = {target.parent: target.parent / f".{os.getpid()}.unfinished" for target in targets}
     new: list[Path] = []  # folders that are made here, and removed if nothing is written to them
