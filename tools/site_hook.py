@@ -1,6 +1,7 @@
 """A hook of MkDocs that adds CONTRIBUTING.md and the teaching file as pages, and the playground's Python: the schedules
 of this package and, where it was fetched, Pyodide."""
 
+import re
 import shutil
 import zipfile
 from pathlib import Path
@@ -31,6 +32,11 @@ def on_files(files, config, **_):
 
 def on_page_markdown(markdown, **_):
     return markdown.replace(f"]({TEACHING_FILE})", f"]({TEACHING_PAGE})")
+
+
+def on_page_content(html, **_):
+    """Code without a space is marked, so that css/site.css can keep flags and names on one line."""
+    return re.sub(r"<code>([^\s<]+)</code>", r'<code class="word">\1</code>', html)
 
 
 def on_post_build(config, **_) -> None:

@@ -190,15 +190,28 @@ def verdict(gain: Gain, megatron: Plan | None, in_units: bool) -> str:
         if megatron is None:
             return f"Megatron's own schedules do not hold {packs}."
         if gain.is_of_segments:
-            return f"Units gain {gain} over Megatron's own schedules on {packs}."
+            return f"Units are {_pace(gain)} than Megatron's own schedules on {packs}."
         number = megatron.candidate.setup.global_batch_size
-        return f"Use Megatron's own schedules on {packs}, {number} a step: the gain of units over them is {gain}."
+        if gain.ours is None:
+            return f"Use Megatron's own schedules on {packs}, {number} a step: no plan of units fits."
+        return f"Use Megatron's own schedules on {packs}, {number} a step: units are {_pace(gain)}."
     if megatron is None:
         return "Megatron's own schedules do not fit."
-    taken = f"{megatron.seconds:.3f} s ({short_name(megatron) or 'data parallel'})"
+    taken = f"{megatron.seconds:.3f} s a step"
     if gain.is_of_segments:
-        return f"Megatron's own schedules take {taken}: the gain over them is {gain}."
-    return f"Use Megatron's own schedules: they take {taken}, and the gain over them is {gain}."
+        return f"Megatron's own schedules take {taken}: this package is {_pace(gain)}."
+    if gain.ours is None:
+        return f"Use Megatron's own schedules: they take {taken}, and no plan of this package fits."
+    return f"Use Megatron's own schedules: they take {taken}, and the best plan of this package is {_pace(gain)}."
+
+
+def _pace(gain: Gain) -> str:
+    """How much more or fewer tokens/s segments have than Megatron's own schedules, where both fit."""
+    assert gain.value is not None
+    percent = f"{100 * abs(gain.value):.1f} % {'faster' if gain.value >= 0 else 'slower'}"
+    if abs(gain.value) >= gain.error:
+        return percent
+    return f"{percent}, which is less than predictions are off in the mean ({100 * gain.error:.1f} %)"
 
 
 # What makes a step spend less on a part of it; parts that a user cannot make smaller are not here.

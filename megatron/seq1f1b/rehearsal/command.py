@@ -109,12 +109,15 @@ def _rehearse(
     from megatron.training import get_args
 
     from ..report.text import GIB
-    from .launch import check, in_words, stood_for
+    from .launch import check, in_words, shorter, stood_for
     from .report import RehearsalReport, StageReport
     from .stage import RehearsedStage
 
     launch = get_args()
     check(launch)
+    hint = shorter(launch)
+    if hint is not None:
+        print(hint, file=sys.stderr, flush=True)
     vars(launch).update(dict.fromkeys(_OFF))
     launch.fake_process_group = True
     launch.rerun_mode = "disabled"

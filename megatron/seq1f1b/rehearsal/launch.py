@@ -46,7 +46,7 @@ def in_words(args: Namespace) -> str:
         layout.append(f"CP {args.context_parallel_size}")
     if args.expert_model_parallel_size > 1:
         layout.append(f"EP {args.expert_model_parallel_size}")
-    num_microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
+    num_microbatches = _num_microbatches(args)
     kept = " of all but attention" if args.recompute_keeps_attention else ""
     return (
         f"{args.num_layers} layers of {args.hidden_size}, {args.seq_length} tokens, {num_microbatches} micro-batches "
@@ -54,6 +54,27 @@ def in_words(args: Namespace) -> str:
         f"{_precision(args)}, on {args.world_size} {'GPUs' if args.device != 'cpu' else 'CPU processes'} "
         f"({' × '.join(layout)} × DP {args.data_parallel_size})"
     )
+
+
+def shorter(args: Namespace) -> str | None:
+    """A sentence on the batch whose rehearsal ends sooner and finds the same memory; None where the launch has no more.
+
+    By 1F1B and ZB-H1 no rank ever holds more units than with twice as many micro-batches as there are pipeline ranks.
+    """
+    num_microbatches = _num_microbatches(args)
+    enough = 2 * args.pipeline_model_parallel_size
+    holds_few = args.pipeline_schedule in (None, "1f1b", "zb-h1") and args.pipeline_schedule_file is None
+    if num_microbatches <= enough or not holds_few or args.unit_tokens is not None:
+        return None
+    batch = enough * args.micro_batch_size * args.data_parallel_size
+    return (
+        f"Rehearsing {num_microbatches} micro-batches. With --global-batch-size {batch}, which makes {enough}, it "
+        "takes less time and finds the same memory."
+    )
+
+
+def _num_microbatches(args: Namespace) -> int:
+    return args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
 
 
 def _schedule(args: Namespace) -> str:

@@ -64,7 +64,7 @@ def test_a_launch_is_planned_predicted_as_it_is_and_explained(tmp_path, monkeypa
         assert words in printed
     longer = float(re.search(r"As given it fits, and takes (.*) % longer than what is advised.", printed)[1])
     assert longer == pytest.approx(100 * (throughput / of_launch - 1), abs=0.1)
-    assert "Use Megatron's own schedules: they take " in printed and "(within error)." in printed
+    assert "Use Megatron's own schedules: they take " in printed and "than predictions are off in the mean" in printed
     flags, ours = flags_of_sides(printed)
     assert "--lr 1e-4" in flags and "--num-layers 8" in flags and flags.count("--global-batch-size") == 1
     of_ours = ("--pipeline-schedule", "--sequence-split", "--keep-logits", "--partition-state")
@@ -229,6 +229,34 @@ def test_the_soonest_training_is_shown_with_its_law_and_flags(capsys):
 @pytest.mark.parametrize("ours, words", [(1.5, "+50.0 %"), (1.05, "+5.0 % (within error)"), (0.8, "-20.0 %")])
 def test_a_gain_below_the_error_is_printed_as_such(ours, words):
     assert str(Gain(ours, 1.0, 0.08)) == words
+
+
+@pytest.mark.parametrize(
+    "ours, words",
+    [
+        (1.5, "Megatron's own schedules take 2.000 s a step: this package is 50.0 % faster."),
+        (1.05, "this package is 5.0 % faster, which is less than predictions are off in the mean (8.0 %)."),
+        (0.8, "Use Megatron's own schedules: they take 2.000 s a step, and the best plan of this package is 20.0 %"),
+        (None, "Use Megatron's own schedules: they take 2.000 s a step, and no plan of this package fits."),
+    ],
+)
+def test_the_verdict_says_which_side_is_faster(ours, words):
+    megatron = SimpleNamespace(seconds=2.0)
+    assert words in plan_text.verdict(Gain(ours, 1.0, 0.08), megatron, in_units=False)
+
+
+@pytest.mark.parametrize(
+    "ours, words",
+    [
+        (1.5, "Units are 50.0 % faster than Megatron's own schedules on packs as long as the longest sequence."),
+        (0.8, "2 a step: units are 20.0 % slower."),
+        (None, "2 a step: no plan of units fits."),
+    ],
+)
+def test_the_verdict_on_units_says_which_side_is_faster(ours, words):
+    setup = SimpleNamespace(global_batch_size=2)
+    megatron = SimpleNamespace(seconds=2.0, candidate=SimpleNamespace(setup=setup))
+    assert words in plan_text.verdict(Gain(ours, 1.0, 0.08), megatron, in_units=True)
 
 
 def test_a_gain_over_nothing_names_what_fits():

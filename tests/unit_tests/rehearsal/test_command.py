@@ -14,7 +14,8 @@ from megatron.seq1f1b.process.patches import owner_of
 from megatron.seq1f1b.rehearsal import prepare
 from megatron.seq1f1b.rehearsal.command import run_stages
 from megatron.seq1f1b.rehearsal.fakes import patches
-from megatron.seq1f1b.rehearsal.launch import check, stood_for
+from megatron.seq1f1b.rehearsal.launch import check, shorter, stood_for
+from megatron.seq1f1b.schedule import Costs, Placement, Shape, build, peak_memory
 from unit_tests.arguments.parsed import parsed
 
 
@@ -56,6 +57,25 @@ def test_what_cannot_be_rehearsed_ends_with_one_sentence(flags, sentence):
     check(launch())
     with pytest.raises(SystemExit, match=f"error: {sentence}"):
         check(launch(**flags))
+
+
+@pytest.mark.parametrize("segments", [1, 4])
+@pytest.mark.parametrize("chunks", [1, 4])
+@pytest.mark.parametrize("family", ["1f1b", "zb-h1"])
+def test_a_shorter_rehearsal_holds_as_much(family, chunks, segments):
+    batch = {"micro_batch_size": 2, "data_parallel_size": 3, "pipeline_model_parallel_size": 4}
+    sizes = batch | {"pipeline_schedule": family, "pipeline_schedule_file": None, "unit_tokens": None}
+    assert "--global-batch-size 48, which makes 8, " in shorter(Namespace(global_batch_size=96, **sizes))
+    assert shorter(Namespace(global_batch_size=48, **sizes)) is None
+    assert shorter(Namespace(global_batch_size=96, **sizes | {"pipeline_schedule": "gpipe"})) is None
+    peaks = {peak(family, microbatches, chunks, segments) for microbatches in (8, 16, 64)}
+    assert len(peaks) == 1
+
+
+def peak(family, microbatches, chunks, segments):
+    """The most that a rank of four holds."""
+    shape = Shape(Placement(4, chunks), microbatches, segments)
+    return max(peak_memory(build(family, shape), Costs.uniform(shape)))
 
 
 def test_what_a_rehearsal_replaces_is_there_and_named():
