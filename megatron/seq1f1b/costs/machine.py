@@ -18,7 +18,7 @@ from msgspec import Meta, Struct, structs
 from ..files import At0, Count, Positive, Share, read_toml
 from ..files.near import did_you_mean
 from .blocks import BYTES
-from .model_shape import ModelShape
+from .model_shape import ModelShape, hash_once
 
 _FOLDER = Path(__file__).parent / "machines"
 # Rows, columns, and speed relative to the largest tile. Its efficiency is fitted; the other speeds are guesses.
@@ -31,7 +31,7 @@ _BLOCK = 128  # queries of a head, in the backward keys, on a multiprocessor at 
 _Seconds = Annotated[float, Meta(ge=0, le=60)]
 
 
-class Device(Struct, frozen=True, forbid_unknown_fields=True):
+class Device(Struct, frozen=True, forbid_unknown_fields=True, cache_hash=True):
     """One accelerator. Rates are peaks of the data sheet; efficiencies are what large kernels reach of them."""
 
     name: str
@@ -152,6 +152,8 @@ class Machine:
     network: Link
     error: float = 0.1  # mean relative error of its predictions of published times that it is not fitted to
     error_of_mixtures: float = 0.15  # the same of mixtures of experts
+
+    __hash__ = hash_once
 
     def error_of(self, model: ModelShape) -> float:
         """The mean relative error of predictions for a model of this kind."""

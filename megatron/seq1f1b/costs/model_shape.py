@@ -16,9 +16,27 @@ def hash_once(self: Any) -> int:
     """The `__hash__` of a frozen dataclass that is a key of caches."""
     values: dict[str, Any] = vars(self)
     if "_hash" not in values:
-        names = field_names(type(self))  # type: ignore[arg-type]  # mypy takes no class for hashable
-        values["_hash"] = hash(tuple(map(values.__getitem__, names)))
+        values["_hash"] = hash(_values_of_fields(self))
     found: int = values["_hash"]
+    return found
+
+
+def equal_by_fields(self: Any, other: Any) -> Any:
+    """The `__eq__` of a frozen dataclass that is a key of caches, several times faster than that of `dataclass`."""
+    if self is other:
+        return True
+    if type(self) is not type(other):
+        return NotImplemented
+    return _values_of_fields(self) == _values_of_fields(other)
+
+
+def _values_of_fields(self: Any) -> tuple[Any, ...]:
+    """Those of a frozen dataclass, which keeps them for the next time."""
+    values: dict[str, Any] = vars(self)
+    if "_values" not in values:
+        names = field_names(type(self))  # type: ignore[arg-type]  # mypy takes no class for hashable
+        values["_values"] = tuple(map(values.__getitem__, names))
+    found: tuple[Any, ...] = values["_values"]
     return found
 
 

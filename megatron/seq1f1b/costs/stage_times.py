@@ -210,6 +210,12 @@ class StepEnd:
 def step_end(setup: TrainingSetup, machine: Machine, rank: int) -> StepEnd:
     """Seconds of what follows the pipeline on a rank. With `overlaps_data_parallel` the schedule has the sums and
     gathers, except sums of an embedding on two stages."""
+    return _step_end(setup.with_its_state, machine, rank)
+
+
+@lru_cache(maxsize=1 << 15)
+def _step_end(setup: TrainingSetup, machine: Machine, rank: int) -> StepEnd:
+    """The same; set-ups that differ in their activations alone share it."""
     stages = setup.placement.stages_of(rank)
     parameters, experts = map(sum, zip(*(setup.parameters[stage] for stage in stages), strict=True))
     reduce = gather = 0.0

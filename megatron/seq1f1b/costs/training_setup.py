@@ -1,6 +1,6 @@
 """What a training step computes, and on which ranks. Its time and memory follow from this and a machine.
 
-Tested in commands/test_launch_flags.py.
+Tested in costs/test_training_setup.py and commands/test_launch_flags.py.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ from ..partition import even
 from ..schedule import PAIRED, Placement, ScheduleChoice, Shape
 from .blocks import BYTES, Block, blocks_of, layer_kinds, layer_parameters
 from .machine import Group
-from .model_shape import ModelShape, field_names, hash_once
+from .model_shape import ModelShape, equal_by_fields, field_names, hash_once
 
 # What the backward computes again, besides nothing: whole layers, layers without attention, Megatron's modules.
 FULL = "full"
@@ -173,6 +173,7 @@ class TrainingSetup:
             )
 
     __hash__ = hash_once
+    __eq__ = equal_by_fields
 
     def but(self, **changes: Any) -> Self:
         """`dataclasses.replace`, several times faster: a search makes some hundred thousand set-ups."""
@@ -288,8 +289,9 @@ class TrainingSetup:
 
     @cached_property
     def alone(self) -> Self:
-        """The set-up with a fixed value of all that does not matter to a single layer, as a key of caches."""
-        return self.but(
+        """The set-up with a fixed value of all that does not matter to a single layer, as a key of caches. Equal ones
+        are the same object, which caches find without a comparison, and whose own values are computed once."""
+        alone = self.but(
             num_microbatches=1,
             data_parallel=self.data_parallel if self.shards_gradients else 1,
             fsdp=self.fsdp if self.shards_gradients else Fsdp.OFF,
@@ -303,6 +305,33 @@ class TrainingSetup:
             layers_leaving=0,
             parts=tuple(part.alone for part in self.parts),
         )
+        found: Self = _the_same(alone)
+        return found
+
+    @cached_property
+    def with_its_state(self) -> Self:
+        """As `alone`, with a fixed value of all that does not matter to parameters, their gradients and the optimizer
+        of ranks."""
+        alike = self.but(
+            num_microbatches=1,
+            micro_batch_size=1,
+            family="1f1b",
+            segments=(),
+            recompute="none",
+            recomputed_share=1.0,
+            keeps_logits=False,
+            cp_comm_type=None,
+            hides_experts=False,
+            hides_tensor_exchange=False,
+            offloads=0.0,
+            moves=Moves.UNITS,
+            layers_leaving=0,
+            seen=(),
+            longest=0,
+            parts=(),
+        )
+        found: Self = _the_same(alike)
+        return found
 
     def rows(self, tokens: int) -> float:
         """The rows of the products of a rank, for `tokens` tokens of every sequence."""
@@ -352,6 +381,12 @@ class TrainingSetup:
             count += model.prediction_depth * 2 * model.hidden_size**2 / self.tensor_parallel
             embeddings += not (self.tied_embeddings or stage.is_first)
         return count + embeddings * self.embedding_parameters, sum(many * routed for many, _, routed in of_layers)
+
+
+@lru_cache(maxsize=1 << 16)
+def _the_same(setup: Any) -> Any:
+    """The first set-up that was equal to this one."""
+    return setup
 
 
 @lru_cache(maxsize=1 << 14)
