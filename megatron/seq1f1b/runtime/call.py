@@ -26,11 +26,11 @@ _PATIENCE = 8  # times that a program may go on after it was told to end
 
 
 class Asked(NamedTuple):
-    """The model that a program calls, and the arguments; whether it calls the model without its wrappers."""
+    """What a program asks for by a call of a model."""
 
     model: torch.nn.Module
     arguments: Arguments
-    is_direct: bool = False
+    is_direct: bool = False  # whether it calls the model without its wrappers
 
 
 class Call(greenlet):

@@ -21,11 +21,11 @@ _OF_ATTENTION = "attention_mask", "packed_seq_params"
 
 
 class Arguments(NamedTuple):
-    """The arguments of a call of the model; `names` are those of the positional ones."""
+    """The arguments of a call of the model."""
 
     positional: tuple[Any, ...]
     named: dict[str, Any]
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # of the positional ones
 
     def by_name(self) -> dict[str, Any]:
         return dict(zip(self.names, self.positional, strict=True)) | self.named

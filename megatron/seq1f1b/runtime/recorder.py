@@ -15,11 +15,11 @@ from ..schedule import COMPUTE_KINDS, Action, Span, busy_time
 
 
 class Reading(NamedTuple):
-    """One rank in one step: seconds in actions, seconds to the end of the last one, bytes above those at the start."""
+    """One rank in one step."""
 
-    busy: float
-    duration: float
-    peak_memory: float
+    busy: float  # seconds in forwards and backwards
+    duration: float  # seconds to the end of the last one
+    peak_memory: float  # bytes above those at the start
 
 
 class StepRecorder(Protocol):

@@ -29,26 +29,25 @@ _NODES = "pre_dispatch_computation", "moe_dispatch", "mlp", "moe_combine", "mtp_
 
 
 class LastOutput(NamedTuple):
-    """The output of the last stage for a segment, as a leaf, and the scalar that stands for it in the backward."""
+    """The output of the last stage for a segment."""
 
     leaf: Tensor
-    stand_in: Tensor
+    stand_in: Tensor  # a scalar that stands for it in the backward
 
 
 class PlannedUnit(NamedTuple):
-    """A unit between its forward and its backward: its plan, its input unless it is on the first stage, and its output
-    if it is on the last."""
+    """A unit between its forward and its backward."""
 
     plan: Any
-    arrived: Tensor | None
-    last: LastOutput | None = None
+    arrived: Tensor | None  # its input; None on the first stage
+    last: LastOutput | None = None  # its output, on the last stage
 
 
 class PlannedBackward(NamedTuple):
-    """A backward that can run: the plan of its forward, and the gradient of its output."""
+    """A backward that can run."""
 
-    plan: Any
-    gradient: Tensor
+    plan: Any  # that of its forward
+    gradient: Tensor  # of its output
 
 
 class PlannedForwards(SegmentForwards):
@@ -121,8 +120,8 @@ class PlannedForwards(SegmentForwards):
 
 
 def let_go_of_values(nodes: Sequence[ScheduleNode], output: Any) -> None:
-    """Leave the values of tensors that nodes hold after their forwards, and that are not the `output` of all, to what
-    autograd has saved: a backward needs only their graphs and gradients."""
+    """Free the values of the tensors that nodes hold after their forwards, but that of the `output` of all. What a
+    backward reads of them, autograd has saved; of these tensors it needs only their graphs and gradients."""
     values: list[Any] = []
     for node in nodes:
         outputs = node.output if isinstance(node.output, tuple) else (node.output,)
@@ -144,8 +143,8 @@ def nodes_of(plan: Any) -> Iterator[ScheduleNode]:
 
 
 def keep_for_stream(given: Sequence[Any]) -> None:
-    """Let no memory of tensors that a node is `given` be used again before the stream on which it runs is done with it:
-    the node before has made them on the other stream, where the plan beside may ask for memory next."""
+    """Keep the memory of the tensors that a node is `given` until the stream on which it runs is done with them: the
+    node before has made them on the other stream, where the plan beside may ask for memory next."""
     for tensor in given:
         if isinstance(tensor, Tensor) and tensor.is_cuda:
             tensor.record_stream(torch.cuda.current_stream())

@@ -73,7 +73,7 @@ class Segmentation:
         self.documents_of_step: StepDocuments | None = None
         self._cut = cut
         self._segments_for = segments_for
-        self._read_calls = read_calls or self._of_calls
+        self._read_calls = read_calls or self._sequences_of_calls
 
     @property
     def cuts_sequences(self) -> bool:
@@ -93,7 +93,7 @@ class Segmentation:
         if self.from_calls:
             assert calls is not None, "a step is cut by its calls before there are any"
             microbatches = self._read_calls(step, calls)
-            numbers = self._numbers(step, microbatches)
+            numbers = self._numbers_of_segments(step, microbatches)
             cuts = [
                 self._cut_of_call(sequences, number) for sequences, number in zip(microbatches, numbers, strict=True)
             ]
@@ -115,7 +115,7 @@ class Segmentation:
         """The return value of a step."""
         return of_microbatches
 
-    def _of_calls(self, step: Step, calls: Calls) -> list[Sequences]:
+    def _sequences_of_calls(self, step: Step, calls: Calls) -> list[Sequences]:
         """The data of the calls on the first stage, by micro-batch, told to all ranks of the pipeline."""
         starting = Outcome(calls.start_all)  # the others wait for what the first stage tells
 
@@ -123,13 +123,13 @@ class Segmentation:
             starting.result()
             chunk = step.placement.chunk_of(0)
             numbers = range(step.num_microbatches)
-            return [self._of_call(calls.at(chunk, number).arguments, number, step) for number in numbers]
+            return [self._sequences_of_call(calls.at(chunk, number).arguments, number, step) for number in numbers]
 
         microbatches = on_all_ranks(step, told)
         starting.result()
         return microbatches
 
-    def _numbers(self, step: Step, microbatches: Sequence[Sequences]) -> list[int]:
+    def _numbers_of_segments(self, step: Step, microbatches: Sequence[Sequences]) -> list[int]:
         """The number of segments of each micro-batch. Replicas that exchange tokens, or weights and gradients of
         chunks, within a step do so after equally many segments: as many as the longest needs and the shortest has."""
         if not self.cuts_sequences:
@@ -148,7 +148,7 @@ class Segmentation:
             return (sequences.length,)
         return self._cut(sequences.length, sequences.documents, number)
 
-    def _of_call(self, arguments: Arguments, microbatch: int, step: Step) -> Sequences:
+    def _sequences_of_call(self, arguments: Arguments, microbatch: int, step: Step) -> Sequences:
         size = size_of(arguments)
         if size is None:
             raise ValueError(

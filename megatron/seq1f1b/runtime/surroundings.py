@@ -13,9 +13,13 @@ from .sequence_source import SequenceSource
 
 @dataclass(frozen=True)
 class Surroundings:
-    """`read_calls` tells what the program's calls of its model are for, see `Segmentation`; `source` has the sequences
-    of all replicas, for units; `host_memory(layers_leaving)` makes the memory of activations;
-    `kernels_of(configuration)` chooses the kernels of attention for a model."""
+    """What a step meets outside its own code; by default, that of a real run.
+
+    - `read_calls`: tells what the program's calls of its model are for, see `Segmentation`.
+    - `source`: has the sequences of all replicas, for units.
+    - `host_memory(layers_leaving)`: makes the memory of activations.
+    - `kernels_of(configuration)`: chooses the kernels of attention for a model.
+    """
 
     read_calls: ReadCalls | None = None
     source: SequenceSource | None = None

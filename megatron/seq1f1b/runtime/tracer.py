@@ -19,13 +19,12 @@ _log = logging.getLogger(__name__)
 
 
 class RankTrace(NamedTuple):
-    """One rank in one traced step: its machine, and when it left the barrier before the step, in seconds of that
-    machine's clock, in which its spans are, too; bytes above those at the start."""
+    """One rank in one traced step."""
 
     machine: str
-    origin: float
-    spans: list[Span]
-    peak_memory: float
+    origin: float  # when it left the barrier before the step, in seconds of the machine's clock
+    spans: list[Span]  # in seconds of that clock, too
+    peak_memory: float  # bytes above those at the start
 
 
 class StepTracer(Protocol):
