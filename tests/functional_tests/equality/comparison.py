@@ -28,7 +28,7 @@ from megatron.seq1f1b.model import HostMemory
 from megatron.seq1f1b.model.attention import latents
 from megatron.seq1f1b.model.kernels.flash import CpuFlash
 from megatron.seq1f1b.model.kernels.unfused import Unfused
-from megatron.seq1f1b.model.memory import host_memory, loss_pieces
+from megatron.seq1f1b.model.memory import loss_pieces, storages
 from megatron.seq1f1b.partition import balanced, packs_of_step
 from megatron.seq1f1b.platform.without_te import OUTPUT_LAYER
 from megatron.seq1f1b.process.patches import Patch, patched
@@ -123,7 +123,7 @@ def patches_of(model: Model) -> list[Patch]:
     patches = [Patch(f"{loss_pieces.__name__}.WORTH", 1, "chooses by size")]
     patches += [Patch("torch.Tensor.float", unless_fp64, "rounds", wraps=True)] * model.has_recurrent_layers
     patches += [Patch(f"{latents.__name__}.LARGEST_SHARE", inf, "chooses by size")] * model.keeps_latents
-    return patches + [Patch(f"{host_memory.__name__}.SMALLEST", 1, "chooses by size")] * (model.offloads > 0)
+    return patches + [Patch(f"{storages.__name__}.SMALLEST", 1, "chooses by size")] * (model.offloads > 0)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import torch
 from benchmark_host import moved_by_attention
 from megatron.seq1f1b.model.kernels import KernelChoice
 from megatron.seq1f1b.model.kernels.unfused import Unfused
-from megatron.seq1f1b.model.memory import host_memory
+from megatron.seq1f1b.model.memory import storages
 from support.segments import Attended, attention, expected, inputs, of_lengths, run, segments_of
 
 LENGTH, BATCH, HEADS, GROUPS, SIZE = 150, 2, 4, 2, 8
@@ -217,7 +217,7 @@ def test_what_is_kept_is_freed_by_the_backward_or_a_failure():
 def test_a_cache_leaves_and_comes_back(monkeypatch, window, kept, value_size, recompute, keeps):
     """Caches, and kept attention, go to the memory of the host with the unit of the last segment."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
-    monkeypatch.setattr(host_memory, "SMALLEST", 1)
+    monkeypatch.setattr(storages, "SMALLEST", 1)
     *tensors, grad = inputs(LENGTH, (BATCH, HEADS, GROUPS, SIZE, value_size))
     layer, segments = attention(SIZE, window=window), of_lengths((60, 40, 50))
     usual, sequence = run(layer, tensors, grad, segments), Attended(layer, tensors, grad, segments, recompute)

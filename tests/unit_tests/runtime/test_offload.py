@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from megatron.seq1f1b.model.memory import host_memory
+from megatron.seq1f1b.model.memory import storages
+from megatron.seq1f1b.model.memory.host_memory import HostMemory
 from megatron.seq1f1b.runtime import ActivationMemory
 from megatron.seq1f1b.schedule import Kind
 from support.linear_stages import Stage, executor, run
@@ -12,7 +13,7 @@ from support.linear_stages import Stage, executor, run
 @pytest.fixture
 def offloading(alone, monkeypatch):
     """All activations move, also small ones."""
-    monkeypatch.setattr(host_memory, "SMALLEST", 1)
+    monkeypatch.setattr(storages, "SMALLEST", 1)
     return executor("gpipe", k=4, activations=ActivationMemory(offloads=1.0))
 
 
@@ -31,8 +32,8 @@ def test_a_failing_move_names_its_action(alone, monkeypatch):
     def broken(num_bytes):
         raise OSError("no space")
 
-    monkeypatch.setattr(host_memory, "SMALLEST", 1)
-    memory = ActivationMemory(offloads=1.0, host_memory=host_memory.HostMemory(new_buffer=broken))
+    monkeypatch.setattr(storages, "SMALLEST", 1)
+    memory = ActivationMemory(offloads=1.0, host_memory=HostMemory(new_buffer=broken))
     offloading = executor("gpipe", k=4, activations=memory)
     with pytest.raises(MemoryError, match="no room .* lower --offload-activations") as failure:
         run(offloading, Stage())

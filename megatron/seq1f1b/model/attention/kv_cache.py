@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..carried import Carried
 from ..kernels import Gradients
-from ..memory.host_memory import tensor_of
+from ..memory.storages import tensor_of
 
 
 class Rows:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..memory.host_memory import tensor_of
+from ..memory.storages import tensor_of
 from ..segment import KeptAttention
 from .interface import Gradients, Kernel, Saved
 

@@ -17,9 +17,8 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cache, cached_property, partial
-from sys import getrefcount
-from typing import Any, NamedTuple
+from functools import cached_property, partial
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -27,88 +26,9 @@ from torch import Tensor, UntypedStorage
 
 from .copies import Copy, CopyLane, Pairs, Wait
 from .host_blocks import HostBlocks
+from .storages import Handle, Storage, references_to_free_leaf, tensor_of
 
-SMALLEST = 1 << 12  # bytes; smaller storages stay, since every copy costs a launch
 _ALIGNMENT = 1 << 9  # bytes
-
-
-class _Storage:
-    """A storage of the device, which leaves while its bytes are on the host. `leaves` are saved tensors that the graph
-    refers to, for their gradients: the inputs of recomputed modules. The backward reads their values through handles.
-    Until the bytes have come back, `bring` has them here.
-    """
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._on_device: UntypedStorage | None = tensor.untyped_storage()
-        self.num_bytes = self.here.nbytes()
-        self.empty = tensor.new_empty(0)  # base of views on the same device
-        self.leaves: list[Tensor] = []
-        self.bring: Callable[[], object] | None = None
-
-    @property
-    def here(self) -> UntypedStorage:
-        """There is none while the bytes are on the host."""
-        assert self._on_device is not None, "the bytes are on the host"
-        return self._on_device
-
-    def read(self) -> UntypedStorage:
-        """For the backward. Raises RuntimeError before the unit comes back."""
-        if self.bring is not None:
-            self.bring()
-        return self.here
-
-    def references(self) -> list[int]:
-        """The reference counts of the leaves that still have this storage."""
-        address = self.here._cdata
-        return [getrefcount(leaf) for leaf in self.leaves if leaf.untyped_storage()._cdata == address]
-
-    def may_leave(self) -> bool:
-        """Whether only handles use it, and leaves that only the graph refers to."""
-        own = 1 + self.references().count(_references_to_free_leaf())
-        return self.num_bytes >= SMALLEST and torch._C._storage_Use_Count(self.here._cdata) == own
-
-    def leave(self) -> UntypedStorage:
-        """Release the storage: from now on only the returned object keeps it on the device."""
-        here = self.here
-        for leaf in self.leaves:
-            if leaf.untyped_storage()._cdata == here._cdata:
-                leaf.data = leaf.new_empty(()).expand(leaf.shape)  # the shape of its gradient
-        self.leaves.clear()
-        self._on_device = None
-        return here
-
-    def come_back(self) -> None:
-        """Have a storage on the device again, for the bytes that are copied to it."""
-        self._on_device = UntypedStorage(self.num_bytes, device=self.empty.device)
-
-
-@cache
-def _references_to_free_leaf() -> int:
-    """The count in `_Storage.references` of a leaf that only the graph refers to; versions of PyTorch differ."""
-    leaf = torch.ones(1, requires_grad=True)
-    storage = _Storage(leaf)
-    _graph = leaf.sin()
-    storage.leaves.append(leaf)
-    del leaf
-    return storage.references()[0]
-
-
-class _Handle(NamedTuple):
-    """A view of a storage."""
-
-    of: _Storage
-    dtype: torch.dtype
-    offset: int | torch.SymInt
-    size: torch.Size
-    stride: tuple[int, ...]
-
-    def tensor(self) -> Tensor:
-        empty = self.of.empty.new_empty(0, dtype=self.dtype)
-        tensor = empty.set_(self.of.read(), self.offset, self.size, self.stride)
-        if tensor.is_cuda:
-            # Units that run beside each other read on two streams, and a storage that came back is of one.
-            tensor.record_stream(torch.cuda.current_stream())
-        return tensor
 
 
 @dataclass(eq=False)
@@ -116,7 +36,7 @@ class _Group:
     """Storages of a unit that leave, and come back, together; those `leaving` may still be copied from. `arrival` waits
     for them, once they come back."""
 
-    storages: list[_Storage]
+    storages: list[Storage]
     blocks: list[Tensor]
     departure: Wait
     leaving: list[UntypedStorage]
@@ -168,8 +88,8 @@ class HostMemory:
         self.layers_leaving = layers_leaving
         # The unit that runs forward, and its storages by address; then those of all units on the device.
         self._unit: Hashable = None
-        self._running: WeakValueDictionary[int, _Storage] | None = None
-        self._here: dict[Hashable, WeakValueDictionary[int, _Storage]] = {}
+        self._running: WeakValueDictionary[int, Storage] | None = None
+        self._here: dict[Hashable, WeakValueDictionary[int, Storage]] = {}
         self._away: dict[Hashable, _Away] = {}
         self._leaving: deque[_Group] = deque()  # those that may still have memory on the device
         self.num_bytes = 0  # on the host now
@@ -178,7 +98,7 @@ class HostMemory:
     @contextmanager
     def keeping(self, unit: Hashable) -> Iterator[None]:
         """Inside, the forward of `unit` runs, or a part of it; the tensors that autograd saves may move."""
-        _references_to_free_leaf()  # saves a tensor, which should be of no unit
+        references_to_free_leaf()  # saves a tensor, which should be of no unit
         self._unit = unit
         self._running = self._here.setdefault(unit, WeakValueDictionary())
         try:
@@ -195,17 +115,11 @@ class HostMemory:
         key = tensor.untyped_storage()._cdata
         storage = self._running.get(key)
         if storage is None:
-            storage = _Storage(tensor)
+            storage = Storage(tensor)
             self._running[key] = storage
         if tensor.is_leaf and tensor.requires_grad:
             storage.leaves.append(tensor)
-        return _Handle(
-            of=storage,
-            dtype=tensor.dtype,
-            offset=tensor.storage_offset(),
-            size=tensor.size(),
-            stride=tensor.stride(),
-        )
+        return Handle.of_view(storage, tensor)
 
     # These are made when something moves for the first time, since a process may choose its device before.
 
@@ -233,7 +147,7 @@ class HostMemory:
         self._away[unit].has_rest = bool(rest.storages)
 
     def _leave(
-        self, unit: Hashable, storages: WeakValueDictionary[int, _Storage], span: AbstractContextManager
+        self, unit: Hashable, storages: WeakValueDictionary[int, Storage], span: AbstractContextManager
     ) -> _Group:
         """Start moving those of the storages that may leave."""
         while len(self._leaving) >= max(1, self.layers_leaving):
@@ -351,7 +265,7 @@ def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def _pairs(storages: Iterable[_Storage], blocks: list[Tensor]) -> Pairs:
+def _pairs(storages: Iterable[Storage], blocks: list[Tensor]) -> Pairs:
     """The bytes of storages on the device, and their places on the host: one after the other, across blocks."""
     pairs = []
     place = 0  # in the bytes of all blocks
@@ -365,8 +279,3 @@ def _pairs(storages: Iterable[_Storage], blocks: list[Tensor]) -> Pairs:
             place += len(there)
         place = _aligned(place)
     return pairs
-
-
-def tensor_of(kept: Any) -> Any:
-    """The tensor that `HostMemory.keep` was given."""
-    return kept.tensor() if isinstance(kept, _Handle) else kept
