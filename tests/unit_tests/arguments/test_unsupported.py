@@ -48,6 +48,8 @@ CLAUSES = {
     "mamba-ssm, causal-conv1d": {},
 }
 SETTINGS = {
+    "--timing-log-level 2": {"timing_log_level": 2},
+    "--pipeline-model-parallel-size above 1": {"pipeline_model_parallel_size": 2},
     "--window-size": {"window_size": (128, 0)},
     "--attention-dropout": {"attention_dropout": 0.1},
     "--attention-backend fused": {"attention_backend": argparse.Namespace(name="fused")},
