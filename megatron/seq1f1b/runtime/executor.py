@@ -5,7 +5,7 @@ Tested in functional_tests/test_executor.py by test_after_a_failure_no_rank_take
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cache, partial
 from typing import Any
@@ -123,9 +123,9 @@ class PipelineExecutor:
         """Run one step, called as in megatron/core/pipeline_parallel/schedules.py. Returns one report per micro-batch
         on the rank that computes the loss, else an empty list."""
         with self._caller.entered():
-            return self._call(**arguments)
+            return self._run_step(**arguments)
 
-    def _call(self, **arguments: Any) -> list[Any]:
+    def _run_step(self, **arguments: Any) -> list[Any]:
         if self._failure is not None:
             raise RuntimeError(
                 f"an earlier step of this pipeline failed ({self._failure}), and its ranks have been out of step since "
@@ -147,15 +147,18 @@ class PipelineExecutor:
         kind_of_step = step.placement, lengths, step.micro_batch_size, step.forward_only
         communicator.goes_in_turn = communicator.is_on_device and kind_of_step not in self._ran_before
         self._prepare_models(step)
+        with timed(step.config), self._failing_for_good(step):
+            losses = self._run_calls(step, communicator)
+            reports = self._reports(losses, step)
+        self._ran_before.add(kind_of_step)
+        return reports
 
-        with timed(step.config), self._failing_for_good(step), ExitStack() as around:
-            calls = None
-            if self._suspends_calls(step):
-                calls = around.enter_context(Calls(step, self._contract))
-            segmentation.cut_step(step, calls)
+    def _run_calls(self, step: Step, communicator: Communicator) -> Losses:
+        """Cut the step, run the references that its program calls, if any, and then its own model."""
+        program_of = partial(self._program, in_turn=communicator.goes_in_turn)
+        with Calls(step, self._contract) if self._suspends_calls(step) else nullcontext() as calls:
+            self.segmentation.cut_step(step, calls)
             compute_loss_in_pieces(step.chunks, step.most_tokens, self._activations.loss_piece)
-            program_of = partial(self._program, in_turn=communicator.goes_in_turn)
-            losses = None
             if calls is not None:
                 losses = run_references(
                     step=step,
@@ -163,14 +166,12 @@ class PipelineExecutor:
                     program_of=program_of,
                     communicator=communicator,
                     context=self.context,
-                    segmentation=segmentation,
+                    segmentation=self.segmentation,
                     kernels_of=self._kernels_of,
                 )
-            if losses is None:
-                losses = self._run(step, calls, program_of(step), communicator)
-            reports = self._reports(losses, step)
-        self._ran_before.add(kind_of_step)
-        return reports
+                if losses is not None:
+                    return losses
+            return self._run_actions(step, calls, program_of(step), communicator)
 
     def _prepare_models(self, step: Step) -> None:
         """Let the model chunks of this rank run on segments; those of an earlier step are ready."""
@@ -218,7 +219,7 @@ class PipelineExecutor:
             is_partitioned=is_partitioned(step.chunks),
         )
 
-    def _run(self, step: Step, calls: Calls | None, program: Program, communicator: Communicator) -> Losses:
+    def _run_actions(self, step: Step, calls: Calls | None, program: Program, communicator: Communicator) -> Losses:
         """Run the actions of this rank, then Megatron's end of the step."""
         self.context.splits_backwards = program.splits_backwards
         losses = Losses(step)
