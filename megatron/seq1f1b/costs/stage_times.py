@@ -167,21 +167,21 @@ def message_times(setup: TrainingSetup, machine: Machine, parts: int) -> tuple[T
     sequence parallelism the receivers gather the parts."""
     senders = max(1, min(machine.devices_per_node, setup.pipeline_stride) * parts // setup.tensor_parallel)
     ranks = map(setup.placement.rank_of, range(setup.placement.num_stages))
-    devices = [rank * setup.pipeline_stride for rank in ranks]
+    nodes = [rank * setup.pipeline_stride // machine.devices_per_node for rank in ranks]
+    sizes = [setup.whole_input(length) for length in setup.segments]
 
     @cache
-    def row(source: int, destination: int) -> Row:
-        sizes = [setup.whole_input(length) for length in setup.segments]
-        times = (machine.message_time(source, destination, size / parts, senders) for size in sizes)
+    def row(is_inside_node: bool) -> Row:
+        destination = 0 if is_inside_node else machine.devices_per_node
+        times = (machine.message_time(0, destination, size / parts, senders) for size in sizes)
         if setup.sequence_parallel:
             return tuple(times)
         gathered = (machine.all_gather_time(setup.tensor_group, size) for size in sizes)
         return tuple(map(add, times, gathered))
 
     nothing = (0.0,) * len(setup.segments)
-    to_next = [row(earlier, later) for earlier, later in pairwise(devices)]
-    to_previous = [row(later, earlier) for earlier, later in pairwise(devices)]
-    return (*to_next, nothing), (nothing, *to_previous)
+    between = [row(earlier == later) for earlier, later in pairwise(nodes)]
+    return (*between, nothing), (nothing, *between)
 
 
 def replica_times(setup: TrainingSetup, machine: Machine, parameters: float, experts: float) -> tuple[float, float]:
