@@ -61,7 +61,7 @@ SCHEDULES = (
         OurFeature.ANY_SCHEDULE,
         given("--cuda-graph-impl"),
         because="follows the order of Megatron's own schedules",
-        way_out="use --cuda-graph-impl none",
+        way_out="use --cuda-graph-impl none, without --enable-cuda-graph and --external-cuda-graph",
     ),
     *rows(
         OurFeature.ANY_SCHEDULE,
