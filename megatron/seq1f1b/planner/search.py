@@ -267,9 +267,9 @@ class Search:
                 names = [name for name in families(question, setup) if splits_backward(name) == item.splits]
                 if names:
                     families_of[setup] = names
-                    of_one_family = _of_family(fastest, names[0])
             if families_of:
-                least = least_seconds_cut(of_one_family, question.machine, item.segments)
+                name = next(iter(families_of.values()))[0]
+                least = least_seconds_cut(_of_family(fastest, name), question.machine, item.segments)
                 yield least, _InChunks(families_of, item.segments)
 
     def _spread(
