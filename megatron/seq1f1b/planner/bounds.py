@@ -52,13 +52,8 @@ def _least_step(
 
 
 def _ends(setup: TrainingSetup, machine: Machine) -> tuple[dict[int, float], float]:
-    """Seconds of sums of gradients, by rank, and at least of all that follows."""
-    return _ends_of_state(_of_state(setup), machine)
-
-
-@lru_cache(maxsize=1 << 14)
-def _ends_of_state(setup: TrainingSetup, machine: Machine) -> tuple[dict[int, float], float]:
-    """The end of the step looks alike on all ranks between the first and the last."""
+    """Seconds of sums of gradients, by rank, and at least of all that follows. The end of the step looks alike on all
+    ranks between the first and the last."""
     last = setup.pipeline_parallel - 1
     ends = {rank: step_end(setup, machine, rank) for rank in {0, min(1, last), last}}
     update = max(ends[0].update, ends[last].update)
@@ -169,7 +164,7 @@ def may_fit(sizes: TrainingSetup, question: Question, splits: bool) -> bool:
 
 def _mean_state(sizes: TrainingSetup) -> float:
     """The bytes of the model's state on the mean rank."""
-    return _whole_state(_of_state(sizes)) / sizes.pipeline_parallel
+    return _whole_state(sizes.with_its_state) / sizes.pipeline_parallel
 
 
 @lru_cache(maxsize=1 << 14)
@@ -177,20 +172,6 @@ def _whole_state(sizes: TrainingSetup) -> float:
     """The bytes of the model's state on all pipeline ranks."""
     alone = sizes.but(placement=Placement(1), layers_per_stage=(sizes.model.num_layers,))
     return float(sum(static_memory(alone, 0)))
-
-
-def _of_state(setup: TrainingSetup) -> TrainingSetup:
-    """The set-up with a fixed value of all that does not matter to the model's state and to what follows the pipeline,
-    as a key of caches: set-ups share these that differ in their activations."""
-    return setup.without_recomputation().but(
-        num_microbatches=1,
-        micro_batch_size=1,
-        segments=(),
-        keeps_logits=False,
-        hides_experts=False,
-        offloads=0.0,
-        layers_leaving=0,
-    )
 
 
 @lru_cache(maxsize=1 << 14)
@@ -213,7 +194,7 @@ def _least_parts_of(setup: TrainingSetup) -> tuple[float, float, float]:
 @lru_cache(maxsize=1 << 16)
 def _least_parts(setup: TrainingSetup) -> tuple[float, float, float]:
     """The state of the first rank, that of the fullest, and the activations of a micro-batch on the first."""
-    first, most = _states(_of_state(setup))
+    first, most = _states(setup.with_its_state)
     of_first = [setup.stages[stage] for stage in setup.placement.stages_of(0)]
     layers = Counter[int]()
     for stage in of_first:
