@@ -213,8 +213,7 @@ def run_rank() -> None:
 def linked_namespaces() -> Iterator[None]:
     """Two network namespaces with a link between them."""
     commands = [f"ip netns add {space}" for space in _SPACES]
-    for space in _SPACES:  # those of a run that was killed
-        subprocess.run(["ip", "netns", "del", space], stderr=subprocess.DEVNULL, check=False)
+    remove_namespaces()  # those of a run that was killed
     near, far = (f"{interface} netns {space}" for interface, space in zip(_INTERFACES, _SPACES, strict=True))
     commands.append(f"ip link add {near} type veth peer name {far}")
     for space, interface, address in zip(_SPACES, _INTERFACES, _ADDRESSES, strict=True):
@@ -231,8 +230,13 @@ def linked_namespaces() -> Iterator[None]:
             subprocess.run(["ip", "netns", "exec", space, "sysctl", "-qw", buffers], check=True)
         yield
     finally:
-        for space in _SPACES:
-            subprocess.run(["ip", "netns", "del", space], stderr=subprocess.DEVNULL, check=False)
+        remove_namespaces()
+
+
+def remove_namespaces() -> None:
+    """Remove the namespaces that are there, with the link between them."""
+    for space in _SPACES:
+        subprocess.run(["ip", "netns", "del", space], stderr=subprocess.DEVNULL, check=False)
 
 
 def launch() -> int:

@@ -44,7 +44,8 @@ def start() -> None:
 def keep_freed_memory() -> None:
     """Let the process keep what it frees, as the allocator of a GPU does. Pages that each step takes anew from the
     system make forwards before the first backward slower than those after it."""
-    if hasattr(library := ctypes.CDLL(None), "mallopt"):
+    library = ctypes.CDLL(None)
+    if hasattr(library, "mallopt"):
         library.mallopt(_M_MMAP_MAX, 0)
         library.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
     reason = "hands freed pages back before every step"

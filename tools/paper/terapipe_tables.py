@@ -77,7 +77,9 @@ def further_latencies(folder: Path = REFERENCE) -> tuple[Row, ...]:
     settings = _settings(folder)
     found = []
     for row in read("terapipe_latency_figures", folder):
-        setting = {**known(settings, row["setting"]), **{name: row[name] for name in ("seqlen", "batch_per_replica")}}
+        setting = dict(known(settings, row["setting"]))
+        for name in ("seqlen", "batch_per_replica"):
+            setting[name] = row[name]
         length = int(row["seqlen"])
         scheme = row["slices"]
         if scheme.isdigit():
