@@ -4,9 +4,9 @@
     sudo python tools/benchmark_network.py --seq-length 4096 --hidden-size 256 --repeats 7
 
 1F1B, its interleaved form, Seq1F1B and Seq1F1B-I run at rates of the link at which the output of a stage takes a
-tenth, a half and all of the time of its forward. Times of actions come from runs of two micro-batches in one to eight
-segments, latency and bandwidth of the limited link from messages of two sizes; steps are simulated by these, and
-timed in turn with those runs. Needs root, and `ip`, `tc` and `sysctl`. The namespaces are gone at the end.
+tenth, a half and all of the time of its forward. Times of actions come from other runs in one, four and eight segments,
+latency and bandwidth of the limited link from messages of two sizes; steps are simulated by these, and timed in turn
+with those runs. Needs root, and `ip`, `tc` and `sysctl`. The namespaces are gone at the end.
 """
 
 from benchmarking.device import parser_of, start  # before Megatron
@@ -46,9 +46,9 @@ METHODS = {
     1: (("1F1B", 1), ("Seq1F1B, k = 4", 4)),
     2: (("interleaved 1F1B, C = 2", 1), ("Seq1F1B-I, k = 4, C = 2", 4)),
 }
-_PROFILED = (1, 2, 4, 8)  # segments of the runs that are the profile
-# With one, both ranks would seldom compute at once, and each would have the memory's bandwidth for itself.
-_PROFILED_MICROBATCHES = 2
+# Segments of the runs that are the profile. They have as many micro-batches as the methods: with fewer, both ranks
+# would less often compute at once, and each would more often have the memory's bandwidth for itself.
+_PROFILED = (1, 4, 8)
 # A message in flight may wait in the queue of the interface.
 _QUEUE_BYTES = 256 * 2**20
 # The processor handles each packet, and has none to spare for many small ones.
@@ -147,11 +147,11 @@ def compare(args: argparse.Namespace, num_chunks: int, interface: str, rates: di
     model = build_model(args, num_chunks)
     batch = Batch(args)
 
-    def variant(segments: int, microbatches: int) -> Variant:
-        return ours(args, "1f1b", "even", even(args.seq_length, segments), model, batch, microbatches)
+    def variant(segments: int) -> Variant:
+        return ours(args, "1f1b", "even", even(args.seq_length, segments), model, batch, _MICROBATCHES)
 
-    profiled = [variant(segments, _PROFILED_MICROBATCHES) for segments in _PROFILED]
-    variants = [variant(segments, _MICROBATCHES) for _, segments in METHODS[num_chunks]]
+    profiled = [variant(segments) for segments in _PROFILED]
+    variants = [variant(segments) for _, segments in METHODS[num_chunks]]
     bytes_of_token = 4 * args.hidden_size
     if not rates:
         timed(profiled, args.repeats)
@@ -162,6 +162,8 @@ def compare(args: argparse.Namespace, num_chunks: int, interface: str, rates: di
     for share, rate in rates.items():
         limit(interface, rate)
         dist.barrier()
+        if dist.get_rank() == 0:
+            print(f"{num_chunks} model chunks on a rank, {rate / 1e6:.3g} MB/s ...", file=sys.stderr, flush=True)
         link = measured_link(bytes_of_token * args.seq_length)
         timed([*profiled, *variants], args.repeats)
         profile = profile_of(profiled)

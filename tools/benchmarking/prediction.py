@@ -1,10 +1,8 @@
 """Steps predicted from what single actions took in other runs."""
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
-from statistics import median
 
 from megatron.seq1f1b.costs.execution import execute_lowered
 from megatron.seq1f1b.costs.stage_costs import TimedSegment
@@ -12,7 +10,7 @@ from megatron.seq1f1b.partition import segment_times
 from megatron.seq1f1b.schedule import COMPUTE_KINDS, Costs, Kind, lower
 
 from .measured_time import MeasuredTime, fit
-from .results import as_run
+from .results import action_seconds, as_run, seconds_between_actions
 from .variants import Variant
 
 # By kind of action, what a segment of any length takes on every stage. Backwards are whole (B) or split (I and W).
@@ -21,23 +19,24 @@ _COST_OF = {Kind.F: "f", Kind.B: "i", Kind.I: "i", Kind.W: "w"}  # whole backwar
 
 
 def profile_of(runs: Sequence[Variant]) -> Profile:
-    """By the median times of single actions, in runs with segments of another length each (`measured_time.fit`), whose
-    backwards are all whole or all split."""
+    """By the times of single actions, with what lies between two of them, in runs with segments of another length each
+    (`measured_time.fit`), whose backwards are all whole or all split."""
     stages = range(runs[0].shape.num_stages)
-    kinds = {span.action.kind for rank in runs[0].spans[0] for span in rank if span.action.kind in COMPUTE_KINDS}
+    measured = [(run, action_seconds(run), seconds_between_actions(run)) for run in runs]
+    kinds = [kind for kind in measured[0][1] if kind in COMPUTE_KINDS]
     return {
-        kind: tuple(fit([point for run in runs for point in _points(run, stage, kind)]) for stage in stages)
+        kind: tuple(
+            fit([point for run, seconds, between in measured for point in _points(run, seconds[kind][stage], between)])
+            for stage in stages
+        )
         for kind in kinds
     }
 
 
-def _points(run: Variant, stage: int, kind: Kind) -> Iterator[TimedSegment]:
-    seconds = defaultdict(list)
-    for action, start, end in (span for step in run.spans for rank in step for span in rank):
-        if (action.kind, action.stage) == (kind, stage):
-            seconds[action.segment].append(end - start)
-    for segment, (start, end) in enumerate(pairwise(accumulate(run.lengths, initial=0))):
-        yield TimedSegment(end - start, start, median(seconds[segment]))
+def _points(run: Variant, seconds: Sequence[float], between: float) -> Iterator[TimedSegment]:
+    bounds = pairwise(accumulate(run.lengths, initial=0))
+    for (start, end), taken in zip(bounds, seconds, strict=True):
+        yield TimedSegment(end - start, start, taken + between)
 
 
 def predicted_seconds(variant: Variant, profile: Profile, message_seconds: float) -> float:

@@ -2,6 +2,8 @@
 
 import json
 import statistics
+from collections import defaultdict
+from itertools import pairwise
 from math import sqrt
 from pathlib import Path
 
@@ -46,17 +48,29 @@ def ideal(variant: Variant) -> float:
 
 
 def action_seconds(variant: Variant) -> Seconds:
-    """Median seconds of each kind of action: `[stage][segment]`, over micro-batches and repeats."""
-    found: dict[tuple[Kind, int, int], list[float]] = {}
-    for span in (span for step in variant.spans for rank in step for span in rank):
-        kind, stage, _, segment = span.action
-        found.setdefault((kind, stage, segment), []).append(span.end - span.start)
+    """Seconds of each kind of action, `[stage][segment]`: the mean of the micro-batches of a step, as they add up, and
+    the median of the steps."""
+    steps: dict[tuple[Kind, int, int], list[float]] = defaultdict(list)
+    for step in variant.spans:
+        of_step: dict[tuple[Kind, int, int], list[float]] = defaultdict(list)
+        for action, start, end in (span for rank in step for span in rank):
+            of_step[action.kind, action.stage, action.segment].append(end - start)
+        for key, seconds in of_step.items():
+            steps[key].append(statistics.mean(seconds))
     stages = range(variant.shape.num_stages)
     segments = range(variant.shape.num_segments)
     return {
-        kind: [[statistics.median(found[kind, stage, segment]) for segment in segments] for stage in stages]
-        for kind in sorted({kind for kind, _, _ in found})
+        kind: [[statistics.median(steps[kind, stage, segment]) for segment in segments] for stage in stages]
+        for kind in sorted({kind for kind, _, _ in steps})
     }
+
+
+def seconds_between_actions(variant: Variant) -> float:
+    """What a rank takes from the end of an action to the start of the next one if it need not wait: to send, to look
+    for the input. The lower quartile of all, since the longer ones wait for a message."""
+    ranks = (rank for step in variant.spans for rank in step)
+    gaps = [second.start - first.end for rank in ranks for first, second in pairwise(rank)]
+    return sorted(gaps)[len(gaps) // 4]
 
 
 def costs(variant: Variant) -> Costs:
