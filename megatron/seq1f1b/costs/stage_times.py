@@ -102,10 +102,6 @@ def rows_of_stage(setup: TrainingSetup, machine: Machine, stage: StageLayers) ->
 
 def stage_rows(setup: TrainingSetup, machine: Machine) -> Sequence[StageRows]:
     """The rows of every stage."""
-    if setup.parts:
-        of_parts = [rows_of_stages(part.alone, machine, setup.layers_per_stage) for part in setup.parts]
-        tables = (zip(*of_stage, strict=True) for of_stage in zip(*of_parts, strict=True))
-        return [(tuple(chain(*f)), tuple(chain(*i)), tuple(chain(*w))) for f, i, w in tables]
     return rows_of_stages(setup.alone, machine, setup.layers_per_stage)
 
 
@@ -113,6 +109,10 @@ def stage_rows(setup: TrainingSetup, machine: Machine) -> Sequence[StageRows]:
 def rows_of_stages(alone: TrainingSetup, machine: Machine, layers_per_stage: tuple[int, ...]) -> Sequence[StageRows]:
     """The rows of stages with so many layers, from a set-up with a fixed value of all that does not matter to a single
     layer."""
+    if alone.parts:
+        of_parts = [rows_of_stages(part, machine, layers_per_stage) for part in alone.parts]
+        tables = (zip(*of_stage, strict=True) for of_stage in zip(*of_parts, strict=True))
+        return [(tuple(chain(*f)), tuple(chain(*i)), tuple(chain(*w))) for f, i, w in tables]
     return of_stages(alone.model, layers_per_stage, lambda stage: rows_of_stage(alone, machine, stage))
 
 

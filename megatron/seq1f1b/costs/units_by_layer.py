@@ -1,9 +1,10 @@
 """The memory of units that move to the host and back layer by layer (model/memory/host_memory.py). Bytes."""
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..schedule import Action, Kind, Unit
 from ..schedule.schedule import places
@@ -19,6 +20,37 @@ class _OnTheWay(NamedTuple):
     layers: int
 
 
+class _Columns(NamedTuple):
+    """Layers on the way as columns of numbers."""
+
+    number: NDArray[np.int64]
+    stage: NDArray[np.int64]
+    segment: NDArray[np.int64]
+    layers: NDArray[np.int64]
+
+
+def _columns(on_the_way: Iterable[_OnTheWay]) -> _Columns:
+    rows = [(number, action.stage, action.segment, layers) for number, action, layers in on_the_way]
+    return _Columns(*np.array(rows, dtype=int).reshape(-1, 4).T)
+
+
+class _Places(NamedTuple):
+    """Where actions are in the order of a rank, and their segments."""
+
+    number: list[int]
+    segment: list[int]
+
+
+def _by_stage(actions: Iterable[tuple[int, Action]]) -> dict[int, _Places]:
+    """Actions, each with its number in the order, by stage."""
+    found: dict[int, _Places] = {}
+    for number, action in actions:
+        places = found.setdefault(action.stage, _Places([], []))
+        places.number.append(number)
+        places.segment.append(action.segment)
+    return found
+
+
 class UnitsByLayer:
     """Units of a rank that are away for all but their own forwards and backwards."""
 
@@ -29,29 +61,35 @@ class UnitsByLayer:
         self._away = away
         self._placed = [[next(numbers) for _ in place] for place in places(actions, paired)]
         self._layers_leaving = layers_leaving
-        self._known: dict[tuple[int, ...], list[_OnTheWay]] = {}  # by the layers of all stages
+        self._known: dict[tuple[int, ...], _Columns] = {}  # by the layers of all stages
+        moving = [(number, action) for number, action in enumerate(actions) if action.unit in away]
+        self._forwards = _by_stage((number, action) for number, action in moving if action.kind is Kind.F)
+        self._backwards = _by_stage(
+            (number, action) for number, action in moving if action.kind.facts.gives_input_gradient
+        )
 
     def stay_away(self, setup: TrainingSetup, of_actions: Sizes) -> None:
         """Change what actions add, by [action, Phase, Use]: a forward leaves here what does not move, and a backward
         frees that."""
-        for number, action in enumerate(self._actions):
-            if action.unit not in self._away:
-                continue
-            leaving = changes_of(setup.alone, setup.stages[action.stage], Kind.OFFLOAD)[action.segment, Phase.ENDS]
-            if action.kind is Kind.F:
-                of_actions[number, Phase.STARTS] += leaving
-            elif action.kind.facts.gives_input_gradient:
-                of_actions[number, Phase.ENDS] -= leaving
+        alone = setup.alone
+        stages = setup.stages
+        for stage, forwards in self._forwards.items():
+            leaving = changes_of(alone, stages[stage], Kind.OFFLOAD)[forwards.segment, Phase.ENDS]
+            of_actions[forwards.number, Phase.STARTS] += leaving
+        for stage, backwards in self._backwards.items():
+            leaving = changes_of(alone, stages[stage], Kind.OFFLOAD)[backwards.segment, Phase.ENDS]
+            of_actions[backwards.number, Phase.ENDS] -= leaving
 
     def bytes_on_their_way(self, setup: TrainingSetup) -> Sizes:
         """What layers of these units take at each action while they are at work, leave or come back."""
         layers = setup.layers_per_stage
         if layers not in self._known:
-            self._known[layers] = [*self._on_their_way(layers)]
-        moved = moved_bytes(setup)
+            self._known[layers] = _columns(self._on_their_way(layers))
+        known = self._known[layers]
+        moved = np.array(moved_bytes(setup))
+        depths = np.maximum(1, layers)
         sizes = np.zeros(len(self._actions))
-        for number, (_, stage, _, segment), count in self._known[layers]:
-            sizes[number] += count * moved[stage][segment] / max(1, layers[stage])
+        np.add.at(sizes, known.number, known.layers * moved[known.stage, known.segment] / depths[known.stage])
         return sizes
 
     def _on_their_way(self, layers: Sequence[int]) -> Iterator[_OnTheWay]:

@@ -4,16 +4,17 @@ Tested in planner/test_search.py.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from math import ceil, inf
+from typing import NamedTuple
 
 from ..costs.layer_bytes import unit_bytes
 from ..costs.machine import Machine, without_tiles
 from ..costs.pair_times import pair_row, pair_times
 from ..costs.rank_alone import seconds_alone
 from ..costs.simulator import is_extended
-from ..costs.stage_times import StageRows, rows_of_stage, stage_rows, step_costs, step_end
+from ..costs.stage_times import rows_of_stage, rows_of_stages, stage_rows, step_costs, step_end
 from ..costs.step_memory import static_memory
 from ..costs.training_setup import StageLayers, TrainingSetup, splits_backward
 from ..schedule import Placement
@@ -24,30 +25,60 @@ from .space import MemoryBudget, Question, lengths_of, may_hide, may_move, ways_
 
 def least_seconds(setup: TrainingSetup, machine: Machine) -> float:
     """A lower bound from the compute of each rank."""
-    rows = stage_rows(setup, machine)
-    work = [sum(f) + sum(i) + sum(w) for f, i, w in rows]
-    of_ranks = {
-        rank: setup.num_microbatches * sum(work[stage] for stage in setup.placement.stages_of(rank)) - hidden
+    of_ranks = _compute_of_ranks(setup, machine)
+    seconds = {
+        rank: setup.num_microbatches * of_ranks[rank].work - hidden
         for rank, hidden in enumerate(most_hidden(setup, machine))
     }
-    return _least_step(setup, machine, rows, of_ranks)
+    return _least_step(setup, machine, of_ranks, seconds)
+
+
+class _RankCompute(NamedTuple):
+    """Seconds of compute on a rank: of a micro-batch, and of its first segment on the first of the rank's chunks."""
+
+    work: float
+    first_forward: float
+    first_backward: float
+
+
+def _compute_of_ranks(setup: TrainingSetup, machine: Machine) -> Sequence[_RankCompute]:
+    return _compute_by_placement(setup.alone, machine, setup.placement, setup.layers_per_stage)
+
+
+@lru_cache(maxsize=1 << 14)
+def _compute_by_placement(
+    alone: TrainingSetup, machine: Machine, placement: Placement, layers_per_stage: tuple[int, ...]
+) -> Sequence[_RankCompute]:
+    """The same; set-ups share it that differ in the number of micro-batches, or in their replicas."""
+    rows = rows_of_stages(alone, machine, layers_per_stage)
+    work_of: dict[int, float] = {}  # by the identity of rows, which equal stages share
+    for of_stage in rows:
+        if id(of_stage) not in work_of:
+            work_of[id(of_stage)] = sum(map(sum, of_stage))
+    found = []
+    for rank in range(placement.num_ranks):
+        stages = placement.stages_of(rank)
+        f, i, w = rows[stages[0]]
+        work = sum(work_of[id(rows[stage])] for stage in stages)
+        found.append(_RankCompute(work, f[0], i[0] + w[0]))
+    return found
 
 
 def _least_step(
-    setup: TrainingSetup, machine: Machine, rows: Sequence[StageRows], of_ranks: Mapping[int, float]
+    setup: TrainingSetup, machine: Machine, of_ranks: Sequence[_RankCompute], seconds: Mapping[int, float]
 ) -> float:
-    """A lower bound from the seconds that ranks take from their first action to their last. The ranks before a rank run
+    """A lower bound from the `seconds` that ranks take from first action to last. The ranks before a rank run
     its first unit before, and its last one after it. With weight gradients apart, those of a rank may fill the time
     after its last input gradient."""
     reduce, others = _ends(setup, machine)
     longest = 0.0
     before = 0.0
     after = 0.0
-    for rank, (f, i, w) in zip(range(setup.pipeline_parallel), rows, strict=False):
-        if rank in of_ranks:
-            longest = max(longest, before + of_ranks[rank] + max(reduce.get(rank, 0.0), after + reduce[0]))
-        before += f[0]
-        after += 0.0 if setup.splits_backward else i[0] + w[0]
+    for rank, compute in enumerate(of_ranks):
+        if rank in seconds:
+            longest = max(longest, before + seconds[rank] + max(reduce.get(rank, 0.0), after + reduce[0]))
+        before += compute.first_forward
+        after += 0.0 if setup.splits_backward else compute.first_backward
     return longest + others
 
 
@@ -65,9 +96,38 @@ def least_seconds_of(sizes: TrainingSetup, machine: Machine, segments: int, spli
     """A lower bound for all spreads of layers and cuts, and all schedules that split backwards, or that do not; inf
     where there is no even cut. The mean rank waits for half of the other ranks, which run a layer at least of the first
     unit before it and of the last one after it. Schedules that split backwards fill the time after it."""
-    forward, backward = _least_of_layer(sizes.alone, machine, segments)
-    passing = forward if splits else forward + backward
+    passing = _least_passing(sizes.alone, machine, segments, 1, splits)
     return _mean_seconds(sizes, machine, segments) + (sizes.pipeline_parallel - 1) / 2 * passing
+
+
+def least_seconds_in_chunks(
+    sizes: TrainingSetup,
+    machine: Machine,
+    segments: int,
+    splits: bool,
+    spreads: Iterable[tuple[int, ...]],
+) -> float:
+    """As `least_seconds_of`, if one of some spreads has the layers of each stage: of P ranks the mean one waits for
+    rank r, or runs it first, in the share (P - 1 - r) / P, so as many of the first and of the last unit's passes of
+    that rank count."""
+    ranks = sizes.pipeline_parallel
+    # The least of several kinds of layers is known for a single one, where collectives of a stage grow by its layers.
+    is_by_layer = sizes.shards_gradients
+    waits = []
+    for layers in spreads:
+        wait = 0.0
+        for rank in range(ranks - 1):
+            count = 1 if is_by_layer else layers[rank]
+            wait += (ranks - 1 - rank) / ranks * _least_passing(sizes.alone, machine, segments, count, splits)
+        waits.append(wait)
+    return _mean_seconds(sizes, machine, segments) + min(waits)
+
+
+def _least_passing(alone: TrainingSetup, machine: Machine, segments: int, layers: int, splits: bool) -> float:
+    """Seconds at least in which the first unit, and the last one back, pass a stage of so many layers. A schedule that
+    splits backwards fills the time of the latter."""
+    forward, backward = _least_of_layers(alone, machine, segments, layers)
+    return forward if splits else forward + backward
 
 
 def least_seconds_of_any(sizes: TrainingSetup, question: Question, segments: int) -> float:
@@ -104,8 +164,9 @@ def _least_work(alone: TrainingSetup, machine: Machine, segments: int) -> float:
 
 
 @lru_cache(maxsize=1 << 16)
-def _least_of_layer(alone: TrainingSetup, machine: Machine, segments: int) -> tuple[float, float]:
-    """Seconds of the forward and of the backward of the first of evenly cut segments on the fastest layer."""
+def _least_of_layers(alone: TrainingSetup, machine: Machine, segments: int, count: int) -> tuple[float, float]:
+    """Seconds of the forward and of the backward of the first of evenly cut segments on so many of the fastest
+    layers."""
     evenly = _evenly_cut(alone, segments)
     if evenly is None:
         return 0.0, 0.0
@@ -113,8 +174,8 @@ def _least_of_layer(alone: TrainingSetup, machine: Machine, segments: int) -> tu
     kinds = [layer for layer, _ in evenly.stages[0].layers]
     rows = []
     for layer in kinds:
-        one_layer = StageLayers(((layer, 1),), is_first=False, is_last=False)
-        rows.append(rows_of_stage(evenly, of_any_cut, one_layer))
+        alike = StageLayers(((layer, count),), is_first=False, is_last=False)
+        rows.append(rows_of_stage(evenly, of_any_cut, alike))
     return min(f[0] for f, _, _ in rows), min(i[0] + w[0] for _, i, w in rows)
 
 
@@ -248,8 +309,8 @@ def least_seconds_copying(setup: TrainingSetup, machine: Machine) -> float:
     if setup.moves_parts or not setup.offloads:
         return 0.0
     ranks = {0, setup.pipeline_parallel - 1}
-    of_ranks = {rank: seconds_alone(setup, machine, rank) for rank in ranks}
-    return _least_step(setup, machine, stage_rows(setup, machine), of_ranks)
+    seconds = {rank: seconds_alone(setup, machine, rank) for rank in ranks}
+    return _least_step(setup, machine, _compute_of_ranks(setup, machine), seconds)
 
 
 def least_seconds_in_time(setup: TrainingSetup, machine: Machine) -> float:

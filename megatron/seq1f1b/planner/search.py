@@ -19,6 +19,7 @@ from .bounds import (
     least_seconds_away,
     least_seconds_copying,
     least_seconds_cut,
+    least_seconds_in_chunks,
     least_seconds_in_time,
     least_seconds_of,
     least_seconds_of_any,
@@ -31,13 +32,15 @@ from .space import (
     Question,
     cuts,
     families,
+    layers_in_chunks,
     may_move,
     may_move_by_layer,
+    numbers_of_chunks,
     numbers_of_segments,
     parallel_sizes,
     partitioned,
     recomputed,
-    spread,
+    spread_in_chunks,
     ways_to_move,
 )
 
@@ -86,6 +89,13 @@ class _Open(NamedTuple):
     setups: tuple[TrainingSetup, ...]
     segments: int
     splits: bool
+
+
+class _OfChunks(NamedTuple):
+    """Those of `sizes` that have so many chunks a rank."""
+
+    sizes: _Open
+    chunks: int
 
 
 class _InChunks(NamedTuple):
@@ -212,7 +222,9 @@ class Search:
                     for fastest, alike in _by_fastest(self._likely(setups, splits)):
                         yield least_seconds_of(fastest, machine, segments, splits), _Open(alike, segments, splits)
             case _Open():
-                yield from self._in_chunks(item)
+                yield from self._numbers_of_chunks(item)
+            case _OfChunks(sizes, chunks):
+                yield from self._in_chunks(sizes, chunks)
             case _InChunks(families_of, segments):
                 yield from self._spread(families_of, segments)
             case _Spread(away, segments):
@@ -256,11 +268,24 @@ class Search:
             if has_family and may_fit(setup, question, splits):
                 yield setup
 
-    def _in_chunks(self, item: _Open) -> Iterator[tuple[float, _InChunks]]:
-        """Set-ups with layers spread over stages, by all numbers of chunks. The bound of one of their families is that
-        of all."""
+    def _numbers_of_chunks(self, item: _Open) -> Iterator[tuple[float, _OfChunks]]:
+        """Set-ups by the number of their chunks, with a bound from the layers of stages."""
         question = self.question
-        spread_out = (setup for sizes in item.setups for setup in spread(question, sizes))
+        of_chunks = defaultdict[int, list[TrainingSetup]](list)
+        for setup in item.setups:
+            for chunks in numbers_of_chunks(question, setup):
+                of_chunks[chunks].append(setup)
+        for chunks, setups in of_chunks.items():
+            spreads = {layers_in_chunks(question, setup, chunks) for setup in setups}
+            fastest = setups[0].without_recomputation()
+            least = least_seconds_in_chunks(fastest, question.machine, item.segments, item.splits, spreads)
+            yield least, _OfChunks(item._replace(setups=tuple(setups)), chunks)
+
+    def _in_chunks(self, item: _Open, chunks: int) -> Iterator[tuple[float, _InChunks]]:
+        """Set-ups with layers spread over the stages of so many chunks. The bound of one of their families is that of
+        all."""
+        question = self.question
+        spread_out = (spread_in_chunks(question, sizes, chunks) for sizes in item.setups)
         for fastest, alike in _by_fastest(spread_out):
             families_of = {}
             for setup in alike:

@@ -204,21 +204,38 @@ def recomputes(question: Question) -> list[str]:
 
 
 def spread(question: Question, sizes: TrainingSetup) -> Iterator[TrainingSetup]:
-    """The sizes with all numbers of model chunks; layers are spread for the least compute of the busiest rank."""
+    """The sizes with all numbers of model chunks."""
+    for chunks in numbers_of_chunks(question, sizes):
+        yield spread_in_chunks(question, sizes, chunks)
+
+
+def numbers_of_chunks(question: Question, sizes: TrainingSetup) -> list[int]:
+    """The numbers of model chunks that a rank may have."""
     ranks = sizes.pipeline_parallel
+    found = []
     for chunks in question.chunks if ranks > 1 else (1,):
         # Megatron interleaves groups of at least as many micro-batches as there are ranks.
         has_group = chunks == 1 or not question.by_megatron or sizes.num_microbatches >= ranks
         # Its pairs need several chunks in a pipeline.
         has_pairs = not sizes.hides_experts or not question.by_megatron or min(ranks, 2) <= chunks
         if has_group and has_pairs and ranks * chunks <= question.model.num_layers:
-            placement = Placement(ranks, chunks)
-            layers = balanced_layers(sizes, placement, question.machine)
-            yield sizes.but(
-                placement=placement,
-                layers_per_stage=layers,
-                recomputed_share=ceil(sizes.recomputed_share * max(layers)) / max(layers),
-            )
+            found.append(chunks)
+    return found
+
+
+def layers_in_chunks(question: Question, sizes: TrainingSetup, chunks: int) -> tuple[int, ...]:
+    """The layers of each stage, spread for the least compute of the busiest rank."""
+    return balanced_layers(sizes, Placement(sizes.pipeline_parallel, chunks), question.machine)
+
+
+def spread_in_chunks(question: Question, sizes: TrainingSetup, chunks: int) -> TrainingSetup:
+    """The sizes with so many model chunks a rank, and layers spread over these."""
+    layers = layers_in_chunks(question, sizes, chunks)
+    return sizes.but(
+        placement=Placement(sizes.pipeline_parallel, chunks),
+        layers_per_stage=layers,
+        recomputed_share=ceil(sizes.recomputed_share * max(layers)) / max(layers),
+    )
 
 
 def expert_sizes(model: ModelShape, ranks: int) -> list[int]:
