@@ -3,7 +3,8 @@ one passes while the other computes (--overlap-moe-expert-parallel-comm). Second
 
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
-from itertools import chain
+from itertools import accumulate, chain
+from operator import add
 from typing import NamedTuple
 
 from ..schedule import Action
@@ -53,6 +54,15 @@ class PairTimes:
             of_backward = tuple(min(exchange, most.compute_f) for exchange in row.exchange_b)
             hidden_by[row] = of_forward, of_backward
         return tuple(hidden_by[row] for row in self.rows)
+
+    @cached_property
+    def most_hidden_before(self) -> tuple[Row, ...]:
+        """The most that forwards and backwards of each stage hide together, before each segment and after the last."""
+        before: dict[int, Row] = {}  # by the identity of what is hidden, which equal stages share
+        for of_stage in self.most_hidden:
+            if id(of_stage) not in before:
+                before[id(of_stage)] = tuple(accumulate(map(add, *of_stage), initial=0.0))
+        return tuple(before[id(of_stage)] for of_stage in self.most_hidden)
 
     @property
     def most_saved(self) -> float:

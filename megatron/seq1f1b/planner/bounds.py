@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from math import ceil, inf
+from operator import add
 from typing import NamedTuple
 
 from ..costs.layer_bytes import unit_bytes
@@ -107,27 +108,39 @@ def least_seconds_in_chunks(
     splits: bool,
     spreads: Iterable[tuple[int, ...]],
 ) -> float:
-    """As `least_seconds_of`, if one of some spreads has the layers of each stage: of P ranks the mean one waits for
-    rank r, or runs it first, in the share (P - 1 - r) / P, so as many of the first and of the last unit's passes of
-    that rank count."""
+    """As `least_seconds_of`, if stages have the layers of one of some spreads. The mean rank and each single one wait
+    for the layers before them; sharded gradients are summed beside layers, so there only the single layers of
+    `least_seconds_of` count."""
+    if sizes.shards_gradients:
+        return least_seconds_of(sizes, machine, segments, splits)
+    return min(_least_of_spread(sizes, machine, segments, splits, layers) for layers in spreads)
+
+
+def _least_of_spread(
+    sizes: TrainingSetup, machine: Machine, segments: int, splits: bool, layers: Sequence[int]
+) -> float:
+    alone = sizes.alone
     ranks = sizes.pipeline_parallel
-    # The least of several kinds of layers is known for a single one, where collectives of a stage grow by its layers.
-    is_by_layer = sizes.shards_gradients
-    waits = []
-    for layers in spreads:
-        wait = 0.0
-        for rank in range(ranks - 1):
-            count = 1 if is_by_layer else layers[rank]
-            wait += (ranks - 1 - rank) / ranks * _least_passing(sizes.alone, machine, segments, count, splits)
-        waits.append(wait)
-    return _mean_seconds(sizes, machine, segments) + min(waits)
+    placement = Placement(ranks, len(layers) // ranks)
+    waits = [0.0]
+    for stage in range(ranks - 1):
+        waits.append(waits[-1] + _least_passing(alone, machine, segments, layers[stage], splits))
+    longest = 0.0
+    for rank, wait in enumerate(waits):
+        count = sum(layers[stage] for stage in placement.stages_of(rank))
+        work = _least_of_layers(alone, machine, segments, count).work
+        if sizes.hides_experts:
+            work -= count * _most_exchanged(alone, machine, segments)
+        longest = max(longest, wait + sizes.num_microbatches * work)
+    of_mean = _mean_seconds(sizes, machine, segments) + sum(waits) / ranks
+    return max(of_mean, longest + machine.host.step)
 
 
 def _least_passing(alone: TrainingSetup, machine: Machine, segments: int, layers: int, splits: bool) -> float:
     """Seconds at least in which the first unit, and the last one back, pass a stage of so many layers. A schedule that
     splits backwards fills the time of the latter."""
-    forward, backward = _least_of_layers(alone, machine, segments, layers)
-    return forward if splits else forward + backward
+    least = _least_of_layers(alone, machine, segments, layers)
+    return least.first_forward if splits else least.first_forward + least.first_backward
 
 
 def least_seconds_of_any(sizes: TrainingSetup, question: Question, segments: int) -> float:
@@ -164,19 +177,34 @@ def _least_work(alone: TrainingSetup, machine: Machine, segments: int) -> float:
 
 
 @lru_cache(maxsize=1 << 16)
-def _least_of_layers(alone: TrainingSetup, machine: Machine, segments: int, count: int) -> tuple[float, float]:
-    """Seconds of the forward and of the backward of the first of evenly cut segments on so many of the fastest
-    layers."""
+def _least_of_layers(alone: TrainingSetup, machine: Machine, segments: int, count: int) -> _RankCompute:
+    """Seconds at least on so many layers of a rank, if a sequence is cut evenly: each segment on its fastest kind of
+    layer."""
     evenly = _evenly_cut(alone, segments)
     if evenly is None:
-        return 0.0, 0.0
+        return _RankCompute(0.0, 0.0, 0.0)
     of_any_cut = _of_any_cut(machine, segments)
     kinds = [layer for layer, _ in evenly.stages[0].layers]
     rows = []
     for layer in kinds:
         alike = StageLayers(((layer, count),), is_first=False, is_last=False)
         rows.append(rows_of_stage(evenly, of_any_cut, alike))
-    return min(f[0] for f, _, _ in rows), min(i[0] + w[0] for _, i, w in rows)
+    forward = [min(of_kinds) for of_kinds in zip(*(f for f, _, _ in rows), strict=True)]
+    backward = [min(of_kinds) for of_kinds in zip(*(map(add, i, w) for _, i, w in rows), strict=True)]
+    return _RankCompute(sum(forward) + sum(backward), forward[0], backward[0])
+
+
+@lru_cache(maxsize=1 << 16)
+def _most_exchanged(alone: TrainingSetup, machine: Machine, segments: int) -> float:
+    """Seconds of the exchange of experts of a micro-batch on a layer: no pair hides more of it."""
+    evenly = _evenly_cut(alone, segments)
+    if evenly is None:
+        return 0.0
+    most = 0.0
+    for layer, _ in evenly.stages[0].layers:
+        row = pair_row(evenly, machine, StageLayers(((layer, 1),), is_first=False, is_last=False))
+        most = max(most, sum(row.exchange_f) + sum(row.exchange_b))
+    return most
 
 
 @lru_cache(maxsize=1 << 16)

@@ -15,20 +15,19 @@ def most_hidden(setup: TrainingSetup, machine: Machine) -> list[float]:
     shape = setup.shape
     if not setup.has_pairs:
         return [0.0] * shape.num_ranks
-    hidden = pair_times(setup, machine).most_hidden
+    hidden = pair_times(setup, machine).most_hidden_before
     of_ranks = []
     for rank, alone in enumerate(units_alone(shape)):
         stages = zip(shape.placement.stages_of(rank), alone, strict=True)
-        of_stages = (_in_pairs(row, shape, number) for stage, number in stages for row in hidden[stage])
-        of_ranks.append(sum(of_stages))
+        of_ranks.append(sum(_in_pairs(hidden[stage], shape, number) for stage, number in stages))
     return of_ranks
 
 
-def _in_pairs(row: Sequence[float], shape: Shape, alone: int) -> float:
-    """What all units of a stage but those `alone` hide in one direction, by what each segment hides. Alone are whole
+def _in_pairs(before: Sequence[float], shape: Shape, alone: int) -> float:
+    """What all units of a stage but those `alone` hide, by what the segments before each segment hide. Alone are whole
     micro-batches, and the first segments of another."""
     microbatches, segments = divmod(alone, shape.num_segments)
-    return (shape.num_microbatches - microbatches) * sum(row) - sum(row[:segments])
+    return (shape.num_microbatches - microbatches) * before[-1] - before[segments]
 
 
 @lru_cache(maxsize=4096)

@@ -5,7 +5,6 @@ Tested in planner/test_search.py by test_ranks_end_as_in_the_simulation.
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
-from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -13,6 +12,7 @@ from numpy.typing import NDArray
 
 from ..costs.pair_times import PairTimes
 from ..schedule import COMPUTE_KINDS, Action, Clock, Costs, Kind, Shape, clock_of
+from ..schedule.cost_tables import Table
 from .order_table import Marks, Numbers, OrderTable, order_table
 
 _KINDS = (*COMPUTE_KINDS, *(kind for kind in Kind if kind.facts.is_send))  # those with times
@@ -178,9 +178,17 @@ def _times(costs: Costs) -> _Times:
     """The times of all kinds, stages and segments, behind that of nothing."""
     times = [np.zeros(1)]
     for kind in _KINDS:
-        of_tables = [np.fromiter(chain.from_iterable(table), float) for table in costs.tables(kind)]
-        times.append(np.sum(of_tables, axis=0))
+        times.append(np.sum([_in_one_row(table) for table in costs.tables(kind)], axis=0))
     return np.concatenate(times)
+
+
+def _in_one_row(table: Table) -> _Times:
+    """The rows of a table behind each other. Equal stages share a row, which is converted once."""
+    rows: dict[int, _Times] = {}
+    for row in table:
+        if id(row) not in rows:
+            rows[id(row)] = np.array(row, float)
+    return np.concatenate([rows[id(row)] for row in table])
 
 
 @lru_cache(maxsize=4096)
