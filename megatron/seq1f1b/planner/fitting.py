@@ -83,8 +83,9 @@ def fits(setup: TrainingSetup, limit: float) -> bool:
 def fitted(setup: TrainingSetup, budget: MemoryBudget, moves: Moves) -> TrainingSetup | None:
     """The set-up with the least of its activations on the host so that it fits; None if nothing helps. Whole layers
     move, all but one at most, and sixteenths of all else."""
-    if fits(setup, budget.device):
-        return setup.but(layers_leaving=0)
+    stays = setup.but(layers_leaving=0)  # where nothing moves, no layers leave
+    if fits(stays, budget.device):
+        return stays
     if not budget.host:
         return None
     parts = 16
@@ -94,7 +95,7 @@ def fitted(setup: TrainingSetup, budget: MemoryBudget, moves: Moves) -> Training
         most = parts - 1
 
     def moving(number: int) -> TrainingSetup:
-        return setup.but(offloads=number / parts, moves=moves) if number else setup
+        return setup.but(offloads=number / parts, moves=moves) if number else stays
 
     least = 0  # that ranks so far need
     for rank in fullest_ranks(setup):
