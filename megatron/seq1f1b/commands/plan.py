@@ -204,7 +204,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         draw(search, answer, args.output)
     if args.rehearse is None:
         return 0
-    return rehearse(args, asked, flags_of(answer.advised))
+    if answer.rehearsable is not answer.advised:
+        print("Rehearsing this package's plan: Megatron's, with FSDP or a ring of context parallelism, needs GPUs.")
+    return rehearse(args, asked, flags_of(answer.rehearsable))
 
 
 def launch_rules(launch: argparse.Namespace, in_units: bool) -> LaunchRules:

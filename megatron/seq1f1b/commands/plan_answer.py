@@ -6,8 +6,12 @@ Tested in commands/test_plan.py by test_plans_of_both_sides_say_why_one_wins_and
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..costs.training_setup import Fsdp
 from ..planner.gain import Gain
 from ..planner.search import Plan
+
+# Ways of context parallelism whose kernels need no GPU (rehearsal/launch.py).
+_WITHOUT_A_RING = (None, "a2a", "all_gather")
 
 
 @dataclass(frozen=True)
@@ -31,3 +35,12 @@ class Answer:
     def other(self) -> Plan | None:
         """The best plan of the side that is not advised; None if it has none."""
         return self.ours[0] if self.advised is self.megatron else self.megatron
+
+    @property
+    def rehearsable(self) -> Plan:
+        """The plan to use, or that of this package where Megatron's cannot run without a GPU, since it has Megatron's
+        FSDP or a ring of context parallelism."""
+        setup = self.advised.prediction.setup
+        if setup.fsdp is Fsdp.OFF and setup.cp_comm_type in _WITHOUT_A_RING:
+            return self.advised
+        return self.ours[0]

@@ -21,6 +21,11 @@ def check(args: Namespace) -> None:
             "error: Megatron's own schedules with packed documents cannot be rehearsed, since its local layers ignore "
             "where documents end; rehearse with --sequence-splits"
         )
+    if args.use_megatron_fsdp:
+        raise SystemExit(
+            "error: --use-megatron-fsdp cannot be rehearsed, since its buffers are made on a GPU; rehearse with "
+            "--use-distributed-optimizer alone, which needs more memory"
+        )
     if args.context_parallel_size > 1 and by_ring:
         raise SystemExit(
             f"error: --cp-comm-type {by_ring[0]} cannot be rehearsed, since it is a kernel of Transformer Engine; "

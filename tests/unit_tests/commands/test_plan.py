@@ -14,10 +14,11 @@ from megatron.seq1f1b import commands
 from megatron.seq1f1b.commands import gain_map, plan, plan_text
 from megatron.seq1f1b.commands.model_flags import preset
 from megatron.seq1f1b.commands.parsing import output_path
+from megatron.seq1f1b.commands.plan_answer import Answer
 from megatron.seq1f1b.commands.train_time import LAWS, soonest
 from megatron.seq1f1b.costs.machine import read_machine
 from megatron.seq1f1b.costs.simulator import predict
-from megatron.seq1f1b.costs.training_setup import TrainingSetup
+from megatron.seq1f1b.costs.training_setup import Fsdp, TrainingSetup
 from megatron.seq1f1b.files import read_histogram
 from megatron.seq1f1b.planner import breakdown
 from megatron.seq1f1b.planner.gain import Gain
@@ -168,6 +169,17 @@ def test_a_rehearsal_has_the_memory_of_the_whole_device(monkeypatch, tmp_path, c
     printed = capsys.readouterr().out
     assert "--pipeline-schedule" in flags_of_sides(printed)[1]
     assert "--pipeline-schedule" in seen
+
+
+@pytest.mark.parametrize("needs_gpus", [{"fsdp": Fsdp.PARAMETERS}, {"context_parallel": 2, "cp_comm_type": "p2p"}])
+def test_what_needs_gpus_is_not_rehearsed(needs_gpus):
+    """Of the two plans, that of this package is rehearsed in place of Megatron's."""
+    plain = {"data_parallel": 4, "distributed_optimizer": True}
+    setups = [TrainingSetup(MODEL, 8192, 4, **plain | choices) for choices in ({}, needs_gpus)]
+    ours, megatron = (SimpleNamespace(prediction=SimpleNamespace(setup=setup)) for setup in setups)
+    slower = SimpleNamespace(is_of_segments=False)
+    assert Answer([ours], megatron, None, slower).rehearsable is ours
+    assert Answer([megatron], ours, None, slower).rehearsable is ours
 
 
 LENGTHS = "tokens,sequences\n100,50\n\n# documents\n1500,10\n8192,1\n"

@@ -38,6 +38,7 @@ def test_a_wrong_start_ends_with_one_sentence(environment):
 
 def launch(**flags):
     off = ["num_experts", "sft", "reset_attention_mask", "dataloader_inter_document_masking", "fp8", "fp4"]
+    off += ["use_megatron_fsdp"]
     replaced = {"transformer_impl": "local", "moe_permute_fusion": False, "gradient_accumulation_fusion": False}
     parallel = {"context_parallel_size": 1, "cp_comm_type": ["p2p"], "moe_token_dispatcher_type": "alltoall"}
     rest = {"replaced_on_cpu": replaced | {"apply_rope_fusion": True}, "bf16": True}
@@ -50,8 +51,9 @@ def launch(**flags):
         ({"num_experts": 8, "moe_token_dispatcher_type": "flex"}, "--moe-token-dispatcher-type flex .* with alltoall"),
         ({"context_parallel_size": 2}, "--cp-comm-type p2p cannot be rehearsed.* rehearse with a2a"),
         ({"sft": True}, "Megatron's own schedules with packed documents .* rehearse with --sequence-splits"),
+        ({"use_megatron_fsdp": True}, "--use-megatron-fsdp cannot be rehearsed.* rehearse with --use-distributed"),
     ],
-    ids=["flex", "ring", "documents"],
+    ids=["flex", "ring", "documents", "fsdp"],
 )
 def test_what_cannot_be_rehearsed_ends_with_one_sentence(flags, sentence):
     check(launch())
