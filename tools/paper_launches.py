@@ -10,8 +10,10 @@ the last lines have the mean and the worst. scripts/paper/ runs them.
 
 import argparse
 import sys
+from collections.abc import Iterator, Sequence
+from itertools import batched
 
-from paper.launches import TABLES, WITHOUT_FIGURE, Launch, launches, predicted
+from paper.launches import TABLES, WITHOUT_FIGURE, Launch, launches, predicted, step_of
 from paper.row import Errors
 
 
@@ -28,6 +30,8 @@ def main(argv: list[str] | None = None) -> int:
             print(launch.log, launch.gpus, " ".join(launch.flags), sep="\t")
     if args.predict:
         print(errors_of(args.table, runs))
+        if args.table == "terapipe":
+            print(*slower_with_slices(runs), sep="\n")
     return 0
 
 
@@ -69,6 +73,25 @@ def errors_of(table: str, runs: list[Launch]) -> str:
         reason = WITHOUT_FIGURE.get(table, "published or predicted, they are out of memory")
         parts.append(f"{others} rows without a comparison: {reason}.")
     return "\n".join(parts)
+
+
+def slower_with_slices(runs: Sequence[Launch]) -> Iterator[str]:
+    """Why slices make a step of TeraPipe longer, where they do. Runs come in pairs: whole sequences, then slices."""
+    for whole, sliced in batched(runs, 2):
+        before = step_of(whole)
+        after = step_of(sliced)
+        if after.seconds <= before.seconds:
+            continue
+        assert sliced.row.setup is not None
+        setup = sliced.row.setup
+        num_slices = len(setup.segments)
+        of_sequence = 1000 * max(before.busy) / setup.num_microbatches
+        of_slice = 1000 * max(after.busy) / (setup.num_microbatches * num_slices)
+        yield (
+            f"{sliced.row.group} is slower with slices: {num_slices} cut the bubble ratio from {before.bubble:.2f} to "
+            f"{after.bubble:.2f}, but one of them keeps a rank busy for {of_slice:.1f} ms, and a whole sequence for "
+            f"{of_sequence:.1f} ms, since so small kernels take hardly less time for fewer tokens."
+        )
 
 
 if __name__ == "__main__":

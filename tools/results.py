@@ -19,6 +19,7 @@ from textwrap import wrap
 
 from megatron.seq1f1b.commands.gain_map import Cell, gain_of, plot_gains, read_cells
 from megatron.seq1f1b.costs.machine import read_machine
+from megatron.seq1f1b.planner.gain import Gain
 from paper import headlines, layered
 from paper.training_time import plot_training_time
 
@@ -198,11 +199,27 @@ def gain_rows(cells: Sequence[Cell]) -> Iterator[list[str]]:
         links = read_machine(machine).device.host_bandwidth / 1e9, _FASTER_HOST[machine], 0.0
         shown = next(found[link] for link in links if link in found)
         words = shown.named_words()
-        gains = [str(gain_of(found[link])) if link in found else "" for link in links]
-        asked = [words[name] for name in ("model", "machine", *_BY)]
-        ours = [words["seconds"], words["configuration"]]
-        opponent = [words["megatron_seconds"], words["megatron_configuration"]]
-        yield [*asked, *ours, *opponent, *gains, reason(shown, found.get(0.0))]
+        gains = [_gain_word(gain_of(found[link])) if link in found else "" for link in links]
+        device = words["machine"].partition("-")[0]
+        yield [
+            f"{words['model']}<br>{words['gpus']} {device}",
+            f"{words['batch']} × {shown.seq_length // 1024}k<br>{words['bandwidth']} GB/s",
+            _step_word(words["seconds"], words["configuration"]),
+            _step_word(words["megatron_seconds"], words["megatron_configuration"]),
+            *gains,
+            reason(shown, found.get(0.0)),
+        ]
+
+
+def _step_word(seconds: str, configuration: str) -> str:
+    """The time of a step, and below it how it is run."""
+    return f"{seconds} s<br>{configuration}" if seconds else configuration
+
+
+def _gain_word(gain: Gain) -> str:
+    """A gain, in brackets within the error."""
+    word = str(gain)
+    return f"({word.removesuffix(' (within error)')})" if word.endswith(" (within error)") else word
 
 
 ABOUT_GAINS = """\
@@ -214,11 +231,14 @@ Megatron](planning.md#what-megatron-alone-is-credited-with). Either side may mov
 gain is within the error, or negative, [take Megatron's own
 schedules](choosing.md#segments-or-megatrons-own-schedules).
 
-- *with*: T tensor parallelism, X context parallelism, P pipeline parallelism, C model chunks, k segments.
-- *step s*, *with* and *gain* are at the rate to the host that all devices of a node reach at once: 30 GB/s each way on
-  H100 and H20, 20 on L40S, 12 on A100.
-- *at a faster host*: the gain at 50 GB/s (L40S: 30, A100: 25), as if no other device of the node copied.
-- *without host*: the gain if neither side moves anything there.
+- *sequences*: their number in a step × their tokens in 1024, and GB/s of a node's network.
+- *ours*, *Megatron's*: the time of a step, and T tensor parallelism, X context parallelism, P pipeline parallelism, C
+  model chunks, k segments.
+- *ours*, *Megatron's* and *gain* are at the rate to the host that all devices of a node reach at once: 30 GB/s each way
+  on H100 and H20, 20 on L40S, 12 on A100.
+- *faster host*: the gain at 50 GB/s (L40S: 30, A100: 25), as if no other device of the node copied.
+- Gains in brackets are within the error.
+- *no host*: the gain if neither side moves anything there.
 - *made by*: *host memory* if the gain without a host is within the error; a *smaller bubble* if that is more than half
   of the gain; else *less memory*, since segments then allow other parallel sizes or less recomputation.
 """
@@ -241,11 +261,11 @@ def gains_section(pictures: Path | None) -> str:
     error += "context parallelism on A100: there the error is not known."
     lines = [ABOUT_GAINS, *wrap(error, 118, break_on_hyphens=False), ""]
     lines += ["`seq1f1b gain-map --output docs/gains.csv --host-bandwidths 30 50 0 --model ...`", ""]
-    head = ["model", "machine", "tokens", "GPUs", "sequences", "GB/s a node", "step s", "with", "Megatron, s", "with"]
-    head += ["gain", "at a faster host", "without host", "made by"]
+    head = ["model", "sequences", "ours", "Megatron's", "gain", "faster host", "no host", "made by"]
+    lines += ['<div class="gains" markdown>', ""]  # css/site.css leaves out its last columns on phones
     lines += [f"| {' | '.join(head)} |", len(head) * "|---" + "|"]
     lines += [f"| {' | '.join(row)} |" for row in gain_rows(cells)]
-    lines += ["", "![The gain by network and GPUs: 70B, 128k tokens](images/gains.png)"]
+    lines += ["", "</div>", "", "![The gain by network and GPUs: 70B, 128k tokens](images/gains.png)"]
     if pictures is not None:
         shown = [cell for cell in cells if (cell.model, cell.machine, cell.seq_length) == _PICTURED]
         plot_gains(shown, "gain of segments, 70B, 131072 tokens, H100", pictures / "gains.png")

@@ -69,13 +69,23 @@ function compared([ours, plain]) {
     "activation memory of 1F1B with whole sequences.";
 }
 
-function figure(panel, names) {
+function described(panel) {
   const chunks = panel.chunks > 1 ? `, ${panel.chunks} chunks` : "";
   const segments = panel.segments > 1 ? `${panel.segments} segments` : "whole sequences";
+  return `${panel.name}, ${segments}${chunks}: step ${panel.time.toFixed(2)}, bubble ratio ` +
+    `${panel.bubble_ratio.toFixed(3)}, at most ${most(panel).toFixed(2)} sequences in memory`;
+}
+
+// The share of a step in which a rank waits.
+function idle(panel, rank) {
+  const busy = panel.ranks[rank].reduce((sum, [, , , , start, end]) => sum + end - start, 0);
+  return 1 - busy / panel.time;
+}
+
+function figure(panel, names) {
   const element = document.createElement("figure");
   const caption = document.createElement("figcaption");
-  caption.textContent = `${panel.name}, ${segments}${chunks}: step ${panel.time.toFixed(2)}, bubble ratio ` +
-    `${panel.bubble_ratio.toFixed(3)}, at most ${most(panel).toFixed(2)} sequences in memory`;
+  caption.textContent = described(panel);
   const legend = document.createElement("span");
   const used = new Set(panel.ranks.flat().map(([kind]) => kind));
   for (const kind of Object.keys(names).filter((kind) => used.has(kind))) {
@@ -110,9 +120,8 @@ function draw(canvas, panel, longest, names) {
     pen.fillStyle = getComputedStyle(root).color;
     pen.textAlign = "left";
     pen.fillText(rank, 0, middle);
-    const busy = boxes.reduce((sum, box) => sum + box[5] - box[4], 0);
     pen.textAlign = "right";
-    pen.fillText(`${panel.memory[rank].toFixed(2)}  ${(1 - busy / panel.time).toFixed(3)}`, width, middle);
+    pen.fillText(`${panel.memory[rank].toFixed(2)}  ${idle(panel, rank).toFixed(3)}`, width, middle);
     for (const [kind, chunk, microbatch, segment, start, end] of boxes) {
       const left = LEFT + start * scale, wide = (end - start) * scale;
       pen.fillStyle = panel.colours[kind][segment];
@@ -156,36 +165,60 @@ function flags() {
 
 const COPIES = {
   flags: () => flags().join(" "),
-  // The command takes costs instead of a cut.
-  plot: () => ["seq1f1b plot", ...flags().filter((word) => !word.startsWith("--sequence-split-strategy")),
-    `--num-microbatches ${settings().microbatches}`, "--output schedule.svg"].join(" "),
+  // The command takes costs instead of a cut: from a file, since they differ from segment to segment.
+  plot: () => {
+    const limit = shown.limit === null ? [] : [`--memory-limit ${shown.limit}`];
+    const words = ["seq1f1b plot", ...flags().filter((word) => !word.startsWith("--sequence-split-strategy")),
+      `--num-microbatches ${settings().microbatches}`, "--costs costs.json", ...limit, "--output schedule.svg"];
+    return `echo '${JSON.stringify(shown.costs)}' > costs.json\n${words.join(" ")}`;
+  },
 };
 
 // The panels, one below the other, in times of a forward as units of the picture.
 function svg({ panels, names }) {
   const SCALE = 60;
   const longest = Math.max(...panels.map((panel) => panel.time));
-  const parts = [];
+  const width = Math.max(LEFT + SCALE * longest + RIGHT, 600); // a short step has room for its words
+  const parts = [`<rect width="100%" height="100%" fill="white"/>`];
   let top = 0;
   for (const panel of panels) {
-    parts.push(`<text x="0" y="${top + 14}">${panel.name}, step ${panel.time.toFixed(2)}</text>`);
+    parts.push(`<text x="0" y="${top + 14}">${described(panel)}</text>`);
+    const used = new Set(panel.ranks.flat().map(([kind]) => kind));
+    top += ROW;
+    let beside = 0;
+    for (const kind of Object.keys(names).filter((kind) => used.has(kind))) {
+      parts.push(`<rect x="${beside}" y="${top + 5}" width="10" height="10" fill="${panel.colours[kind].at(-1)}"/>` +
+        `<text x="${beside + 14}" y="${top + 14}">${names[kind]}</text>`);
+      beside += 30 + 7 * names[kind].length;
+    }
     top += ROW;
     panel.ranks.forEach((boxes, rank) => {
-      for (const [kind, , microbatch, segment, start, end] of boxes) {
-        const left = SCALE * start, wide = SCALE * (end - start), y = top + ROW * rank;
+      const y = top + ROW * rank;
+      parts.push(`<text x="0" y="${y + 14}">${rank}</text><text x="${width.toFixed(2)}" y="${y + 14}" ` +
+        `text-anchor="end">${panel.memory[rank].toFixed(2)}  ${idle(panel, rank).toFixed(3)}</text>`);
+      for (const [kind, chunk, microbatch, segment, start, end] of boxes) {
+        const left = LEFT + SCALE * start, wide = SCALE * (end - start);
         parts.push(`<rect x="${left.toFixed(2)}" y="${y}" width="${wide.toFixed(2)}" height="${ROW - 2}" ` +
           `fill="${panel.colours[kind][segment]}" stroke="#404040" stroke-width="0.4">` +
           `<title>${names[kind]} of micro-batch ${microbatch}, segment ${segment}</title></rect>`);
-        if (wide > 8) parts.push(`<text x="${(left + wide / 2).toFixed(2)}" y="${y + 14}" text-anchor="middle">${microbatch}</text>`);
+        if (chunk) { // a bar, the higher the later the chunk
+          const bar = 4 * chunk / (panel.chunks - 1);
+          parts.push(`<path d="M${left.toFixed(2)} ${y + ROW - 2}v${-bar}h${wide.toFixed(2)}v${bar}z" fill="#404040"/>`);
+        }
+        if (wide > 7 * String(microbatch).length + 2) {
+          parts.push(`<text x="${(left + wide / 2).toFixed(2)}" y="${y + 14}" text-anchor="middle" ` +
+            `fill="${kind === "I" ? "white" : "black"}">${microbatch}</text>`);
+        }
       }
     });
     top += ROW * panel.ranks.length + ROW / 2;
   }
-  return `<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 ${(SCALE * longest).toFixed(2)} ${top}" ` +
+  return `<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 ${width.toFixed(2)} ${top}" ` +
     `font-family="sans-serif" font-size="11">${parts.join("")}</svg>`;
 }
 
 async function copy(event) {
+  if (!shown) return;
   const button = event.target;
   await navigator.clipboard.writeText(COPIES[button.dataset.copy]());
   const text = button.textContent;

@@ -65,34 +65,42 @@ def cut(settings: Settings) -> list[float]:
     return [(sqrt((1 - a) ** 2 + 4 * a * time) - (1 - a)) / (2 * a) for time in ends]
 
 
-def costs(settings: Settings, shape: Shape) -> Costs:
-    """Costs of the actions: the backward of attention takes twice its forward, without W; matrix products have I and
-    W."""
+def costs(settings: Settings, shape: Shape) -> dict[str, list[float]]:
+    """Costs of the actions by segments, as `Costs.from_mapping` and `seq1f1b plot --costs` take them.
+
+    The backward of attention takes twice its forward, without W; matrix products have I and W.
+    """
     lengths = [end - start for start, end in pairwise(cut(settings))]
     products = [(1 - settings.attention) * length / shape.num_chunks for length in lengths]
     squares = [end**2 - start**2 for start, end in pairwise(cut(settings))]
     attention = [settings.attention * square / shape.num_chunks for square in squares]
-    return Costs.from_mapping(
-        shape,
-        {
-            "f": [p + a for p, a in zip(products, attention, strict=True)],
-            "i": [p + 2 * a for p, a in zip(products, attention, strict=True)],
-            "w": products,
-            "message": [settings.message * length for length in lengths],
-            "activation": [length / shape.num_chunks for length in lengths],
-        },
-    )
+    return {
+        "f": [p + a for p, a in zip(products, attention, strict=True)],
+        "i": [p + 2 * a for p, a in zip(products, attention, strict=True)],
+        "w": products,
+        "message": [settings.message * length for length in lengths],
+        "activation": [length / shape.num_chunks for length in lengths],
+    }
+
+
+def memory_limit(settings: Settings) -> float | None:
+    """What `auto` may hold on a rank, in whole sequences; None for other families."""
+    if settings.family != "auto":
+        return None
+    given = Costs.from_mapping(settings.shape, costs(settings, settings.shape))
+    return settings.memory * max(peak_memory(build("1f1b", settings.shape), given))
 
 
 def panels(settings: Settings) -> list[dict[str, Any]]:
     """The schedule of the settings and, where that is another, 1F1B with whole sequences for comparison."""
     shape = settings.shape
-    given = costs(settings, shape)
-    limit = settings.memory * max(peak_memory(build("1f1b", shape), given)) if settings.family == "auto" else None
+    given = Costs.from_mapping(shape, costs(settings, shape))
+    limit = memory_limit(settings)
     shown = [_panel(settings.family, build(settings.family, shape, given, limit), given)]
     plain = Settings(ranks=settings.ranks, microbatches=settings.microbatches, segments=1, message=settings.message)
     if (settings.family, settings.segments, settings.chunks) != ("1f1b", 1, 1):
-        shown.append(_panel("1f1b", build("1f1b", plain.shape), costs(plain, plain.shape)))
+        of_plain = Costs.from_mapping(plain.shape, costs(plain, plain.shape))
+        shown.append(_panel("1f1b", build("1f1b", plain.shape), of_plain))
     return shown
 
 
@@ -123,12 +131,16 @@ def _shades(kind: Kind, num_segments: int) -> Sequence[str]:
 
 
 def answer(question: str) -> str:
-    """The panels for a JSON object of settings, as JSON; `error` holds a sentence where there are none."""
+    """The panels for a JSON object of settings, as JSON, with the costs and the memory limit that `seq1f1b plot` needs
+    to draw the first one; `error` holds a sentence where there are none."""
     try:
+        settings = Settings(**json.loads(question))
         return json.dumps(
             {
-                "panels": panels(Settings(**json.loads(question))),
+                "panels": panels(settings),
                 "names": {kind: look.name for kind, look in BOXES.items()},
+                "costs": costs(settings, settings.shape),
+                "limit": memory_limit(settings),
             }
         )
     except ValueError as error:

@@ -95,7 +95,7 @@ def test_sliders_draw_what_the_package_makes(site, page):
 
 
 @pytest.mark.timeout(3 * PATIENCE)
-def test_a_preset_is_drawn_copied_and_saved(site, page):
+def test_a_preset_is_drawn_copied_and_saved(site, page, tmp_path):
     """The flags that are copied are those of the picture, and the picture that is saved has all of its boxes."""
     with served(site) as address:
         page.open(f"{address}/playground/")
@@ -121,7 +121,25 @@ def test_a_preset_is_drawn_copied_and_saved(site, page):
         page.wait_for("window.saved")
         panels = json.loads(answer(json.dumps({"chunks": 2})))["panels"]
         boxes = sum(len(boxes) for panel in panels for boxes in panel["ranks"])
-        assert page.evaluate("window.saved").count("<rect") == boxes
+        saved = page.evaluate("window.saved")
+        assert saved.count("<title>") == boxes
+        for caption in page.evaluate(SHOWN)["captions"]:
+            assert f">{caption}</text>" in saved
+        # The plot command makes the same step, also where costs and memory decide the order.
+        page.evaluate(f"{SET}(['memory', '2'])")
+        page.evaluate(f"{SET}(['message', '0.1'])")
+        page.evaluate(f"{SET}(['family', 'auto'])")
+        settings = {"chunks": 2, "family": "auto", "memory": 2, "message": 0.1}
+        check(page, **settings)
+        page.evaluate("window.copied = ''; document.querySelector('[data-copy=plot]').click()")
+        page.wait_for("window.copied")
+        command = page.evaluate("window.copied").replace("schedule.svg", "timeline.json")
+        main = "import sys; from megatron.seq1f1b.commands import main; sys.exit(main())"
+        program = f"seq1f1b() {{ {sys.executable} -c '{main}' \"$@\"; }}\n"
+        subprocess.run(["bash", "-ec", program + command], cwd=tmp_path, check=True)
+        timeline = json.loads((tmp_path / "timeline.json").read_text())
+        ours = json.loads(answer(json.dumps(settings)))["panels"][0]
+        assert max(span["end"] for rank in timeline["ranks"] for span in rank) == pytest.approx(ours["time"])
         width = page.evaluate("document.querySelector('canvas').clientWidth")
         page.evaluate(f"{SET}(['zoom', '2'])")
         page.wait_for(f"document.querySelector('canvas').clientWidth === {2 * width}")

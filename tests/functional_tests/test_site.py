@@ -21,9 +21,9 @@ SCROLLED = """new Promise((done) => {
     requestAnimationFrame(() => requestAnimationFrame(() => { scrollTo(0, 0); requestAnimationFrame(done); }));
 })"""
 PICTURES = "[...document.querySelectorAll('.md-content a.glightbox img')]"
-# Tables of at most three columns that have to be swiped.
-WIDE_TABLES = """[...document.querySelectorAll('.md-typeset__scrollwrap')].filter((each) =>
-    each.querySelectorAll('th').length <= 3 && each.scrollWidth > each.clientWidth).length"""
+# Tables that have to be swiped.
+WIDE_TABLES = """[...document.querySelectorAll('.md-typeset__scrollwrap')].filter(
+    (table) => table.scrollWidth > table.clientWidth).length"""
 LINKS = "[...document.querySelectorAll('.md-search-result__link')].map((each) => each.href)"
 
 

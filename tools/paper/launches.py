@@ -7,7 +7,7 @@ from types import MappingProxyType
 from megatron.seq1f1b.commands.launch_flags import decided_flags
 from megatron.seq1f1b.commands.model_flags import training_flags
 from megatron.seq1f1b.costs.machine import read_machine
-from megatron.seq1f1b.costs.simulator import predict
+from megatron.seq1f1b.costs.simulator import Prediction, predict
 from megatron.seq1f1b.planner.space import Candidate
 
 from . import megatron_tables, seq1f1b_tables, terapipe_tables, zero_bubble
@@ -91,6 +91,7 @@ def terapipe() -> Iterator[Row]:
                 label=label,
                 unit="s",
                 published=None,
+                group=f"setting {setting['setting']}",
                 setup=setup,
                 machine=machine,
             )
@@ -132,10 +133,15 @@ def launches(table: str) -> list[Launch]:
     return [Launch(row, tuple(_flags(table, row))) for row in rows]
 
 
+def step_of(launch: Launch) -> Prediction:
+    """The predicted step of a run."""
+    assert launch.row.machine is not None
+    return predict(_setup(launch.row), launch.row.machine)
+
+
 def predicted(launch: Launch) -> tuple[float, float, bool]:
     """Seconds of a step, GiB of the fullest device, and whether that fits."""
-    assert launch.row.machine is not None
-    prediction = predict(_setup(launch.row), launch.row.machine)
+    prediction = step_of(launch)
     return prediction.seconds, max(memory.total for memory in prediction.memory) / 2**30, fits(prediction)
 
 

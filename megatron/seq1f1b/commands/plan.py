@@ -15,7 +15,7 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import partial
@@ -181,7 +181,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rules = launch_rules(args.launch, in_units)
     asked = question(args, rules)
     progress = Progress()
-    search: Any = UnitSearch(asked, args.histogram) if in_units else Search(asked, progress)
+    search: Search | UnitSearch = UnitSearch(asked, args.histogram) if in_units else Search(asked, progress)
     answer = answer_of(search, rules, args)
     progress.end()
 
@@ -201,6 +201,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         write_answer(args.json, args, answer, flags_of)
         print(f"{args.json} written.")
     if args.output is not None:
+        assert isinstance(search, Search)  # `parse` refuses a picture of plans in units
         draw(search, answer, args.output)
     if args.rehearse is None:
         return 0
@@ -219,7 +220,7 @@ def launch_rules(launch: argparse.Namespace, in_units: bool) -> LaunchRules:
     return LaunchRules(launch.passed_through, always)
 
 
-def answer_of(search: Any, rules: LaunchRules, args: argparse.Namespace) -> Answer:
+def answer_of(search: Search | UnitSearch, rules: LaunchRules, args: argparse.Namespace) -> Answer:
     """The best plans of both sides, and the launch as given. Raises ValueError, with a way out, if nothing fits."""
     given = plan_as_given(args.launch, search)
     ours = search.best(args.best)
@@ -235,12 +236,13 @@ def answer_of(search: Any, rules: LaunchRules, args: argparse.Namespace) -> Answ
     return Answer(ours=ours, megatron=megatron, given=given, gain=gain)
 
 
-def print_plans(search: Any, answer: Answer) -> None:
+def print_plans(search: Search | UnitSearch, answer: Answer) -> None:
     """Print the table of plans, the verdict, and the memory of what is advised."""
     in_units = isinstance(search, UnitSearch)
-    if in_units:
+    row: Callable[[Any], Any]  # of a plan, as the search makes them
+    if isinstance(search, UnitSearch):
         print(plan_text.title_of_units(search))
-        row: Any = partial(plan_text.row_of_units, search)
+        row = partial(plan_text.row_of_units, search)
     else:
         print(plan_text.title(search.question))
         row = plan_text.row
@@ -254,7 +256,9 @@ def print_plans(search: Any, answer: Answer) -> None:
     print(plan_text.memory_by_stage(answer.advised, search.question))
 
 
-def print_notes(search: Any, rules: LaunchRules, launch: argparse.Namespace, flags: Sequence[str]) -> None:
+def print_notes(
+    search: Search | UnitSearch, rules: LaunchRules, launch: argparse.Namespace, flags: Sequence[str]
+) -> None:
     """Print what was left out of the search, and what of the launch changes no prediction."""
     for sentence in rules.left_out():
         print(sentence)
@@ -273,7 +277,7 @@ def print_notes(search: Any, rules: LaunchRules, launch: argparse.Namespace, fla
         print(f"auto was left out for {num_left_out} of the best, with more than {MOST_ACTIONS_OF_AUTO:,} actions.")
 
 
-def plan_as_given(launch: argparse.Namespace, search: Any) -> Plan | None:
+def plan_as_given(launch: argparse.Namespace, search: Search | UnitSearch) -> Plan | None:
     """The launch itself, predicted; None if it has no parallel sizes, or no --unit-tokens where units are searched."""
     if isinstance(search, Search):
         candidate = as_given(launch, search.question)

@@ -13,7 +13,7 @@ from megatron.seq1f1b.commands.launch_flags import read_launch
 from paper.launches import TABLES, launches
 from paper.row import slug
 from paper.seq1f1b_tables import throughput
-from paper_launches import errors_of
+from paper_launches import errors_of, slower_with_slices
 from paper_tables import as_csv, with_logs
 from support.files import write_files
 from support.patience import patient
@@ -107,3 +107,8 @@ def test_the_logs_of_a_job_join_the_table(tmp_path):
     (found,) = with_logs([row], tmp_path / "logs")
     assert found.measured == pytest.approx(8 * 32768 / 5.0)
     assert as_csv([found]).splitlines()[1].endswith(f",{8 * 32768 / 5.0:.4g}")
+
+
+def test_slices_that_make_a_step_longer_are_explained():
+    lines = list(slower_with_slices(launches("terapipe")))
+    assert [line.split(" is slower")[0] for line in lines] == ["setting 2", "setting 3"]
