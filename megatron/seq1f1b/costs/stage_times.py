@@ -3,7 +3,7 @@
 Tested in planner/test_search.py by test_bounds_are_bounds.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache, singledispatch
 from heapq import heapify, heapreplace
@@ -63,10 +63,17 @@ def launch_times(setup: TrainingSetup, machine: Machine, stage: StageLayers) -> 
     return forward, backward
 
 
-@lru_cache(maxsize=1 << 15)
-def rows_of_stage(setup: TrainingSetup, machine: Machine, stage: StageLayers) -> StageRows:
-    """The rows of one stage."""
-    host = machine.host
+class _Passes(NamedTuple):
+    """What the forward and the backward of a segment do at once on a stage, the device's compute first: each takes as
+    long as the longest. `weight` is what the weight gradients have of the backward's compute."""
+
+    forward: Row
+    backward: Row
+    weight: float
+
+
+def _passes_of_stage(setup: TrainingSetup, machine: Machine, stage: StageLayers) -> Iterator[_Passes]:
+    """By segment, without what the host needs for an action."""
     num_layers = sum(count for _, count in stage.layers)
     of_layers = [(count, _seconds_of_layer(setup, machine, layer)) for layer, count in stage.layers]
     launch_f, launch_b = launch_times(setup, machine, stage)
@@ -76,7 +83,6 @@ def rows_of_stage(setup: TrainingSetup, machine: Machine, stage: StageLayers) ->
         reduce, gather = replica_times(setup, machine, *setup.stage_parameters(stage))
     if not setup.shards_parameters:
         gather = 0.0
-    rows = []
     for index, span in enumerate(setup.spans):
         forward = back = weight = 0.0
         for count, of_segments in of_layers:
@@ -89,15 +95,43 @@ def rows_of_stage(setup: TrainingSetup, machine: Machine, stage: StageLayers) ->
                 forward, back, weight = map(add, (forward, back, weight), end_time(setup, machine, *span))
         copied = stage_moved(setup, stage, *span) if setup.moves_parts else 0.0
         copying = copied / machine.device.host_bandwidth if copied else 0.0
-        total = max(back + weight, launch_b, copying, gather + reduce) + host.action
-        weight *= (total - host.action) / (back + weight) if setup.splits_backward and weight else 1.0
         # A forward waits for the copies of all layers but the last two, which may be on their way at its end; for those
         # of whole layers, all: Transformer Engine frees a layer only when it has moved.
         on_their_way = 0.0 if setup.moves is Moves.LAYERS else min(1.0, 2 / max(1, num_layers))
         leaving = copying * (1 - on_their_way)
-        rows.append((max(forward, launch_f, leaving, gather) + host.action, total - weight, weight))
+        yield _Passes(
+            forward=(forward, launch_f, leaving, gather),
+            backward=(back + weight, launch_b, copying, gather + reduce),
+            weight=weight,
+        )
+
+
+@lru_cache(maxsize=1 << 15)
+def rows_of_stage(setup: TrainingSetup, machine: Machine, stage: StageLayers) -> StageRows:
+    """The rows of one stage."""
+    action = machine.host.action
+    rows = []
+    for forward, backward, weight in _passes_of_stage(setup, machine, stage):
+        total = max(backward) + action
+        compute = backward[0]
+        of_weight = weight * ((total - action) / compute) if setup.splits_backward and weight else weight
+        rows.append((max(forward) + action, total - of_weight, of_weight))
     f, i, w = zip(*rows, strict=True)
     return f, i, w
+
+
+@lru_cache(maxsize=1 << 15)
+def sums_of_stage(setup: TrainingSetup, machine: Machine, stage: StageLayers) -> tuple[Row, Row]:
+    """The sums over the segments of what forwards do at once, and of what backwards do, with what the host needs for
+    the actions. The longest of them is a lower bound for every cut into as many segments: in another cut the device may
+    compute longer than the host launches in all segments, here in some."""
+    passes = [*_passes_of_stage(setup, machine, stage)]
+    actions = len(passes) * machine.host.action
+    forward, backward = (
+        tuple(sum(seconds) + actions for seconds in zip(*of_segments, strict=True))
+        for of_segments in ([of_one.forward for of_one in passes], [of_one.backward for of_one in passes])
+    )
+    return forward, backward
 
 
 def stage_rows(setup: TrainingSetup, machine: Machine) -> Sequence[StageRows]:

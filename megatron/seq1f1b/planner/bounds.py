@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from math import ceil, inf
-from operator import add
 from typing import NamedTuple
 
 from ..costs.layer_bytes import unit_bytes
@@ -15,23 +14,13 @@ from ..costs.machine import Machine, without_tiles
 from ..costs.pair_times import pair_row, pair_times
 from ..costs.rank_alone import seconds_alone
 from ..costs.simulator import is_extended
-from ..costs.stage_times import rows_of_stage, rows_of_stages, stage_rows, step_costs, step_end
+from ..costs.stage_times import rows_of_stage, rows_of_stages, step_costs, step_end, sums_of_stage
 from ..costs.step_memory import static_memory
-from ..costs.training_setup import StageLayers, TrainingSetup, splits_backward
+from ..costs.training_setup import StageLayers, TrainingSetup, of_stages, splits_backward
 from ..schedule import Placement
 from .pair_bounds import most_hidden
 from .rank_ends import rank_ends
 from .space import MemoryBudget, Question, lengths_of, may_hide, may_move, ways_to_take_the_loss
-
-
-def least_seconds(setup: TrainingSetup, machine: Machine) -> float:
-    """A lower bound from the compute of each rank."""
-    of_ranks = _compute_of_ranks(setup, machine)
-    seconds = {
-        rank: setup.num_microbatches * of_ranks[rank].work - hidden
-        for rank, hidden in enumerate(most_hidden(setup, machine))
-    }
-    return _least_step(setup, machine, of_ranks, seconds)
 
 
 class _RankCompute(NamedTuple):
@@ -40,6 +29,19 @@ class _RankCompute(NamedTuple):
     work: float
     first_forward: float
     first_backward: float
+
+
+def least_seconds(setup: TrainingSetup, machine: Machine) -> float:
+    """A lower bound from the compute of each rank."""
+    return _least_by_compute(setup, machine, _compute_of_ranks(setup, machine))
+
+
+def _least_by_compute(setup: TrainingSetup, machine: Machine, of_ranks: Sequence[_RankCompute]) -> float:
+    seconds = {
+        rank: setup.num_microbatches * of_ranks[rank].work - hidden
+        for rank, hidden in enumerate(most_hidden(setup, machine))
+    }
+    return _least_step(setup, machine, of_ranks, seconds)
 
 
 def _compute_of_ranks(setup: TrainingSetup, machine: Machine) -> Sequence[_RankCompute]:
@@ -63,6 +65,17 @@ def _compute_by_placement(
         work = sum(work_of[id(rows[stage])] for stage in stages)
         found.append(_RankCompute(work, f[0], i[0] + w[0]))
     return found
+
+
+@lru_cache(maxsize=1 << 14)
+def _least_compute_by_placement(
+    alone: TrainingSetup, machine: Machine, placement: Placement, layers_per_stage: tuple[int, ...]
+) -> Sequence[_RankCompute]:
+    """Seconds at least for every cut into as many segments, by an even one: no first segment is shorter there."""
+    of_ranks = _compute_by_placement(alone, machine, placement, layers_per_stage)
+    least = of_stages(alone.model, layers_per_stage, lambda stage: sum(map(max, sums_of_stage(alone, machine, stage))))
+    works = [sum(least[stage] for stage in placement.stages_of(rank)) for rank in range(placement.num_ranks)]
+    return [compute._replace(work=work) for compute, work in zip(of_ranks, works, strict=True)]
 
 
 def _least_step(
@@ -173,25 +186,30 @@ def _least_work(alone: TrainingSetup, machine: Machine, segments: int) -> float:
     evenly = _evenly_cut(alone, segments)
     if evenly is None:
         return inf
-    return sum(map(sum, stage_rows(evenly, _of_any_cut(machine, segments))[0]))
+    return sum(map(max, sums_of_stage(evenly, _of_any_cut(machine, segments), evenly.stages[0])))
 
 
 @lru_cache(maxsize=1 << 16)
 def _least_of_layers(alone: TrainingSetup, machine: Machine, segments: int, count: int) -> _RankCompute:
-    """Seconds at least on so many layers of a rank, if a sequence is cut evenly: each segment on its fastest kind of
-    layer."""
+    """Seconds at least on so many layers of a rank, however they are cut, and of whatever kind they are."""
     evenly = _evenly_cut(alone, segments)
     if evenly is None:
         return _RankCompute(0.0, 0.0, 0.0)
     of_any_cut = _of_any_cut(machine, segments)
     kinds = [layer for layer, _ in evenly.stages[0].layers]
     rows = []
+    sums = []
     for layer in kinds:
         alike = StageLayers(((layer, count),), is_first=False, is_last=False)
         rows.append(rows_of_stage(evenly, of_any_cut, alike))
-    forward = [min(of_kinds) for of_kinds in zip(*(f for f, _, _ in rows), strict=True)]
-    backward = [min(of_kinds) for of_kinds in zip(*(map(add, i, w) for _, i, w in rows), strict=True)]
-    return _RankCompute(sum(forward) + sum(backward), forward[0], backward[0])
+        sums.append(sums_of_stage(evenly, of_any_cut, alike))
+    # Kinds may be mixed, so each sum is the least of all kinds.
+    least = [[min(of_kinds) for of_kinds in zip(*passes, strict=True)] for passes in zip(*sums, strict=True)]
+    return _RankCompute(
+        work=sum(map(max, least)),
+        first_forward=min(f[0] for f, _, _ in rows),
+        first_backward=min(i[0] + w[0] for _, i, w in rows),
+    )
 
 
 @lru_cache(maxsize=1 << 16)
@@ -218,10 +236,13 @@ def _most_hidden(alone: TrainingSetup, machine: Machine, segments: int) -> float
 
 
 def least_seconds_cut(setup: TrainingSetup, machine: Machine, segments: int) -> float:
-    """A lower bound for all cuts into this number of segments: kernels lose least to launches where all segments are
-    alike, and no first segment is shorter than the mean."""
+    """A lower bound for all cuts into this number of segments."""
     evenly = _evenly_cut(setup, segments)
-    return 0.0 if evenly is None else least_seconds(evenly, _of_any_cut(machine, segments))
+    if evenly is None:
+        return 0.0
+    of_any_cut = _of_any_cut(machine, segments)
+    least = _least_compute_by_placement(evenly.alone, of_any_cut, evenly.placement, evenly.layers_per_stage)
+    return _least_by_compute(evenly, of_any_cut, least)
 
 
 def _of_any_cut(machine: Machine, segments: int) -> Machine:

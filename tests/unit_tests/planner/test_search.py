@@ -6,6 +6,7 @@ from random import Random
 from statistics import median
 
 import pytest
+from msgspec import structs
 
 from megatron.seq1f1b.costs.execution import execute_lowered
 from megatron.seq1f1b.costs.model_shape import DeltaNet, Experts, Mamba
@@ -114,6 +115,28 @@ def test_bounds_are_bounds(everything):
                     for found in cuts(replace(setup, family=family), segments):
                         exact = bounds.least_seconds(found.setup, small().machine)
                         assert max(least, of_chunks, closer) <= exact * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("launching", [2, 5, 10, 20, 40])
+def test_bounds_of_any_cut_where_launches_count(launching):
+    """Times as many launches: in an even cut some segments wait for the host and others do not; a balanced cut may have
+    neither."""
+    machine = small().machine
+    host = structs.replace(
+        machine.host,
+        layer_forward=launching * machine.host.layer_forward,
+        layer_backward=launching * machine.host.layer_backward,
+    )
+    question = small(
+        machine=replace(machine, host=host), sequence_length=32768, segments=(4, 8, 16), micro_batches=(1,)
+    )
+    for sizes in parallel_sizes(question):
+        for setup, segments in product(spread(question, sizes), (4, 8, 16)):
+            least = bounds.least_seconds_of(sizes, question.machine, segments, splits=False)
+            closer = bounds.least_seconds_cut(setup, question.machine, segments)
+            for found in cuts(setup, segments):
+                exact = bounds.least_seconds(found.setup, question.machine)
+                assert max(least, closer) <= exact * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("family", ["1f1b", "zb-h1", "breadth-first"])
