@@ -218,8 +218,7 @@ def _step_word(seconds: str, configuration: str) -> str:
 
 def _gain_word(gain: Gain) -> str:
     """A gain, in brackets within the error."""
-    word = str(gain)
-    return f"({word.removesuffix(' (within error)')})" if word.endswith(" (within error)") else word
+    return f"({gain.percent})" if gain.is_within_error else gain.percent
 
 
 ABOUT_GAINS = """\

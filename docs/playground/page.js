@@ -82,13 +82,18 @@ function idle(panel, rank) {
   return 1 - busy / panel.time;
 }
 
+// The kinds of actions that a panel has, in the order of their names.
+function kindsOf(panel, names) {
+  const used = new Set(panel.ranks.flat().map(([kind]) => kind));
+  return Object.keys(names).filter((kind) => used.has(kind));
+}
+
 function figure(panel, names) {
   const element = document.createElement("figure");
   const caption = document.createElement("figcaption");
   caption.textContent = described(panel);
   const legend = document.createElement("span");
-  const used = new Set(panel.ranks.flat().map(([kind]) => kind));
-  for (const kind of Object.keys(names).filter((kind) => used.has(kind))) {
+  for (const kind of kindsOf(panel, names)) {
     const mark = document.createElement("span");
     mark.textContent = " \u25a0 ";
     mark.style.color = panel.colours[kind].at(-1);
@@ -183,10 +188,9 @@ function svg({ panels, names }) {
   let top = 0;
   for (const panel of panels) {
     parts.push(`<text x="0" y="${top + 14}">${described(panel)}</text>`);
-    const used = new Set(panel.ranks.flat().map(([kind]) => kind));
     top += ROW;
     let beside = 0;
-    for (const kind of Object.keys(names).filter((kind) => used.has(kind))) {
+    for (const kind of kindsOf(panel, names)) {
       parts.push(`<rect x="${beside}" y="${top + 5}" width="10" height="10" fill="${panel.colours[kind].at(-1)}"/>` +
         `<text x="${beside + 14}" y="${top + 14}">${names[kind]}</text>`);
       beside += 30 + 7 * names[kind].length;

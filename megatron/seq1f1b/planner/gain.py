@@ -24,9 +24,18 @@ class Gain(NamedTuple):
         """Whether only segments fit, or gain more than the error."""
         return self.megatron is None if self.value is None else self.value >= self.error
 
-    def __str__(self) -> str:
+    @property
+    def is_within_error(self) -> bool:
+        """Whether both fit, and differ by less than the error."""
+        return self.value is not None and abs(self.value) < self.error
+
+    @property
+    def percent(self) -> str:
+        """The value in words, or what fits; without the error."""
         if self.value is None:
             only = "only segments fit" if self.ours else "only Megatron's own fit"
             return only if self.ours or self.megatron else "nothing fits"
-        percent = f"{100 * self.value:+.1f} %"
-        return f"{percent} (within error)" if abs(self.value) < self.error else percent
+        return f"{100 * self.value:+.1f} %"
+
+    def __str__(self) -> str:
+        return f"{self.percent} (within error)" if self.is_within_error else self.percent
