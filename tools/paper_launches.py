@@ -13,8 +13,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from itertools import batched
 
-from paper.launches import TABLES, WITHOUT_FIGURE, Launch, launches, predicted, step_of
-from paper.row import Errors
+from megatron.seq1f1b.costs.machine import GIB
+from megatron.seq1f1b.costs.simulator import Prediction
+from paper.launches import TABLES, WITHOUT_FIGURE, Launch, launches, step_of
+from paper.row import Errors, fits
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -23,25 +25,28 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--predict", action="store_true", help="step time and memory instead of flags")
     args = parser.parse_args(argv)
     runs = launches(args.table)
-    for launch in runs:
-        if args.predict:
-            print(_with_prediction(args.table, launch), flush=True)
-        else:
+    if not args.predict:
+        for launch in runs:
             print(launch.log, launch.gpus, " ".join(launch.flags), sep="\t")
-    if args.predict:
-        print(errors_of(args.table, runs))
-        if args.table == "terapipe":
-            print(*slower_with_slices(runs), sep="\n")
+        return 0
+    steps = []
+    for launch in runs:
+        step = step_of(launch)
+        print(_with_prediction(args.table, launch, step), flush=True)
+        steps.append(step)
+    print(errors_of(args.table, runs))
+    if args.table == "terapipe":
+        print(*slower_with_slices(runs, steps), sep="\n")
     return 0
 
 
-def _with_prediction(table: str, launch: Launch) -> str:
+def _with_prediction(table: str, launch: Launch, step: Prediction) -> str:
     """What is predicted for a run, and what is published."""
     row = launch.row
-    seconds, memory, fits = predicted(launch)
-    assert row.setup is not None
-    tokens = row.setup.global_batch_size * row.setup.sequence_length / seconds
-    verdict = f"{seconds:8.3f} s {tokens:9.0f} tokens/s {memory:6.1f} GiB" if fits else "out of memory"
+    verdict = "out of memory"
+    if fits(step):
+        fullest = max(memory.total for memory in step.memory) / GIB
+        verdict = f"{step.seconds:8.3f} s {step.tokens_per_second:9.0f} tokens/s {fullest:6.1f} GiB"
     unit = "bubble ratio" if row.unit == "bubble" else row.unit
     if row.published is not None:
         published = f"  published: {_figure(row.published)} {unit}"
@@ -75,11 +80,10 @@ def errors_of(table: str, runs: list[Launch]) -> str:
     return "\n".join(parts)
 
 
-def slower_with_slices(runs: Sequence[Launch]) -> Iterator[str]:
-    """Why slices make a step of TeraPipe longer, where they do. Runs come in pairs: whole sequences, then slices."""
-    for whole, sliced in batched(runs, 2):
-        before = step_of(whole)
-        after = step_of(sliced)
+def slower_with_slices(runs: Sequence[Launch], steps: Sequence[Prediction]) -> Iterator[str]:
+    """Why slices make a step of TeraPipe longer, where they do. Runs, and their predicted steps, come in pairs: whole
+    sequences, then slices."""
+    for (_, before), (sliced, after) in batched(zip(runs, steps, strict=True), 2):
         if after.seconds <= before.seconds:
             continue
         assert sliced.row.setup is not None

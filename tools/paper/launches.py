@@ -12,7 +12,7 @@ from megatron.seq1f1b.planner.space import Candidate
 
 from . import megatron_tables, seq1f1b_tables, terapipe_tables, zero_bubble
 from .programs import PaperSetup
-from .row import Row, fits, gpt, read, slug
+from .row import Row, gpt, read, slug
 
 _TRAINING = (
     "--mock-data",
@@ -137,12 +137,6 @@ def step_of(launch: Launch) -> Prediction:
     """The predicted step of a run."""
     assert launch.row.machine is not None
     return predict(_setup(launch.row), launch.row.machine)
-
-
-def predicted(launch: Launch) -> tuple[float, float, bool]:
-    """Seconds of a step, GiB of the fullest device, and whether that fits."""
-    prediction = step_of(launch)
-    return prediction.seconds, max(memory.total for memory in prediction.memory) / 2**30, fits(prediction)
 
 
 def _setup(row: Row) -> PaperSetup:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron.seq1f1b.commands.launch_flags import read_launch
-from paper.launches import TABLES, launches
+from paper.launches import TABLES, launches, step_of
 from paper.row import slug
 from paper.seq1f1b_tables import throughput
 from paper_launches import errors_of, slower_with_slices
@@ -110,5 +110,6 @@ def test_the_logs_of_a_job_join_the_table(tmp_path):
 
 
 def test_slices_that_make_a_step_longer_are_explained():
-    lines = list(slower_with_slices(launches("terapipe")))
+    runs = launches("terapipe")
+    lines = list(slower_with_slices(runs, [step_of(run) for run in runs]))
     assert [line.split(" is slower")[0] for line in lines] == ["setting 2", "setting 3"]
