@@ -244,7 +244,8 @@ class Search:
             case Candidate(setup):
                 yield self._least_seconds_in_order(setup), _Timed(item)
             case _Timed(Candidate() as candidate):
-                if question.accepts(candidate) and (found := self._plan(candidate)).fits(question.budget):
+                found = first_that_fits(candidate, question.budget, self._plan) if question.accepts(candidate) else None
+                if found is not None:
                     yield found.prediction.seconds, found
 
     def _least_seconds_away(self, setup: TrainingSetup, segments: int) -> float:
@@ -424,6 +425,22 @@ def _first_ones(question: Question, sizes: TrainingSetup) -> Iterator[_Sizes]:
     for several in (False, True):
         if chosen := tuple(segments for segments in numbers if (segments > 1) == several):
             yield _Sizes(sizes, chosen)
+
+
+def first_that_fits(candidate: Candidate, budget: MemoryBudget, predicted: Callable[[Candidate], Plan]) -> Plan | None:
+    """The `predicted` plan of a candidate; None if it does not fit. If it moves units, then the first that fits with as
+    many or more of them: `fitted`, which has chosen their share, looks at some ranks and few micro-batches, but every
+    rank rounds the share to whole units of its own order."""
+    setup = candidate.setup
+    moves_units = setup.offloads > 0 and not setup.moves_parts
+    more = [sixteenths / 16 for sixteenths in range(1, 17) if moves_units and sixteenths / 16 > setup.offloads]
+    for moving in (candidate, *(replace(candidate, setup=setup.but(offloads=share)) for share in more)):
+        plan = predicted(moving)
+        if plan.fits(budget):
+            return plan
+        if plan.host_gib * GIB > budget.host:
+            return None
+    return None
 
 
 def predict_candidate(candidate: Candidate, question: Question) -> Plan:

@@ -1,6 +1,7 @@
 """The planner finds what trying everything would find, and keeps the memory of a device."""
 
 from dataclasses import replace
+from functools import partial
 from itertools import chain, pairwise, product
 from random import Random
 from statistics import median
@@ -8,17 +9,18 @@ from statistics import median
 import pytest
 from msgspec import structs
 
+from megatron.seq1f1b.commands.model_flags import preset
 from megatron.seq1f1b.costs.execution import execute_lowered
 from megatron.seq1f1b.costs.model_shape import DeltaNet, Experts, Mamba
 from megatron.seq1f1b.costs.pair_times import PairRow, PairTimes
 from megatron.seq1f1b.costs.simulator import predict
-from megatron.seq1f1b.costs.training_setup import ALL_BUT_ATTENTION, FULL, Moves, splits_backward
+from megatron.seq1f1b.costs.training_setup import ALL_BUT_ATTENTION, FULL, Moves, TrainingSetup, splits_backward
 from megatron.seq1f1b.planner import bounds, search
 from megatron.seq1f1b.planner.breakdown import breakdown
 from megatron.seq1f1b.planner.fitting import fits, fitted, host_in_flight, layers_leaving
 from megatron.seq1f1b.planner.order_table import order_table
 from megatron.seq1f1b.planner.rank_ends import rank_ends
-from megatron.seq1f1b.planner.search import Search, predict_candidate
+from megatron.seq1f1b.planner.search import Search, first_that_fits, predict_candidate
 from megatron.seq1f1b.planner.space import (
     Candidate,
     cuts,
@@ -92,6 +94,20 @@ def test_what_does_not_fit_moves_to_the_host_if_that_is_fastest():
     assert Search(small(host_gib=100)).best() == Search(small()).best()
     for other in (replace(question, host_gib=0.01), linked(1e6, memory_gib=1.45, host_gib=2, recomputes=("none",))):
         assert Search(other).best(1) == Search(replace(other, host_gib=0)).best(1)
+
+
+def test_more_moves_where_a_rank_would_hold_too_much():
+    """The share that is enough for a few micro-batches, on the ranks that may be fullest, may not be for the step."""
+    setup = TrainingSetup(replace(preset("7b"), num_layers=16), 32768, 32, placement=Placement(4, 2))
+    question = linked(1e12, memory_gib=67.5, host_gib=1000)
+    predicted = partial(predict_candidate, question=question)
+    least = Candidate(fitted(setup, question.budget, Moves.UNITS))
+    assert 0 < least.setup.offloads < 1 and predicted(least).memory_gib > 67.5
+    found = first_that_fits(least, question.budget, predicted)
+    share = found.candidate.setup.offloads
+    assert found.fits(question.budget) and least.setup.offloads < share
+    assert not predicted(Candidate(least.setup.but(offloads=share - 1 / 16))).fits(question.budget)
+    assert first_that_fits(least, linked(1e12, memory_gib=67.5, host_gib=10).budget, predicted) is None
 
 
 def test_bounds_are_bounds(everything):
