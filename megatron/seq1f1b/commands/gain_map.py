@@ -32,8 +32,8 @@ from ..report.text import aligned
 from ..schedule import named, read_bytes
 from .model_flags import PRESETS, preset
 from .parsing import Parser, amount, amount_or_0, count, count_up_to, output_path
-from .plan import add_machine, show
 from .plan_text import short_name
+from .progress import show
 
 
 class CellQuestion(NamedTuple):
@@ -97,7 +97,7 @@ def make_parser() -> Parser:
     add = parser.add_argument
     add("--model", choices=PRESETS, required=True, metavar="NAME", help=", ".join(PRESETS))
     add("--seq-length", type=count, required=True, metavar="TOKENS", help="of a sequence; required")
-    add_machine(parser, "h100-80gb")
+    parser.add_machine("h100-80gb")
     add("--gpus", type=count_up_to(10**6), nargs="+", required=True, metavar="N", help="numbers of GPUs; required")
     add("--tokens", type=amount, nargs="+", required=True, help="of a step, such as 4e6; required")
     what = "GB/s of a node to others, as collectives reach them; default: the machine's"

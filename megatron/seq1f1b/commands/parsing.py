@@ -29,6 +29,13 @@ class Parser(argparse.ArgumentParser):
 
     error = refuse
 
+    def add_machine(self, default: str) -> None:
+        """Add --machine, the machine of a prediction."""
+        from ..costs.machine import machine_names  # imports numpy, which most commands do without
+
+        names = ", ".join(machine_names())
+        self.add_argument("--machine", default=default, help=f"{names}, or your own file; default: {default}")
+
 
 # The types of flags that count or measure something.
 count = number_type(int, lambda number: number >= 1, "not a whole number from 1 on")

@@ -15,23 +15,16 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from difflib import get_close_matches
-from functools import partial
 from pathlib import Path
-from time import monotonic
-from typing import Any
 
 from ..arguments.unsupported import OurFeature
-from ..costs.machine import OUTSIDE_GIB, machine_names, read_machine
+from ..costs.machine import OUTSIDE_GIB, read_machine
 from ..files import read_histogram
 from ..planner.gain import Gain
-from ..planner.given import as_given
-from ..planner.search import MOST_ACTIONS_OF_AUTO, Plan, Search, predict_candidate
+from ..planner.search import Plan
 from ..planner.space import Question
-from ..planner.unit_search import UnitSearch
-from ..planner.way_out import way_out
 from . import plan_text
 from .launch_flags import decided_flags, read_launch
 from .launch_rules import LaunchRules
@@ -39,9 +32,9 @@ from .model_flags import PRESETS, model_of, preset_words, without_heads
 from .parsing import PICTURES, Parser, amount, amount_or_0, count, count_up_to, name_of, output_path
 from .plan_answer import Answer
 from .plan_json import write_answer
+from .plan_kinds import PlanKind, PlansInUnits, PlansOfSequences
+from .progress import Progress
 
-# What keeps the sequences of a launch apart.
-_APART = ("--sft", "--dataloader-inter-document-masking", "--reset-attention-mask")
 _MOST_IN_UNITS = 4096
 _ROUND = 256  # tokens: parallel sizes have to divide --seq-length
 # The flags that a rehearsal needs beside those of a plan.
@@ -58,7 +51,7 @@ def make_parser() -> Parser:
     lengths = "plan for unequal lengths, cut off at --seq-length: a CSV of 'tokens,sequences', or the .idx of a corpus"
     add("--lengths", type=Path, metavar="FILE", help=lengths)
     add("--global-batch-size", type=count_up_to(2**16), metavar="N", help="in sequences; required")
-    add_machine(parser, "a100-80gb")
+    parser.add_machine("a100-80gb")
     add("--device-memory", type=amount, metavar="GIB", help="default: what a device of the machine has")
     host = "of the host, for activations of each device; 0: none moves there; default: what the machine file has"
     add("--host-memory", type=amount_or_0, metavar="GIB", help=host)
@@ -119,11 +112,6 @@ def _missing(args: argparse.Namespace, words: Sequence[str]) -> list[str]:
     return missing
 
 
-def add_machine(parser: Parser, default: str) -> None:
-    names = ", ".join(machine_names())
-    parser.add_argument("--machine", default=default, help=f"{names}, or your own file; default: {default}")
-
-
 def question(args: argparse.Namespace, rules: LaunchRules) -> Question:
     """Raises ValueError for what is missing, unknown or does not go together."""
     machine = read_machine(args.machine)
@@ -150,47 +138,22 @@ def all_flags(launch: argparse.Namespace, best: Plan, by_megatron: bool = False)
     return list({name_of(flag): flag for flag in flags}.values())
 
 
-def show(done: int, total: int) -> None:
-    """A bar of progress on a terminal."""
-    if sys.stderr.isatty():
-        end = "\n" if done == total else ""
-        print(f"\r[{'#' * round(30 * done / total):30}]", end=end, file=sys.stderr, flush=True)
-
-
-class Progress:
-    """On a terminal, twice a second: how many candidates are left to look at. Each may be several configurations, or
-    be left out by its bound."""
-
-    def __init__(self) -> None:
-        self._is_shown = sys.stderr.isatty()
-        self._next = 0.0
-
-    def __call__(self, left: int) -> None:
-        if self._is_shown and monotonic() >= self._next:
-            self._next = monotonic() + 0.5
-            print(f"\r{left:9,} candidates are left", end="", file=sys.stderr, flush=True)
-
-    def end(self) -> None:
-        if self._is_shown:
-            print("\r" + " " * 40 + "\r", end="", file=sys.stderr, flush=True)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     in_units = args.lengths is not None
     rules = launch_rules(args.launch, in_units)
     asked = question(args, rules)
     progress = Progress()
-    search: Search | UnitSearch = UnitSearch(asked, args.histogram) if in_units else Search(asked, progress)
-    answer = answer_of(search, rules, args)
+    kind: PlanKind = PlansInUnits(asked, args.histogram) if in_units else PlansOfSequences(asked, progress)
+    answer = answer_of(kind, rules, args)
     progress.end()
 
     def flags_of(plan: Plan) -> list[str]:
         return all_flags(args.launch, plan, by_megatron=plan is answer.megatron)
 
-    print_plans(search, answer)
+    print_plans(kind, answer)
     print(plan_text.flags_of_both(answer.advised, answer.other, answer.megatron, flags_of))
-    print_notes(search, rules, args.launch, flags_of(answer.advised))
+    print_notes(kind, rules, args.launch, flags_of(answer.advised))
     if args.leaves_heads_out:
         print(
             f"The heads of {args.model} that predict further tokens are left out (--mtp-num-layers): units refuse them."
@@ -201,8 +164,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         write_answer(args.json, args, answer, flags_of)
         print(f"{args.json} written.")
     if args.output is not None:
-        assert isinstance(search, Search)  # `parse` refuses a picture of plans in units
-        draw(search, answer, args.output)
+        assert isinstance(kind, PlansOfSequences)  # `parse` refuses a picture of plans in units
+        kind.draw(answer, args.output)
+        print(f"{args.output} written.")
     if args.rehearse is None:
         return 0
     if answer.rehearsable is not answer.advised:
@@ -220,14 +184,14 @@ def launch_rules(launch: argparse.Namespace, in_units: bool) -> LaunchRules:
     return LaunchRules(launch.passed_through, always)
 
 
-def answer_of(search: Search | UnitSearch, rules: LaunchRules, args: argparse.Namespace) -> Answer:
+def answer_of(kind: PlanKind, rules: LaunchRules, args: argparse.Namespace) -> Answer:
     """The best plans of both sides, and the launch as given. Raises ValueError, with a way out, if nothing fits."""
-    given = plan_as_given(args.launch, search)
-    ours = search.best(args.best)
+    given = kind.as_given(args.launch)
+    ours = kind.search.best(args.best)
     if not ours:
-        raise search.way_out() if isinstance(search, UnitSearch) else way_out(search.question, [*rules.left_out()])
-    megatron = search.megatron_baseline()
-    asked = search.question
+        raise kind.nothing_fits([*rules.left_out()])
+    megatron = kind.search.megatron_baseline()
+    asked = kind.question
     gain = Gain(
         ours=ours[0].tokens_per_second,
         megatron=None if megatron is None else megatron.tokens_per_second,
@@ -236,29 +200,18 @@ def answer_of(search: Search | UnitSearch, rules: LaunchRules, args: argparse.Na
     return Answer(ours=ours, megatron=megatron, given=given, gain=gain)
 
 
-def print_plans(search: Search | UnitSearch, answer: Answer) -> None:
+def print_plans(kind: PlanKind, answer: Answer) -> None:
     """Print the table of plans, the verdict, and the memory of what is advised."""
-    in_units = isinstance(search, UnitSearch)
-    row: Callable[[Any], Any]  # of a plan, as the search makes them
-    if isinstance(search, UnitSearch):
-        print(plan_text.title_of_units(search))
-        row = partial(plan_text.row_of_units, search)
-    else:
-        print(plan_text.title(search.question))
-        row = plan_text.row
-    limit = search.question.memory_limit
-    print("", *plan_text.ranking(answer.ours, answer.megatron, answer.given, row), sep="\n")
+    asked = kind.question
+    print(kind.title())
+    print("", *plan_text.ranking(answer.ours, answer.megatron, answer.given, kind.row), sep="\n")
     if answer.given is not None:
-        print(plan_text.of_launch(answer.given, answer.advised, limit))
-    print("", plan_text.verdict(answer.gain, answer.megatron, in_units), sep="\n")
-    if answer.megatron is not None and not in_units:
-        print(plan_text.reason(answer.ours[0], answer.megatron, answer.gain))
-    print(plan_text.memory_by_stage(answer.advised, search.question))
+        print(plan_text.of_launch(answer.given, answer.advised, asked.memory_limit))
+    print("", *kind.verdict(answer), sep="\n")
+    print(plan_text.memory_by_stage(answer.advised, asked))
 
 
-def print_notes(
-    search: Search | UnitSearch, rules: LaunchRules, launch: argparse.Namespace, flags: Sequence[str]
-) -> None:
+def print_notes(kind: PlanKind, rules: LaunchRules, launch: argparse.Namespace, flags: Sequence[str]) -> None:
     """Print what was left out of the search, and what of the launch changes no prediction."""
     for sentence in rules.left_out():
         print(sentence)
@@ -268,52 +221,8 @@ def print_notes(
     unread = [name_of(flag) for flag in launch.unread if flag in flags]
     if unread:
         print(f"These flags come back as given and change no prediction: {', '.join(unread)}.")
-    if isinstance(search, UnitSearch):
-        if set(_APART).isdisjoint(map(name_of, flags)):
-            print(f"Units are for sequences that are kept apart: add one of {', '.join(_APART)}.")
-        return
-    num_left_out = len(search.too_long_for_auto)
-    if num_left_out:
-        print(f"auto was left out for {num_left_out} of the best, with more than {MOST_ACTIONS_OF_AUTO:,} actions.")
-
-
-def plan_as_given(launch: argparse.Namespace, search: Search | UnitSearch) -> Plan | None:
-    """The launch itself, predicted; None if it has no parallel sizes, or no --unit-tokens where units are searched."""
-    if isinstance(search, Search):
-        candidate = as_given(launch, search.question)
-        return None if candidate is None else predict_candidate(candidate, search.question)
-    if launch.unit_tokens is None:
-        return None
-    candidate = as_given(launch, search.average(launch.unit_tokens))
-    return None if candidate is None else search.predict(replace(candidate, unit_tokens=launch.unit_tokens))
-
-
-def draw(search: Search, answer: Answer, path: Path) -> None:
-    """Draw every configuration that was simulated, for this memory and for less, and mark what is advised, the best of
-    Megatron's own schedules and the launch as given."""
-    from ..report.plan_figures import Point, plot_frontier
-
-    def point(plan: Plan) -> Point:
-        return Point(plan.memory_gib, plan.tokens_per_second, plan_text.short_name(plan) or "data parallel")
-
-    asked = search.question
-    for share in (0.8, 0.6, 0.4, 0.2):
-        with_less = replace(asked, memory_gib=share * asked.memory_limit)
-        Search(with_less, plans=search.plans).best(1)
-    groups: dict[str, list[Point]] = {name: [] for name in ("whole sequences", "segments", "recomputation")}
-    for plan in search.plans.values():
-        setup = plan.candidate.setup
-        if setup.recompute != "none":
-            group = "recomputation"
-        elif len(setup.segments) > 1:
-            group = "segments"
-        else:
-            group = "whole sequences"
-        groups[group].append(point(plan))
-    marked = {"advised": answer.advised, "Megatron's own": answer.megatron, "as given": answer.given}
-    points = {name: point(plan) for name, plan in marked.items() if plan is not None}
-    plot_frontier(groups, points, asked.memory_limit, plan_text.title(asked), path)
-    print(f"{path} written.")
+    for sentence in kind.notes(flags):
+        print(sentence)
 
 
 def rehearse(args: argparse.Namespace, asked: Question, flags: Sequence[str]) -> int:

@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from ..costs.training_setup import Fsdp
 from ..planner.gain import Gain
 from ..planner.search import Plan
-
-# Ways of context parallelism whose kernels need no GPU (rehearsal/launch.py).
-_WITHOUT_A_RING = (None, "a2a", "all_gather")
+from ..rehearsal.launch import WITHOUT_A_RING
 
 
 @dataclass(frozen=True)
@@ -41,6 +39,6 @@ class Answer:
         """The plan to use, or that of this package where Megatron's cannot run without a GPU, since it has Megatron's
         FSDP or a ring of context parallelism."""
         setup = self.advised.prediction.setup
-        if setup.fsdp is Fsdp.OFF and setup.cp_comm_type in _WITHOUT_A_RING:
-            return self.advised
-        return self.ours[0]
+        has_ring = setup.cp_comm_type is not None and setup.cp_comm_type not in WITHOUT_A_RING
+        needs_gpus = setup.fsdp is not Fsdp.OFF or has_ring
+        return self.ours[0] if needs_gpus else self.advised

@@ -182,19 +182,8 @@ def memory_by_stage(plan: Plan, question: Question) -> str:
     return "\n".join([*lines, ""])
 
 
-def verdict(gain: Gain, megatron: Plan | None, in_units: bool) -> str:
-    """Whether Megatron's own schedules do as well, on packs as long as the longest sequence where ours run `in_units`;
-    `megatron` is their best, None where they do not fit."""
-    if in_units:
-        packs = "packs as long as the longest sequence"
-        if megatron is None:
-            return f"Megatron's own schedules do not hold {packs}."
-        if gain.is_of_segments:
-            return f"Units are {_pace(gain)} than Megatron's own schedules on {packs}."
-        number = megatron.candidate.setup.global_batch_size
-        if gain.ours is None:
-            return f"Use Megatron's own schedules on {packs}, {number} a step: no plan of units fits."
-        return f"Use Megatron's own schedules on {packs}, {number} a step: units are {_pace(gain)}."
+def verdict(gain: Gain, megatron: Plan | None) -> str:
+    """Whether Megatron's own schedules do as well; `megatron` is their best, None where they do not fit."""
     if megatron is None:
         return "Megatron's own schedules do not fit."
     taken = f"{megatron.seconds:.3f} s a step"
@@ -203,6 +192,19 @@ def verdict(gain: Gain, megatron: Plan | None, in_units: bool) -> str:
     if gain.ours is None:
         return f"Use Megatron's own schedules: they take {taken}, and no plan of this package fits."
     return f"Use Megatron's own schedules: they take {taken}, and the best plan of this package is {_pace(gain)}."
+
+
+def verdict_on_units(gain: Gain, megatron: Plan | None) -> str:
+    """Whether Megatron's own schedules do as well on packs as long as the longest sequence."""
+    packs = "packs as long as the longest sequence"
+    if megatron is None:
+        return f"Megatron's own schedules do not hold {packs}."
+    if gain.is_of_segments:
+        return f"Units are {_pace(gain)} than Megatron's own schedules on {packs}."
+    number = megatron.candidate.setup.global_batch_size
+    if gain.ours is None:
+        return f"Use Megatron's own schedules on {packs}, {number} a step: no plan of units fits."
+    return f"Use Megatron's own schedules on {packs}, {number} a step: units are {_pace(gain)}."
 
 
 def _pace(gain: Gain) -> str:

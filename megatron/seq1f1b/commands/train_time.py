@@ -23,8 +23,8 @@ from ..planner.way_out import way_out
 from .launch_flags import decided_flags
 from .model_flags import PRESETS, preset, preset_words
 from .parsing import Parser, amount, count, count_up_to, with_values
-from .plan import add_machine, show
 from .plan_text import in_lines, row, with_header
+from .progress import show
 
 _SECONDS_OF_A_DAY = 86400
 # The columns of a plan that are shown.
@@ -101,7 +101,7 @@ def make_parser() -> Parser:
     add("--model", choices=PRESETS, required=True, metavar="NAME", help=", ".join(PRESETS))
     add("--tokens", type=amount, required=True, metavar="D", help="to train on, such as 2e12; required")
     add("--gpus", type=count_up_to(2**16), required=True, metavar="N", help="the most; required")
-    add_machine(parser, "h100-80gb")
+    parser.add_machine("h100-80gb")
     add("--seq-length", type=count, default=4096, metavar="TOKENS", help="default: 4096")
     laws = f"{', '.join(LAWS)}; docs/planning.md has the formulas; default: tokens"
     add("--critical-batch-law", choices=LAWS, default="tokens", metavar="LAW", help=laws)

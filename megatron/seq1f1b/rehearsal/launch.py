@@ -5,12 +5,16 @@ Tested in rehearsal/test_command.py.
 
 from argparse import Namespace
 
+# Ways of context parallelism (--cp-comm-type) that run without a GPU. The others pass keys on in a ring, by kernels of
+# Transformer Engine.
+WITHOUT_A_RING = ("a2a", "all_gather")
+
 _SHARES = (0.4, 0.3, 0.2)  # of a sequence, for its documents; one more has the rest
 
 
 def check(args: Namespace) -> None:
     """End the program if the launch cannot be rehearsed."""
-    by_ring = sorted({*args.cp_comm_type} - {"a2a", "all_gather"})
+    by_ring = sorted({*args.cp_comm_type} - {*WITHOUT_A_RING})
     if args.num_experts and args.moe_token_dispatcher_type == "flex":
         raise SystemExit(
             "error: --moe-token-dispatcher-type flex sends tokens by kernels that a rehearsal lacks; rehearse with "

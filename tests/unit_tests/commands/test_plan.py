@@ -74,7 +74,7 @@ def test_a_launch_is_planned_predicted_as_it_is_and_explained(tmp_path, monkeypa
 
 
 def test_one_layout_of_both_sides_is_printed_once(monkeypatch, capsys):
-    monkeypatch.setattr(plan.Search, "megatron_baseline", lambda search: search.best(1)[0])
+    monkeypatch.setattr(Search, "megatron_baseline", lambda search: search.best(1)[0])
     assert commands.main(["plan", *SMALL.split(), "--best", "1"]) == 0
     printed = capsys.readouterr().out
     assert flags_of_sides(printed)[1] is None and printed.count("has the same layout.") == 1
@@ -254,7 +254,7 @@ def test_a_gain_below_the_error_is_printed_as_such(ours, words):
 )
 def test_the_verdict_says_which_side_is_faster(ours, words):
     megatron = SimpleNamespace(seconds=2.0)
-    assert words in plan_text.verdict(Gain(ours, 1.0, 0.08), megatron, in_units=False)
+    assert words in plan_text.verdict(Gain(ours, 1.0, 0.08), megatron)
 
 
 @pytest.mark.parametrize(
@@ -268,7 +268,7 @@ def test_the_verdict_says_which_side_is_faster(ours, words):
 def test_the_verdict_on_units_says_which_side_is_faster(ours, words):
     setup = SimpleNamespace(global_batch_size=2)
     megatron = SimpleNamespace(seconds=2.0, candidate=SimpleNamespace(setup=setup))
-    assert words in plan_text.verdict(Gain(ours, 1.0, 0.08), megatron, in_units=True)
+    assert words in plan_text.verdict_on_units(Gain(ours, 1.0, 0.08), megatron)
 
 
 def test_a_gain_over_nothing_names_what_fits():
