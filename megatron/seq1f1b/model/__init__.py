@@ -10,6 +10,7 @@ from .attach import (
 )
 from .kernels import KernelChoice
 from .layers.prediction_heads import LookAhead, PredictionHeads
+from .masks import differs
 from .memory.copies import link_rate
 from .memory.host_memory import HostMemory
 from .memory.layer_ends import LayerEnds
@@ -18,5 +19,5 @@ from .memory.storages import tensor_of
 from .memory.token_log_probs import token_log_probs, token_log_probs_and_entropy
 from .memory.token_logits import PieceLogits
 from .memory.weight_gradient import add_up_all_weight_gradients, defer_weight_gradients
-from .packed_documents import Documents, differs
+from .packed_documents import Documents
 from .segment import Segment, SegmentContext

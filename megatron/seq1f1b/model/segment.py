@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
 from .carried import Carried
+from .masks import MaskCheck
 from .memory.host_memory import HostMemory
 from .memory.weight_gradient import WeightGradientStore
-from .packed_documents import Documents, MaskCheck
+from .packed_documents import Documents
 
 # The output and the statistics of first forwards, as HostMemory keeps them, by unit and layer; and the state of the
 # random generator behind them, None if attention draws nothing.

@@ -5,7 +5,7 @@ import torch
 from megatron.core.transformer.enums import AttnMaskType
 
 from megatron.seq1f1b.model import Segment
-from megatron.seq1f1b.model.packed_documents import MaskCheck, differs
+from megatron.seq1f1b.model.masks import MaskCheck, differs
 from support.segments import attention
 
 LENGTH = 8

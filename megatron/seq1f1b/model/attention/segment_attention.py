@@ -30,7 +30,7 @@ from ..kernels import (
     default_generator,
     on_parts,
 )
-from ..packed_documents import KEEP_APART
+from ..masks import KEEP_APART
 from ..segment import Segment, SegmentContext
 from .head_exchange import HeadExchange
 from .kv_cache import KVCache
@@ -138,8 +138,12 @@ class SegmentAttention(torch.nn.Module):
             generator=generator,
         )
 
-    tp_group = property(lambda self: get_tensor_model_parallel_group())
-    sharded_state_dict = DotProductAttention.sharded_state_dict  # the sink of the heads of this tensor-parallel rank
+    # Megatron's saves the sink of the heads of this tensor-parallel rank, by `softmax_offset` and `tp_group`.
+    sharded_state_dict = DotProductAttention.sharded_state_dict
+
+    @property
+    def tp_group(self) -> Any:
+        return get_tensor_model_parallel_group()
 
 
 class _Cached(NamedTuple):

@@ -220,11 +220,12 @@ class _LossOfPieces(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden)
         weight = ctx.weight
         main_grad = getattr(weight, "main_grad", None)
-        dtype = torch.promote_types(weight.dtype, torch.float32)
         alias = weight.detach().requires_grad_(weight.requires_grad)  # without hooks
         if weight.requires_grad:
-            fits = main_grad is not None and main_grad.dtype is dtype
-            alias.main_grad = main_grad if fits else torch.zeros_like(weight, dtype=dtype)
+            alias.main_grad = main_grad
+            dtype = torch.promote_types(weight.dtype, torch.float32)
+            if main_grad is None or main_grad.dtype is not dtype:
+                alias.main_grad = torch.zeros_like(weight, dtype=dtype)
         of_pieces = (tensor.split(ctx.length) for tensor in (hidden, labels, grad_losses, grad_hidden))
         for part, labels_of_part, grad_of_losses, grad_of_part in zip(*of_pieces, strict=True):
             part = part.detach().requires_grad_()
@@ -240,7 +241,7 @@ class _LossOfPieces(torch.autograd.Function):
         elif main_grad is None:
             grad_weight = alias.main_grad.to(weight.dtype)
         else:
-            if not fits:
+            if alias.main_grad is not main_grad:
                 main_grad += alias.main_grad
             grad_weight = accumulated(weight)
         return None, None, grad_hidden, grad_weight, None
