@@ -103,7 +103,7 @@ class OnDevice(Communicator):
 
     def __init__(self, *args, **options) -> None:
         super().__init__(*args, **options)
-        self.is_on_device = True
+        self._is_on_device = True
 
     def finish(self):
         OnDevice.turns += self.goes_in_turn

@@ -70,7 +70,7 @@ class Communicator:
         self._timeout = timeout
         self._is_gloo = dist.get_backend(group) == "gloo"
         # If so, messages are kernels that wait on the GPU, and no other kernel can be loaded while they wait.
-        self.is_on_device = dist.get_backend(group) == "nccl"
+        self._is_on_device = dist.get_backend(group) == "nccl"
         # gloo moves host memory only. Pinned buffers let several ranks share one GPU.
         self._is_staged = self._is_gloo and device.type == "cuda"
         self._groups = groups_per_communicator(group, channels, timeout) if channels else {}
@@ -80,9 +80,17 @@ class Communicator:
             self._wait_aside(partial(torch.cuda.set_device, device))  # else the thread takes memory on the first GPU
         self._receiving: dict[tuple | None, Message] = {}  # by action
         self._sending: deque[Message] = deque()  # keeps their storages until they have left
-        # True for programs with messages in turn: every send and receive ends before its call returns.
-        self.goes_in_turn = False
+        self._goes_in_turn = False
         self._connect(channels)
+
+    def begin_step(self, loads_kernels: bool) -> None:
+        """Begin a step, in which messages go in turn if it `loads_kernels` and messages are kernels themselves."""
+        self._goes_in_turn = loads_kernels and self._is_on_device
+
+    @property
+    def goes_in_turn(self) -> bool:
+        """Whether every send and receive of the step ends before its call returns; its programs are made for that."""
+        return self._goes_in_turn
 
     def post_receive(self, channel: Channel, shape: tuple[int, ...], action: Action | None = None) -> None:
         """Post a buffer for the next message of a channel, that of the RECV `action`."""
@@ -97,13 +105,13 @@ class Communicator:
             has_left=work.is_completed,
         )
         self._receiving[action] = message
-        if self.goes_in_turn:
+        if self._goes_in_turn:
             self._finish(message)
 
     def receive(self, action: tuple | None = None) -> Tensor:
         """Wait for the message of a RECV. Raises RuntimeError if it does not arrive."""
         message = self._receiving.pop(action)
-        if not self.goes_in_turn:
+        if not self._goes_in_turn:
             self._finish(message)
         if self._is_staged:
             return message.tensor.to(self._device, non_blocking=True)
@@ -133,7 +141,7 @@ class Communicator:
                 has_left=has_left,
             )
         )
-        while self._sending and (self.goes_in_turn or self._sending[0].has_left()):
+        while self._sending and (self._goes_in_turn or self._sending[0].has_left()):
             self._finish(self._sending.popleft())
 
     def finish(self) -> None:
@@ -172,7 +180,7 @@ class Communicator:
             mark = torch.cuda.Event()
             mark.record()
             self._wait_aside(partial(report_if_late, mark, describe, time.monotonic(), self._timeout))
-        if self.goes_in_turn and self.is_on_device:  # gloo's wait is that of the host
+        if self._goes_in_turn and self._is_on_device:  # gloo's wait is that of the host
             torch.cuda.current_stream(self._device).synchronize()
 
     def _connect(self, channels: list[Channel]) -> None:

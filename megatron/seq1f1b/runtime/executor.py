@@ -145,7 +145,7 @@ class PipelineExecutor:
         # The first step with such segments may load or compile kernels, and CUDA may then wait for the whole GPU. If
         # messages are kernels, none is in flight in that step while another kernel starts.
         kind_of_step = step.placement, lengths, step.micro_batch_size, step.forward_only
-        communicator.goes_in_turn = communicator.is_on_device and kind_of_step not in self._ran_before
+        communicator.begin_step(loads_kernels=kind_of_step not in self._ran_before)
         self._prepare_models(step)
         with timed(step.config), self._failing_for_good(step):
             losses = self._run_calls(step, communicator)
