@@ -83,9 +83,10 @@ def bodies(node: ast.AST) -> Iterator[list[ast.stmt]]:
 
 
 def variables_named_each(tree: ast.AST) -> Iterator[ast.AST]:
-    """`for each in found`: a variable names what it is."""
+    """`for each in found`, `lambda each: ...`: a variable names what it is."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and node.id == "each" and isinstance(node.ctx, ast.Store):
+        is_variable = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id == "each"
+        if is_variable or (isinstance(node, ast.arg) and node.arg == "each"):
             yield node
 
 
@@ -126,6 +127,10 @@ def test_the_package_names_nothing_of_its_own_in_strings():
 @pytest.mark.parametrize("rule", RULES)
 def test_an_example_is_recognised_of(rule):
     assert len(list(rule(ast.parse(EXAMPLES[rule])))) == 1
+
+
+def test_arguments_named_each_are_recognised():
+    assert len(list(variables_named_each(ast.parse("last = max(rows, key=lambda each: each[0])")))) == 1
 
 
 def test_no_two_classes_share_a_name():

@@ -16,7 +16,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
-from math import nan
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +26,7 @@ from ..files import At0, Count, Positive, read_rows, with_way_out
 from ..planner.gain import Gain
 from ..planner.search import Plan, Search
 from ..planner.space import Question
-from ..report.style import picture
+from ..report.gain_figure import Place, plot_gain_map
 from ..report.text import aligned
 from ..schedule import named, read_bytes
 from .model_flags import PRESETS, preset
@@ -265,46 +264,9 @@ def _size_of_lines(content: bytes) -> int:
 
 
 def plot_gains(cells: Sequence[Cell], title: str, path: Path) -> None:
-    """One panel for each number of sequences, with the gain in percent: grey where it is within the error, white where
-    there is no cell. Of several rates to the host, the slowest that moves something is shown."""
-    import numpy as np
-
+    """Draw the gains of cells. Of several rates to the host, the slowest that moves something is shown."""
     rates = {cell.host_bandwidth for cell in cells}
     slowest = min(rates - {0.0}, default=0.0)
-    cells = [cell for cell in cells if cell.host_bandwidth == slowest]
-    values = {(cell.bandwidth, cell.gpus, cell.batch): gain_of(cell).value for cell in cells}
-    error = 100 * gain_of(cells[0]).error
-    bandwidths = sorted({bandwidth for bandwidth, _, _ in values})
-    batches = sorted({batch for _, _, batch in values})
-    devices = {batch: sorted({gpus for _, gpus, of_batch in values if of_batch == batch}) for batch in batches}
-    columns = [len(devices[batch]) for batch in batches]
-    with picture(path, 2 + 0.3 * len(batches) + 0.9 * sum(columns), 3.4) as figure:
-        panels = figure.subplots(1, len(batches), squeeze=False, sharey=True, width_ratios=columns)[0]
-        for axes, batch in zip(panels, batches, strict=True):
-            gains = np.full((len(bandwidths), len(devices[batch])), nan)
-            for row, bandwidth in enumerate(bandwidths):
-                for column, gpus in enumerate(devices[batch]):
-                    value = values.get((bandwidth, gpus, batch))
-                    if value is not None:
-                        gains[row, column] = 100 * value
-            image = _draw_gains(axes, gains, error)
-            axes.set_xticks(range(len(devices[batch])), devices[batch])
-            axes.set_yticks(range(len(bandwidths)), [f"{bandwidth:g}" for bandwidth in bandwidths])
-            axes.set(xlabel="GPUs", title=f"{batch} sequences")
-        figure.colorbar(image, label="gain, %; grey: within error")
-        panels[0].set_ylabel("GB/s of a node")
-        figure.suptitle(title)
-
-
-def _draw_gains(axes: Any, gains: Any, error: float) -> Any:
-    """Draw an array of gains in percent, with their numbers; returns what a bar of colours explains."""
-    import numpy as np
-
-    known = np.ma.masked_invalid(gains)
-    axes.imshow(known, cmap="Greys", vmin=-100, vmax=300, origin="lower", aspect="auto")
-    beyond_error = np.ma.masked_inside(known, -error, error)
-    image = axes.imshow(beyond_error, cmap="RdYlGn", vmin=-40, vmax=40, origin="lower", aspect="auto")
-    for (row, column), gain in np.ndenumerate(gains):
-        if not np.isnan(gain):
-            axes.annotate(f"{gain:+.0f}", (column, row), ha="center", va="center")
-    return image
+    shown = [cell for cell in cells if cell.host_bandwidth == slowest]
+    gains = {Place(cell.bandwidth, cell.gpus, cell.batch): gain_of(cell).value for cell in shown}
+    plot_gain_map(gains, gain_of(shown[0]).error, title, path)

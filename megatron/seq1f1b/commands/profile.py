@@ -84,7 +84,7 @@ def measured_device(base: Device, timer: DeviceTimer) -> Device:
     forward = attention(longest)
     # All of them: every rank has to take part in every measurement.
     factors = [(queries, forward / attention(queries)) for queries in _FEW_QUERIES]
-    slow = list(takewhile(lambda each: each[1] > _SLOW, factors))
+    slow = list(takewhile(lambda measured: measured[1] > _SLOW, factors))
     products = []  # the shares of the peak that two sizes of matrices reach
     for side in (longest, longest // 2):
         products.append(at_peak.matmul_time(side, side, side) / (timer.product(side) - latency))

@@ -11,6 +11,7 @@ configuration that trains soonest is found. All times are predicted; docs/paper_
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import inf, log2
+from operator import itemgetter
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -152,6 +153,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not answers:
         raise way_out(question)
     print("\n".join(with_header(rows)))
-    days, best = min(answers, key=lambda each: each[0])
+    days, best = min(answers, key=itemgetter(0))
     flags = with_values(preset_words(args.model, args.seq_length)) + decided_flags(best.candidate)
     print(f"\nSoonest: {days:.2f} days on {best.candidate.setup.num_devices} GPUs, with{in_lines(flags)}")

@@ -12,8 +12,8 @@ from importlib.util import find_spec
 
 import torch
 
-from megatron.seq1f1b.platform import recurrent, stand_ins
-from megatron.seq1f1b.process.patches import Patch, patched, wrapping
+from ..process.patches import Patch, patched, wrapping
+from . import recurrent, stand_ins
 
 # Functions of torch that make tensors.
 _FACTORIES = (

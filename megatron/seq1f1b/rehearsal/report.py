@@ -55,7 +55,7 @@ class RehearsalReport:
         self.notes = notes
         self._sent = [message for stage in stages for message in stage.sent]
         self._mismatches = mismatches(self._sent, (message for stage in stages for message in stage.received))
-        number, stage = max(enumerate(stages), key=lambda each: each[1].needed)
+        number, stage = max(enumerate(stages), key=lambda numbered: numbered[1].needed)
         largest, size = max(stage.fullest.peak.items(), key=lambda item: item[1])
         most = f"{in_words(stage.needed)} on pipeline rank {number}"
         moment = at(stage.fullest.name)

@@ -82,10 +82,9 @@ class RehearsedStage:
         self.ledger.begin("build", Category.TEMPORARY)
         with self.ledger:
             chunks, optimizer, scheduler = set_up(*args, **kwargs)
+        # On GPUs Transformer Engine's attention is a fused kernel for whole sequences, too.
         if has_transformer_engine(self._args) and self._args.attention_backend.name != "local":
-            use_segment_attention(
-                chunks, self._surroundings.kernels_of
-            )  # a GPU has fused attention for whole sequences, too
+            use_segment_attention(chunks, self._surroundings.kernels_of)
         gc.collect()
         label = self.ledger.label
         label([group["params"] for group in optimizer.param_groups], Category.OPTIMIZER)
@@ -125,9 +124,10 @@ class RehearsedStage:
         self._args.do_train = True
         self._args.do_valid = False
         self._args.do_test = False
-        return RerunDataIterator(self.uncounted(fake_batches(self._args))), None, None
+        return RerunDataIterator(self._uncounted(fake_batches(self._args))), None, None
 
-    def uncounted(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def _uncounted(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Batches that are labelled as tensors of the host."""
         for batch in batches:
             self.ledger.label(batch, None)
             yield batch

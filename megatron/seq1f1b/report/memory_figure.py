@@ -44,7 +44,7 @@ def plot_memory(report: Mapping[str, Any], path: str | Path) -> None:
     with picture(path, 4.2 * num_columns, 1.9 * num_rows + 0.7) as figure:
         panels = figure.subplots(num_rows, num_columns, sharey=True, squeeze=False).flat
         for number, (stage, axes) in enumerate(zip(stages, panels, strict=False)):
-            moments = list(dropwhile(lambda each: each["name"] != "start of the step", stage["moments"]))
+            moments = list(dropwhile(lambda moment: moment["name"] != "start of the step", stage["moments"]))
             heights = [[moment["peak"].get(name, 0) / GIB for moment in moments] for name in names]
             colours = [_COLOURS[name] for name in names]
             areas = axes.stackplot(range(len(moments)), heights, colors=colours, step="mid", linewidth=0)
