@@ -151,54 +151,47 @@ What is off, and why, as far as we found:
   entries, we assume that this stage keeps none, and predict 9 % more; with one layer kept it would be 22 %.
 - Hopper, 89 rows of times in seven tables: two constants of dense models are fitted to nine of their 46 rows, the six
   of Kwai without offload and those of 64K, 256K and 1024K tokens of NVIDIA's long sequences; one of mixtures, and its
-  factor for 8 bits, to two of their 43 (gpt-oss-120b and qwen3-30b-a3b in release 26.02). Offload moves 30 GB/s per
+  factor for 8 bits, to three of their 43 (qwen3-235b-a22b with TP 4, EP 8 and with PP 32, EP 8; qwen3-30b-a3b in
+  release 26.02), and two are measured on the runs of two more (qwen3-30b-a3b with HybridEP). Offload moves 30 GB/s per
   GPU; with 50, or 25, Kwai's rows are as far off. Its tensor-parallel collectives overlap products; ours do not, as
   in Megatron without --tp-comm-overlap, so rows with TP 4 come out too slow. 65B on 256 GPUs without offload is
   published as out of memory; we predict 75 of 79 GiB.
 - 8 bits: rates of products and bytes of casts are published or counted (tools/paper/hopper.py), none is fitted. The
   projection to the vocabulary counts as in 8 bits, though it has 16 in Megatron; counted so, dense models would be
   predicted 4 % slower. With a scale for each block DeepSeek-V3 was measured 2 % slower than with one for each tensor,
-  and is predicted 6 %.
-- Mixtures: the 41 rows to which nothing is fitted are 10.4 % off in the mean. Their sizes are those of the recipe of
-  the release, where NVIDIA's page has those of an earlier one: gpt-oss-120b and qwen3-30b-a3b in 25.11 ran with
-  micro-batches of 1, the latter in 24 chunks, and qwen3-30b-a3b in 26.02.01 without a pipeline. Whether gradients
-  overlap, which loss runs and what is computed again are those of the recipes, too. Runs with dropped tokens are left
-  out.
-- Mixtures, what explains their times: what the host launches for each expert of a rank, more in 8 bits; that a flex
-  dispatcher (DeepEP, HybridEP) sends a token once to each node; in 8 bits the casts, and padded copies of the tokens of
-  experts; in gpt-oss the biases of experts, which Megatron adds one expert after the other; in Qwen3-Next its
-  prediction head, gradients that overlap with nothing and the kernels of its recurrence; fused losses. For
-  qwen3-30b-a3b on 16 GPUs HybridEP was measured 40 % faster a step than `alltoall`, and is predicted 34 %; with the
-  exchange beside other micro-batches 15 %, and 15 % predicted.
-- Mixtures, more than 10 % off: an exchange beside other micro-batches is credited too much. For qwen3-235b-a22b with
-  DeepEP it was measured to shorten a step by 11 %, and we predict 22 %, though its kernels take 20 multiprocessors from
-  the compute beside them. With routers in CUDA graphs, which spare launches only, the same run is predicted 4 % too
-  slow; so its host launches more for two micro-batches at once than is counted, and so may that of DeepSeek-V3 in 8
-  bits (18 and 13 % too fast). The other way, qwen3-235b-a22b in 8 bits (12 to 17 % too slow) waits for its exchange,
-  beside which only products and attention count as compute. With HybridEP steps come out 5 to 16 % too slow: its
-  launches count like those of `alltoall`. Nemotron 3 Nano is predicted too slow by 12 and 15 %, and in 8 bits by 24 to
-  26 %; the next point has the cause. 128K tokens of qwen3-235b-a22b (12 % too fast) are eight times as many for a ring
-  of attention as 16K (7 % too slow), for the same experts.
-- Mixtures, launches: we add what the host launches for experts to the time of the device. In truth the host runs ahead
-  while the device computes, so a stage takes the longer of the two. Nemotron's runs show it: an expert of a rank gets
-  3,072 tokens, whose products take longer than their launches, and in 16 bits a step without any launches of experts is
-  predicted 1 and 4 % too fast. Tried: the launches of experts count among those of the stage, of which the device hides
-  all that it takes longer. With 0.27 ms for each expert in 8 bits, all ten rows of Nemotron and qwen3-30b-a3b in 8 bits
-  come out within 3 %, though they differ in experts a rank (8 and 16), dispatcher and pipeline. But in 16 bits, with
-  0.12 ms, what we count on the device is then too little: gpt-oss-120b comes out 26 to 31 % too fast, the other two
-  rows of 16 bits with `alltoall` and several experts a rank 19 and 32 %, those with a flex dispatcher 10 % in the mean,
-  and DeepSeek-V3 in 8 bits 27 and 33 %. All 43 rows would be 11.4 % off, not 10.0, so the model stays as it is. The
-  constant is fitted on gpt-oss-120b, and so hides what its layers take besides launches; on Blackwell, where nothing is
-  fitted, the same model is too fast, too. What decides is a profile of one such layer on a GPU, of `alltoall` first.
-- Blackwell: machine files of data sheets, with the efficiencies of H100. DeepSeek-V3 on GB200 is predicted 7 % too
-  fast, but gpt-oss-120b on B200 by 19 to 24 and on GB200 by 54 to 68 %. Its attention has heads of 64 and sinks, its
-  experts biases; which of these young kernels take the time, the source does not tell.
-- Not rows, since something is not published, or another program ran: DeepSeek-V3 in 8 bits with 16K, 32K, 64K and 128K
-  tokens on 256 H100 (PP 8, CP 4 to 32; about 320, 320, 310 and 300 TFLOPS; Megatron-Bridge,
-  skills/nemo-mbridge-perf-moe-long-context; exchange and batch not given) would be predicted 5 % too slow, 7, 16 and 34
-  % too fast by `a2a`, 11, 10 and 5 % too slow and as published by `all_gather`. torchtitan's runs of 8B and 70B on 8 to
-  256 H100 with slower memory and 500 W (pytorch/torchtitan, benchmarks) would be 16 to 35 % too fast, with tensor
-  parallelism of 8B 30 to 55 %.
+  and is predicted 8 %.
+- Mixtures: the 38 rows of which no constant comes are 7.1 % off in the mean, 19 % at worst; the three that are fitted
+  11 and 18 %. Their sizes are those of the recipe of the release, where NVIDIA's page has those of an earlier one:
+  gpt-oss-120b and qwen3-30b-a3b in 25.11 ran with micro-batches of 1, the latter in 24 chunks, and qwen3-30b-a3b in
+  26.02.01 without a pipeline. Whether gradients overlap, and are summed in 16 bit, which loss runs and what is
+  computed again are those of the recipes, too. Runs with dropped tokens are left out.
+- Mixtures, what explains their times. What the host launches for each expert of a rank, more in 8 bits: a stage takes
+  as long as its host or its device, whichever takes longer. In a forward the host waits for the counts of tokens,
+  with every dispatcher, and the device then for the host: 0.61 ms a layer, by NVIDIA's profile of qwen3-30b-a3b with
+  HybridEP, where kernels ran for 22.8 s of a step of 24.7. A flex dispatcher (DeepEP, HybridEP) sends a token once to
+  each node, and from there to the ranks, as long as HybridEP was measured to take. Beside another micro-batch 37 % of
+  an exchange passes, by the same profile, and nothing waits for counts. In 8 bits there are casts, and padded copies
+  of the tokens of experts; in gpt-oss the biases of experts, which Megatron adds one expert after the other, and
+  clamps before activation functions; in Qwen3-Next its prediction head, gradients that overlap with nothing and the
+  kernels of its recurrence; fused losses. For qwen3-30b-a3b on 16 GPUs HybridEP was measured 40 % faster a step than
+  `alltoall`, which sorted tokens without fused kernels, and is predicted 29 %; the exchange beside other
+  micro-batches 15 %, and 18 % predicted; for qwen3-235b-a22b with DeepEP 11, and 15 %.
+- Mixtures, more than 10 % off. gpt-oss-120b (14 to 19 % too fast): a layer takes 15 ms where we count 13 on the
+  device and as many on the host, and most of what is missing grows with tokens, as runs on Blackwell show. Two rows
+  in 16 bit with 16 experts a rank wait for their host: with `alltoall` (18 % too fast) it does more than with DeepEP
+  (16 % too slow), and one constant stands between them. CUDA graphs are not counted: with routers in them, in a later
+  version, qwen3-235b-a22b with DeepEP took 14 % less, and is predicted 17 % too slow. 64K and 128K tokens of
+  qwen3-235b-a22b (12 and 18 % too fast) are four and eight times as many for a ring of attention as 16K (6 %), for
+  the same experts. Mixtral-8x22B in 16 bit is 11 % too slow; its products, which are 87 % of its layers by
+  prediction, are faster than those of the dense models that their rate is fitted to. `alltoall` of qwen3-30b-a3b,
+  without fused sorting, is 13 % too fast, and DeepSeek-V3 in 8 bits with a scale for each tensor 11 %.
+- Blackwell: machine files of data sheets, with the efficiencies of H100. DeepSeek-V3 on GB200 is predicted 9 % too
+  fast, but gpt-oss-120b on B200 by 16 to 48 and on GB200 by 42 to 49 %. Its attention has heads of 64 and sinks, its
+  experts biases; which of these young kernels take the time, the source does not tell. With fused kernels for biases
+  and activation functions of experts, in 8 bits, NVIDIA's page has 28,672 tokens/s a GB200 (26.08) where it has 16,640
+  in 16 bit, and 18,304 in the release in which such a kernel was ten times as slow (cudnn-frontend, issue 256).
+- No rows, since another program ran: torchtitan's runs of 8B and 70B on 8 to 256 H100 with slower memory and 500 W
+  (pytorch/torchtitan, benchmarks) would be predicted 16 to 35 % too fast, with tensor parallelism of 8B 30 to 55 %.
 - Llama 3 405B: nothing is fitted to it, though its network is RoCE and its program not Megatron. With 4 chunks in place
   of 8, which follows from the text, its rows would be predicted 5 % too slow to as published.
 - Kwai's memory is predicted 4 to 7 % too low where nothing is computed again, and 0 to 14 % too high where norms and

@@ -9,7 +9,7 @@ from pathlib import Path
 from megatron.seq1f1b.commands.model_flags import preset
 from megatron.seq1f1b.costs.machine import read_machine
 
-from .hopper import of_recipe, predicted
+from .hopper import RecipeSetup, of_recipe, predicted
 from .row import REFERENCE, Row, known, measured, read, scaled
 
 TABLE = "Blackwell, mixtures of experts"
@@ -23,7 +23,7 @@ def summary(folder: Path = REFERENCE) -> Iterator[Row]:
     """The sizes are those of the recipes of the same release."""
     for row in read("blackwell_megatron_bridge", folder):
         devices = int(row["gpus"])
-        setup = of_recipe(known(_MODELS, row["model"]), row)
+        setup = of_recipe(known(_MODELS, row["model"]), row, program=RecipeSetup)
         published = scaled(measured(row["tokens_per_second_per_gpu"]), devices)
         release = row["source"].split()[-1]
         dispatcher = f"{row['dispatcher']} hidden" if setup.hides_experts else row["dispatcher"]

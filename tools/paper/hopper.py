@@ -10,7 +10,7 @@ not published: eight micro-batches stand for it, on one pipeline stage.
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from msgspec import structs
 
@@ -37,7 +37,7 @@ _HARDLY = 0.05
 MEMORY = "Kwai with offload, memory"
 META = "Llama 3 405B"
 # More launches for each expert in 8 bits, which casts its inputs: fitted on one row, qwen3-30b-a3b in release 26.02.
-_CASTING = 2.85
+_CASTING = 1.64
 # FLOP/s of products in 8 bits with a scale for each tensor: cuBLASLt, matrices of 8192 (Azure/AI-benchmarking-guide,
 # ND_H100_v5_results.md). With a scale for each block, 1x128 of activations and 128x128 of weights, they are 1.75 times
 # as fast as those of 16 bit for large matrices (NVIDIA, "Boosting Matrix Multiplication Speed and Flexibility with
@@ -199,7 +199,21 @@ def predicted(table: str, label: str, tokens_per_second: float | None, setup: Tr
     )
 
 
-def _setup(model: ModelShape, length: int, batch: int, devices: int, *sizes: int, **choices: Any) -> TrainingSetup:
+class RecipeSetup(TrainingSetup):
+    """Of a performance recipe of Megatron-Bridge: all of them sum gradients in 16 bit (grad_reduce_in_fp32)."""
+
+    gradient_bytes: ClassVar[int] = 2
+
+
+def _setup(
+    model: ModelShape,
+    length: int,
+    batch: int,
+    devices: int,
+    *sizes: int,
+    program: type[TrainingSetup] = TrainingSetup,
+    **choices: Any,
+) -> TrainingSetup:
     """`sizes` are those of tensor, context and pipeline parallelism. Raises ValueError unless they divide the devices,
     and the replicas that result the batch."""
     tensor, context, stages = sizes
@@ -209,7 +223,7 @@ def _setup(model: ModelShape, length: int, batch: int, devices: int, *sizes: int
         raise ValueError(f"{devices} GPUs are no multiple of TP {tensor} x CP {context} x PP {stages}")
     if batch % (data * micro_batch):
         raise ValueError(f"a batch of {batch} is no multiple of {data} replicas x micro-batches of {micro_batch}")
-    return TrainingSetup(
+    return program(
         model,
         length,
         batch // data // micro_batch,
@@ -315,7 +329,8 @@ def summary(folder: Path = REFERENCE) -> Iterator[Row]:
     for row in read("h100_megatron_bridge", folder):
         model = known(_OF_SUMMARY, row["model"])
         devices = int(row["gpus"])
-        setup = of_recipe(model, row)
+        program = RecipeSetup if "performance-summary" in row["source"] else TrainingSetup
+        setup = of_recipe(model, row, program=program)
         published = scaled(measured(row["tokens_per_second_per_gpu"]), devices)
         if published is None:
             published = of_tflops(setup, measured(row["model_tflops_per_gpu"]))

@@ -99,6 +99,7 @@ def add_every_model_flag(parser: argparse.ArgumentParser) -> None:
     add("--moe-layer-freq", type=_layer_frequency, default=1)
     add("--window-attn-skip-freq", type=_layer_frequency)
     add("--window-size", type=_window)
+    add("--activation-func-clamp-value", type=float)
     add("--hybrid-layer-pattern")
     add("--position-embedding-type", default="learned_absolute")
     for name in ("group-query-attention", "multi-latent-attention", "qk-layernorm"):

@@ -41,6 +41,11 @@ _OF_BIASED_FORWARD = 24
 _OF_BIASED_BACKWARD = 40
 _BIAS_KERNELS_FORWARD = 2
 _BIAS_KERNELS_BACKWARD = 6
+# Before the activation function both halves of a gated product are cut and joined again, each a kernel of its own
+# (weighted_bias_quick_geglu_impl): bytes for each number of the product.
+_OF_CLAMPED_FORWARD = 8
+_OF_CLAMPED_BACKWARD = 10
+_CLAMP_KERNELS = 3
 
 
 class Parts(NamedTuple):
@@ -208,11 +213,10 @@ def _routed_time(setup: TrainingSetup, machine: Machine, blocks: Sequence[Block]
     router = device.matmul_time(tokens, block.experts, hidden)
     # Sorting tokens by expert and back, each a read and a write; the activation function.
     other = device.moving_time(BYTES * routed * (4 * hidden + first.outputs + last.inputs), 12)
-    other += machine.host.expert * here
     forward_alone, backward_alone = _around_experts(setup, machine, block, routed)
     forward = NOTHING._replace(
         matmul=matmul + router,
-        other=other + forward_alone,
+        other=other + forward_alone + machine.host.counts,
         dispatch=_dispatch_time(setup, machine, tokens),
     )
     back = forward._replace(other=2 * other + backward_alone)
@@ -221,7 +225,7 @@ def _routed_time(setup: TrainingSetup, machine: Machine, blocks: Sequence[Block]
 
 def _around_experts(setup: TrainingSetup, machine: Machine, block: Block, routed: float) -> tuple[float, float]:
     """Kernels around the products of experts that few models or machines have, for `routed` tokens on a rank: casts,
-    padding and biases, forward and backward."""
+    padding, biases and clamped activations, forward and backward."""
     device = machine.device
     outputs = routed * setup.model.hidden_size
     forward, backward = cast_times(machine, block.expert, routed)
@@ -233,7 +237,15 @@ def _around_experts(setup: TrainingSetup, machine: Machine, block: Block, routed
         here = ceil(block.experts / setup.expert_parallel)
         forward += device.moving_time(_OF_BIASED_FORWARD * outputs, _BIAS_KERNELS_FORWARD * here)
         backward += device.moving_time(_OF_BIASED_BACKWARD * outputs, _BIAS_KERNELS_BACKWARD * here)
+    if setup.model.clamps_activations:
+        clamped = routed * block.expert[0].outputs
+        forward += device.moving_time(_OF_CLAMPED_FORWARD * clamped, _CLAMP_KERNELS)
+        backward += device.moving_time(_OF_CLAMPED_BACKWARD * clamped, _CLAMP_KERNELS)
     return forward, backward
+
+
+def has_experts(setup: TrainingSetup, layer: int) -> bool:
+    return any(block.expert for block in setup.blocks(layer))
 
 
 def _dispatch_time(setup: TrainingSetup, machine: Machine, tokens: float) -> float:
@@ -276,6 +288,9 @@ def repeated_time(
         rows = setup.rows(length)
         if "moe_act" in modules and block.expert:
             again += device.moving_time(3 * rows * block.activated, 1)
+            if setup.model.clamps_activations:
+                clamped = rows / setup.tensor_parallel * block.active * block.expert[0].outputs
+                again += device.moving_time(_OF_CLAMPED_FORWARD * clamped, _CLAMP_KERNELS)
         if "shared_experts" in modules and block.expert:
             again += _products_again(setup, machine, block.products, rows)
             again += device.moving_time(BYTES * rows * block.moved, 2)

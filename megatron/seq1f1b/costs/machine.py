@@ -50,8 +50,9 @@ class Device(Struct, frozen=True, forbid_unknown_fields=True, cache_hash=True):
     # Bytes/s to the memory of its host and at once back, while all devices of the node copy; 0: not known.
     host_bandwidth: At0 = 0.0
     host_memory_gib: At0 = 0.0  # what activations of one device may take of the memory of its host, GiB
-    # Multiprocessors that an exchange of experts keeps from the compute beside it (--moe-flex-dispatcher-num-sms).
-    exchange_multiprocessors: Annotated[int, Meta(ge=0)] = 0
+    # The share of an exchange of experts that passes while products and attention of another micro-batch run, where
+    # these take long enough (--overlap-moe-expert-parallel-comm).
+    hidden_exchange: Share = 1.0
     # With products in 8 bits, the bytes moved to cast each number that enters a product, and to pad each number that
     # experts receive and return, in each direction.
     cast_bytes: At0 = 0.0
@@ -61,8 +62,6 @@ class Device(Struct, frozen=True, forbid_unknown_fields=True, cache_hash=True):
         queries = [number for number, _ in self.slow_attention]
         if queries != sorted({*queries}):
             raise ValueError("the numbers of queries in slow_attention must ascend")
-        if self.exchange_multiprocessors >= self.multiprocessors:
-            raise ValueError("exchange_multiprocessors must be fewer than all multiprocessors")
 
     @lru_cache(maxsize=1 << 16)  # noqa: B019 - devices are few
     def matmul_time(self, rows: float, columns: float, inner: float, batch: float = 1) -> float:
@@ -117,9 +116,11 @@ class Host(Struct, frozen=True, forbid_unknown_fields=True):
     layer_backward: _Seconds
     action: _Seconds  # per forward or backward of a model chunk: data, loss, bookkeeping of the schedule
     step: _Seconds  # per iteration, outside the pipeline
-    # Per expert of a rank in the forward of a layer, twice that in the backward: launches that wait for the counts of
-    # tokens, which every dispatcher of Megatron brings to the host.
+    # Per expert of a rank in the forward of a layer, twice that in the backward.
     expert: _Seconds = 0.0
+    # In the forward of a layer with experts, from the end of the router until the device computes again. Every
+    # dispatcher of Megatron brings the counts of tokens to the host, which waits for them and launches what follows.
+    counts: _Seconds = 0.0
 
 
 class Link(Struct, frozen=True, forbid_unknown_fields=True):
@@ -192,7 +193,9 @@ class Machine:
 
     def multicast_time(self, group: Group, num_bytes: float, nodes: float, ranks: float) -> float:
         """Every rank holds tokens of `num_bytes`, and sends each to `ranks` ranks of the group in `nodes` nodes, itself
-        and its own among them, in the mean: once to a node, and there to the ranks. Both run at once."""
+        and its own among them, in the mean: once to a node, and there to the ranks. One after the other, both take 1 to
+        8 % longer than a dispatch and a combine of HybridEP in the mean, on 16, 32 and 64 H100 (DeepEP, branch
+        hybrid-ep, docs/README_Hybrid-EP.md, with 16 multiprocessors)."""
         here = group.in_node(self)
         inside = num_bytes * ranks * (here - 1) / here / self.node.bandwidth
         if here == group.size:
@@ -200,7 +203,7 @@ class Machine:
         others = 1 - here / group.size
         share = min(self.network.bandwidth / self.devices_per_node, self.network.message_bandwidth)
         outside = num_bytes * nodes * others / share
-        return max(inside, outside) + self.network.latency * ceil(log2(group.size / here))
+        return inside + outside + self.network.latency * ceil(log2(group.size / here))
 
     def message_time(self, source: int, destination: int, num_bytes: float, senders: int) -> float:
         """A message from rank to rank, while `senders` ranks of a node send to other nodes at once."""

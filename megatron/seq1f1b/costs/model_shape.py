@@ -147,6 +147,7 @@ class ModelShape:
     has_biases: bool = False  # of products; costs have only those of experts
     learned_positions: int = 0  # with an embedding each; 0: positions are rotary
     has_qk_norms: bool = False  # each head of queries and of keys has a norm
+    clamps_activations: bool = False  # what goes into activation functions of experts
 
     __hash__ = hash_once
 
@@ -196,6 +197,7 @@ def model_shape(settings: Mapping[str, Any]) -> ModelShape:
         has_biases=bool(settings.get("add_bias_linear")),
         learned_positions=learned_positions,
         has_qk_norms=bool(settings.get("qk_layernorm")),
+        clamps_activations=settings.get("activation_func_clamp_value") is not None,
     )
 
 

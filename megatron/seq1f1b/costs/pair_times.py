@@ -8,7 +8,7 @@ from operator import add
 from typing import NamedTuple
 
 from ..schedule import Action
-from .layer_times import LayerTime, Parts, dispatched_again, layer_times
+from .layer_times import LayerTime, Parts, dispatched_again, has_experts, layer_times
 from .machine import Machine
 from .stage_times import launch_times, rows_of_stage
 from .training_setup import StageLayers, TrainingSetup, of_stages
@@ -98,22 +98,24 @@ def _pair_times(alone: TrainingSetup, machine: Machine, layers_per_stage: tuple[
 @lru_cache(maxsize=8192)
 def pair_row(setup: TrainingSetup, machine: Machine, stage: StageLayers) -> PairRow:
     """The row of one stage. Its embedding, its loss and what its backward computes again hide nothing; tokens that
-    travel to experts once more are hidden. While tokens travel, their kernels take some multiprocessors from the
-    compute beside them, so as much of an exchange shows."""
+    travel to experts once more are hidden. Of an exchange a share passes beside compute. While one of the two waits
+    for its counts of tokens the other computes, so that nothing of this shows."""
     if setup.parts:
         of_parts = [pair_row(part.alone, machine, stage) for part in setup.parts]
         return PairRow(*(tuple(chain(*columns)) for columns in zip(*of_parts, strict=True)))
-    shown = machine.device.exchange_multiprocessors / machine.device.multiprocessors
+    hidden = machine.device.hidden_exchange
     of_layers = [(count, layer_times(setup, machine, layer)) for layer, count in stage.layers]
     launch_f, launch_b = (launching + machine.host.action for launching in launch_times(setup, machine, stage))
+    waits = machine.host.counts * sum(count for layer, count in stage.layers if has_experts(setup, layer))
+    waits_again = waits if setup.repeats("E") else 0.0
     columns = []
     for segment, (f, i, w) in enumerate(zip(*rows_of_stage(setup, machine, stage), strict=True)):
         times = [(count, of_segments[segment]) for count, of_segments in of_layers]
         columns.append(
             (
-                (1 - shown) * sum(count * time.forward.dispatch for count, time in times),
+                hidden * sum(count * time.forward.dispatch for count, time in times) + waits,
                 sum(count * _computing(time.forward) for count, time in times),
-                (1 - shown) * sum(count * _exchanged_back(setup, time) for count, time in times),
+                hidden * sum(count * _exchanged_back(setup, time) for count, time in times) + waits_again,
                 sum(count * (_computing(time.input) + time.weight) for count, time in times),
                 f - launch_f,
                 i + w - launch_b,

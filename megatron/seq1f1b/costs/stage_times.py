@@ -15,9 +15,14 @@ from ..schedule import Costs, Placement
 from ..schedule.cost_tables import Table
 from .blocks import BYTES
 from .layer_bytes import stage_moved
-from .layer_times import LayerTime, embedding_time, head_time, layer_times, repeated_time
+from .layer_times import LayerTime, embedding_time, has_experts, head_time, layer_times, repeated_time
 from .machine import Machine
 from .training_setup import Fsdp, Moves, StageLayers, TrainingSetup, of_stages
+
+# Launches for the biases of an expert, which Megatron adds one expert after the other (TEGroupedMLP._apply_bias), to
+# those for all else: two to 16 in the forward; in the backward, with sums of gradients, ten to 32.
+_BIASES_FORWARD = 2 / 16
+_BIASES_BACKWARD = 10 / 32
 
 Row = tuple[float, ...]
 StageRows = tuple[Row, Row, Row]  # durations of F, I and W by segment
@@ -56,10 +61,26 @@ def _seconds_of_layer(setup: TrainingSetup, machine: Machine, layer: int) -> tup
 def launch_times(setup: TrainingSetup, machine: Machine, stage: StageLayers) -> tuple[float, float]:
     """What the host needs for the kernels of a forward and of a backward of a stage."""
     num_layers = sum(count for _, count in stage.layers)
-    forward = num_layers * machine.host.layer_forward
-    backward = num_layers * machine.host.layer_backward
+    experts_forward, experts_backward = _launches_of_experts(setup, machine, stage)
+    forward = num_layers * machine.host.layer_forward + experts_forward
+    backward = num_layers * machine.host.layer_backward + experts_backward
     if setup.recomputes_layers:
         backward += forward
+    elif setup.repeats("E"):
+        backward += experts_forward
+    return forward, backward
+
+
+def _launches_of_experts(setup: TrainingSetup, machine: Machine, stage: StageLayers) -> tuple[float, float]:
+    """What the host needs for the experts of a rank, one after the other, in a forward and in a backward."""
+    experts = setup.model.experts
+    if experts is None:
+        return 0.0, 0.0
+    layers = sum(count for layer, count in stage.layers if has_experts(setup, layer))
+    forward = layers * experts.total / setup.expert_parallel * machine.host.expert
+    backward = 2 * forward
+    if setup.model.has_biases:
+        forward, backward = (1 + _BIASES_FORWARD) * forward, (1 + _BIASES_BACKWARD) * backward
     return forward, backward
 
 

@@ -24,6 +24,7 @@ from megatron.seq1f1b.costs.machine import read_machine
 from megatron.seq1f1b.costs.model_shape import Experts
 from megatron.seq1f1b.costs.simulator import predict
 from megatron.seq1f1b.costs.stage_costs import analytic_costs
+from megatron.seq1f1b.costs.stage_times import launch_times, rows_of_stage
 from megatron.seq1f1b.costs.step_memory import rank_memory
 from megatron.seq1f1b.costs.training_setup import Moves, TrainingSetup
 from megatron.seq1f1b.schedule import Placement, build
@@ -88,16 +89,57 @@ def test_whole_sequences_go_the_fastest_way(tensor, length, kind):
 
 
 @pytest.mark.parametrize("dispatches_once", [False, True])
-def test_each_expert_costs_launches(dispatches_once):
-    """Every dispatcher brings the counts of tokens to the host (transformer/moe/fused_a2a.py, experts.py)."""
+def test_a_forward_waits_for_the_counts_of_tokens(dispatches_once):
+    """Every dispatcher brings them to the host (transformer/moe/token_dispatcher.py); a backward knows them."""
     setup = TrainingSetup(
         preset("deepseek-v3"), 4096, 8, expert_parallel=64, data_parallel=64, dispatches_once=dispatches_once
     )
-    at_once = replace(MACHINE, host=structs.replace(MACHINE.host, expert=0.0))
-    free, launched = (layer_time(setup, machine, 0, 4096, 5) for machine in (at_once, MACHINE))
-    launches = 256 / 64 * MACHINE.host.expert
-    assert launched.forward.other - free.forward.other == pytest.approx(launches) and launches > 0
-    assert launched.input.other - free.input.other == pytest.approx(2 * launches)
+    counts = MACHINE.host.counts
+    at_once = replace(MACHINE, host=structs.replace(MACHINE.host, counts=0.0))
+    free, waiting = (layer_time(setup, machine, 0, 4096, 5) for machine in (at_once, MACHINE))
+    assert waiting.forward.other - free.forward.other == pytest.approx(counts) and counts > 0
+    assert waiting.input == free.input
+    assert layer_time(setup, at_once, 0, 4096, 0) == layer_time(setup, MACHINE, 0, 4096, 0)  # a layer without experts
+    again = replace(setup, recompute="moe")
+    free_again, waiting_again = (repeated_time(again, machine, 0, 4096, 5) for machine in (at_once, MACHINE))
+    assert waiting_again - free_again == pytest.approx(counts)
+
+
+def test_the_device_hides_launches_of_experts():
+    """A stage takes as long as its host or its device, whichever takes longer."""
+    for tokens in (256, 16384):
+        setup = TrainingSetup(preset("qwen3-30b-a3b"), tokens, 8, expert_parallel=8, data_parallel=8)
+        (stage,) = setup.stages
+        at_once = replace(MACHINE, host=structs.replace(MACHINE.host, expert=0.0))
+        more = [
+            with_launches - without
+            for with_launches, without in zip(
+                launch_times(setup, MACHINE, stage), launch_times(setup, at_once, stage), strict=True
+            )
+        ]
+        launches = 48 * 128 / 8 * MACHINE.host.expert
+        assert more == pytest.approx([launches, 2 * launches])
+        again = replace(setup, recompute="moe")
+        assert launch_times(again, MACHINE, stage)[1] == pytest.approx(
+            launch_times(setup, MACHINE, stage)[1] + launches
+        )
+        f, _, _ = rows_of_stage(setup.alone, MACHINE, stage)
+        free, _, _ = rows_of_stage(setup.alone, at_once, stage)
+        if tokens == 256:
+            assert f[0] == pytest.approx(launch_times(setup, MACHINE, stage)[0] + MACHINE.host.action)
+        else:
+            assert f == free
+
+
+def test_biases_of_experts_are_launches():
+    """Two more for each expert in the forward, ten in the backward, with the sums of their gradients."""
+    biased = TrainingSetup(preset("gpt-oss-120b"), 4096, 1, expert_parallel=8)
+    plain = replace(biased, model=replace(biased.model, has_biases=False))
+    (stage,) = biased.stages
+    of_both = (launch_times(setup, MACHINE, stage) for setup in (biased, plain))
+    more = [with_biases - without for with_biases, without in zip(*of_both, strict=True)]
+    launches = 36 * 128 / 8 * MACHINE.host.expert
+    assert more == pytest.approx([2 / 16 * launches, 10 / 32 * 2 * launches])
 
 
 def dispatched(setup: TrainingSetup) -> list[float]:
@@ -117,6 +159,20 @@ def test_biases_of_experts_are_added_one_by_one():
     in_forward = with_biases.forward.other - without.forward.other
     in_backward = with_biases.input.other - without.input.other
     assert [in_forward, in_backward] == pytest.approx(expected)
+
+
+def test_clamped_activations_are_kernels_of_their_own():
+    """Both halves are cut, and joined again; once more where activation functions are computed again."""
+    clamped = TrainingSetup(preset("gpt-oss-120b"), 4096, 1, expert_parallel=8)
+    plain = replace(clamped, model=replace(clamped.model, clamps_activations=False))
+    numbers = 4096 * 4 * 2 * 2880
+    forward = MACHINE.device.moving_time(8 * numbers, 3)
+    backward = MACHINE.device.moving_time(10 * numbers, 3)
+    with_clamps, without = (layer_time(setup, MACHINE, 0, 4096) for setup in (clamped, plain))
+    in_both = [getattr(with_clamps, name).other - getattr(without, name).other for name in ("forward", "input")]
+    assert in_both == pytest.approx([forward, backward])
+    again = [repeated_time(replace(setup, recompute="moe_act"), MACHINE, 0, 4096, 0) for setup in (clamped, plain)]
+    assert again[0] - again[1] == pytest.approx(forward)
 
 
 def test_products_of_8_bits_have_casts_and_experts_padding():
@@ -176,9 +232,12 @@ def test_a_token_may_go_once_to_a_node():
     """DeepSeek-V3 on 8 nodes, one group of experts each: 3.6 of them have the experts of a token, which are 8."""
     setup = TrainingSetup(preset("deepseek-v3"), 4096, 8, expert_parallel=64, data_parallel=64)
     to_all, once = dispatched(setup)
-    sent = 2 * 4096 * 7168 * 7 / 8 / 45e9  # to other nodes, 45 GB/s a device
+    size = 2 * 4096 * 7168
+    sent = size * 7 / 8 / 45e9  # to other nodes, 45 GB/s a device
+    spread = size * 7 / 8 / 360e9  # and then in them
+    experts = setup.model.experts
     assert to_all == pytest.approx(2 * (8 * sent + 3 * 20e-6))
-    assert once == pytest.approx(2 * (setup.model.experts.reached(8) * sent + 3 * 20e-6))
+    assert once == pytest.approx(2 * (experts.reached(8) * sent + experts.reached(64) * spread + 3 * 20e-6))
     inside = replace(setup, expert_parallel=8)
     to_all, once = (
         layer_time(replace(inside, dispatches_once=once), MACHINE, 0, 4096, 5).forward.dispatch
