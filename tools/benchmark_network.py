@@ -29,7 +29,8 @@ import torch.distributed as dist
 
 from benchmark import run_step
 from benchmarking.model import Batch, build_model, use_ranks
-from benchmarking.prediction import Profile, predicted_seconds, profile_of
+from benchmarking.prediction import predicted_seconds
+from benchmarking.profile import Profile, profile_of
 from benchmarking.variants import Variant, ours
 from megatron.seq1f1b.partition import even, segment_times
 from megatron.seq1f1b.schedule import Kind
@@ -137,7 +138,7 @@ def timed(variants: list[Variant], repeats: int) -> None:
 
 def forward_seconds(profile: Profile, length: int) -> float:
     """The forward of a whole sequence on the slowest stage."""
-    return max(segment_times((length,), stage)[0] for stage in profile[Kind.F])
+    return max(segment_times((length,), stage)[0] for stage in profile.times[Kind.F])
 
 
 def compare(args: argparse.Namespace, num_chunks: int, interface: str, rates: dict[float, float]) -> Iterator[Result]:
@@ -169,7 +170,7 @@ def compare(args: argparse.Namespace, num_chunks: int, interface: str, rates: di
         profile = profile_of(profiled)
         for (name, segments), variant in zip(METHODS[num_chunks], variants, strict=True):
             message = link.seconds(bytes_of_token * args.seq_length // segments)
-            yield Result(share, name, statistics.median(variant.seconds), predicted_seconds(variant, profile, message))
+            yield Result(share, name, statistics.mean(variant.seconds), predicted_seconds(variant, profile, message))
     limit(interface, None)
 
 
@@ -205,7 +206,7 @@ def run_rank() -> None:
     if dist.get_rank() == 0:
         print(
             f"2 ranks, {_MICROBATCHES} micro-batches of one sequence of {args.seq_length} tokens, {args.num_layers} "
-            f"layers, hidden {args.hidden_size}; medians of {args.repeats}; links of "
+            f"layers, hidden {args.hidden_size}; means of {args.repeats}; links of "
             f"{', '.join(f'{rate / 1e6:.3g}' for rate in rates.values())} MB/s\n\n{table(results)}"
         )
     dist.destroy_process_group()

@@ -21,7 +21,8 @@ import torch.distributed as dist
 
 from benchmark import run_step
 from benchmarking.model import Batch, build_model, use_ranks
-from benchmarking.prediction import predicted_seconds, profile_of, table
+from benchmarking.prediction import predicted_seconds, table
+from benchmarking.profile import profile_of
 from benchmarking.variants import Variant, model_shape, ours
 from megatron.seq1f1b.costs.blocks import paper_flops
 from megatron.seq1f1b.costs.stage_costs import A100, CPU_CORE, analytic_costs, bottleneck_time
@@ -108,7 +109,7 @@ def compare(args: argparse.Namespace, num_chunks: int) -> list[tuple[str, float,
     profile = profile_of([variant for _, variant in profiled])
     message = message_seconds(args)
     return [
-        (name, statistics.median(variant.seconds), predicted_seconds(variant, profile, message))
+        (name, statistics.mean(variant.seconds), predicted_seconds(variant, profile, message))
         for name, variant in others
     ]
 
@@ -121,7 +122,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         print(
             f"{dist.get_world_size()} ranks, {args.seq_length} tokens, {args.num_layers} layers, hidden "
-            f"{args.hidden_size}; medians of {args.repeats}\n\n{table(rows)}"
+            f"{args.hidden_size}; means of {args.repeats}\n\n{table(rows)}"
         )
     dist.destroy_process_group()
 

@@ -3,7 +3,6 @@
 import json
 import statistics
 from collections import defaultdict
-from itertools import pairwise
 from math import sqrt
 from pathlib import Path
 
@@ -63,14 +62,6 @@ def action_seconds(variant: Variant) -> Seconds:
         kind: [[statistics.median(steps[kind, stage, segment]) for segment in segments] for stage in stages]
         for kind in sorted({kind for kind, _, _ in steps})
     }
-
-
-def seconds_between_actions(variant: Variant) -> float:
-    """What a rank takes from the end of an action to the start of the next one if it need not wait: to send, to look
-    for the input. The lower quartile of all, since the longer ones wait for a message."""
-    ranks = (rank for step in variant.spans for rank in step)
-    gaps = [second.start - first.end for rank in ranks for first, second in pairwise(rank)]
-    return sorted(gaps)[len(gaps) // 4]
 
 
 def costs(variant: Variant) -> Costs:

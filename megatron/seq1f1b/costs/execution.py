@@ -112,12 +112,14 @@ def execute_lowered(
     aside: Mapping[Kind, Table] | None = None,
     pairs: PairTimes | None = None,
     layers: LayersOnLink | None = None,
+    drawn: Mapping[Action, float] | None = None,
 ) -> Timeline:
     """The timeline of the compute actions, and of GATHER, REDUCE, OFFLOAD and RELOAD if `aside` has the seconds of the
     kind, by stage and segment. With `pairs` the two of a pair save time. With `layers` units move one layer after the
-    other. Raises ValueError if the costs do not fit, or if the schedule cannot run to its end."""
+    other. Compute actions in `drawn` take so many seconds instead of their costs. Raises ValueError if the costs do not
+    fit, or if the schedule cannot run to its end."""
     costs.check(lowered.shape)
-    return _Execution(lowered, costs, aside or {}, pairs, layers).timeline()
+    return _Execution(lowered, costs, aside or {}, pairs, layers, drawn or {}).timeline()
 
 
 class _Execution:
@@ -130,9 +132,11 @@ class _Execution:
         aside: Mapping[Kind, Table],
         pairs: PairTimes | None,
         layers: LayersOnLink | None,
+        drawn: Mapping[Action, float],
     ) -> None:
         self.lowered = lowered
         self.layers = layers
+        self.drawn = drawn
         self.tables = {kind: costs.tables(kind) for kind in Kind}
         self.aside = aside
         self.pairs = pairs
@@ -173,6 +177,7 @@ class _Execution:
         queues = self.queues
         tables = self.tables
         pairs = self.pairs
+        drawn = self.drawn
         paired = self.lowered.paired
         beside = _Aside(self.aside)
         if self.layers is not None:
@@ -197,6 +202,9 @@ class _Execution:
                 together.append(action)
                 seconds = 0.0
                 for running in together:
+                    if running in drawn:
+                        seconds += drawn[running]
+                        continue
                     for table in tables[running.kind]:
                         seconds += table[running.stage][running.segment]
                 end = now + seconds
