@@ -20,7 +20,7 @@ fi
 check_numbers 9999 GPUS_PER_NODE
 
 if [ -z "${SLURM_JOB_NODELIST:-}" ]; then
-    exec "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$GPUS_PER_NODE" tools/check_cluster.py "$@"
+    exec "$PYTHON" "${torchrun[@]}" --nproc-per-node "$GPUS_PER_NODE" tools/check_cluster.py "$@"
 fi
 nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | wc -l)
 # shellcheck source=scripts/slurm/ranks.sh

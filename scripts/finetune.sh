@@ -38,7 +38,7 @@ echo "{% for message in messages %}{{ message['content'] }}{{ eos_token }}{% end
 train() {
     local log=$OUTPUT/$1.log
     shift
-    .venv/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 pretrain_hybrid.py \
+    .venv/bin/python "${torchrun[@]}" --nproc-per-node 2 pretrain_hybrid.py \
         --device cpu --pipeline-model-parallel-size 2 \
         --hybrid-layer-pattern "*-*-|*-*-" --hidden-size 128 --num-attention-heads 2 --position-embedding-type rope \
         --seq-length "$SEQ_LENGTH" --max-position-embeddings "$SEQ_LENGTH" \

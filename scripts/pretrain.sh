@@ -21,5 +21,5 @@ check_data
 make_flags
 [ "$DRY_RUN" != 1 ] || rehearse "$@"
 
-exec "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$GPUS_PER_NODE" \
+exec "$PYTHON" "${torchrun[@]}" --nproc-per-node "$GPUS_PER_NODE" \
     "$SCRIPT" "${flags[@]}" "$@"

@@ -32,7 +32,7 @@ train() {
     mkdir -p "$OUTPUT/$name"
     echo "Starting (Megatron takes a while to import); the whole log is in $log"
     # A rank that is aborted leaves the stacks of its threads in the log.
-    PYTHONFAULTHANDLER=1 .venv/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 pretrain_hybrid.py \
+    PYTHONFAULTHANDLER=1 .venv/bin/python "${torchrun[@]}" --nproc-per-node 2 pretrain_hybrid.py \
         --device cpu --pipeline-model-parallel-size 2 \
         --hybrid-layer-pattern "*-*-|*-*-" --hidden-size 256 --num-attention-heads 2 \
         --seq-length "$SEQ_LENGTH" --max-position-embeddings "$SEQ_LENGTH" --position-embedding-type rope \

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from megatron.seq1f1b.platform import cpu
+from support.files import write_files
+from support.launch import ROOT, python_path
 from support.launchers import run
 
 # A process that has imported Megatron, and a fork of it for each program: what they bind lasts as long as a process.
@@ -67,12 +69,30 @@ assert torch.ones(1).cuda().type() == "torch.cuda.FloatTensor"
 assert torch.ones(1).type(torch.int32).dtype == torch.int32
 print("as promised")
 """
+# Megatron would build its norm of the apex that is there, and take the optimizer of either package.
+IN_A_CONTAINER = """
+from megatron.seq1f1b.platform import cpu
+cpu.activate()
+from megatron.core.models.gpt.gpt_layer_specs import LNImpl
+from megatron.core.optimizer import distrib_optimizer
+print(LNImpl.__name__, distrib_optimizer.HAVE_APEX_OR_TE)
+"""
 
 
 def test_redirects_are_for_cpus_and_repairs_for_gpus_too():
     """The former only once they are activated; the latter are of what needs Transformer Engine or apex."""
     result = run([sys.executable, "-W", "ignore", "-c", FORKS, WITH_A_GPU, BEFORE_AND_AFTER], timeout=120)
     assert result.stdout.splitlines()[-2:] == ["repaired", "as promised"], result.stderr[-3000:]
+
+
+def test_kernels_of_a_container_for_gpus_are_not_taken(tmp_path):
+    optimizers = "class FusedAdam: ...\nclass FusedSGD: ...\n"
+    packages = ("apex/__init__.py", "transformer_engine/__init__.py", "transformer_engine/pytorch/__init__.py")
+    files = dict.fromkeys((*packages, "transformer_engine_torch.py"), "")
+    files |= {"apex/optimizers.py": optimizers, "transformer_engine/pytorch/optimizers.py": optimizers}
+    paths = python_path(ROOT, write_files(tmp_path, files))
+    result = run([sys.executable, "-W", "ignore", "-c", IN_A_CONTAINER], timeout=120, PYTHONPATH=paths)
+    assert result.stdout.splitlines()[-1:] == ["WrappedTorchNorm False"], result.stderr[-3000:]
 
 
 def test_schedules_do_without_torch():

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "localhost")
 VERDICTS = {None: "not judged", True: "ok", False: "FAILED"}
 NOT_RUN = "not run: "
 OUT_OF_TIME = f"{NOT_RUN}time"

@@ -8,12 +8,14 @@ import importlib
 import logging
 import os
 import sys
-from importlib.util import find_spec
 
 import torch
 
 from ..process.patches import Patch, patched, wrapping
 from . import recurrent, stand_ins
+
+# Packages whose kernels are for GPUs; one that is imported already stays, as a double in a test.
+KERNEL_PACKAGES = ("transformer_engine", "apex")
 
 # Functions of torch that make tensors.
 _FACTORIES = (
@@ -130,9 +132,9 @@ def apply() -> None:
         torch.empty(0)
     of_torch = [patch for patch in REDIRECTS if patch.target.startswith("torch.")]
     patched(of_torch)
-    # Megatron fails to start where it finds Transformer Engine's Python without its C++ extension.
-    if find_spec("transformer_engine") is not None and find_spec("transformer_engine_torch") is None:
-        sys.modules["transformer_engine"] = None  # type: ignore[assignment]
+    # Megatron takes the layers and optimizers of these wherever it can import them, as in a container for GPUs.
+    for package in KERNEL_PACKAGES:
+        sys.modules.setdefault(package, None)  # type: ignore[arg-type]  # importing it fails from now on
     patched(REDIRECTS[len(of_torch) :])
     # Megatron warns whenever the CPU's generator moves between forks, as it must here.
     logging.getLogger(_RNG).addFilter(lambda record: "CPU RNG" not in record.msg)
