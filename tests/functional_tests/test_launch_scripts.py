@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from support.files import write_files
 from support.launch import ROOT, Job
-from support.launchers import run, started
+from support.launchers import SBIN_PATH, run, started
 from support.patience import patient
 
 TORCHRUN = "scripts/pretrain.sh"
@@ -147,3 +148,39 @@ def test_shellcheck():
     assert len(scripts) >= 3
     run = subprocess.run([shellcheck, "-x", *scripts], cwd=ROOT, capture_output=True, text=True, timeout=patient(60))
     assert run.returncode == 0, run.stdout
+
+
+# As the plugin pyxis: variables of the image win over those that srun passes on.
+SRUN_IN_A_CONTAINER = """#!/usr/bin/env bash
+while [[ $1 == --* ]]; do
+    echo "$1"
+    shift
+done
+SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NTASKS=2 CUDA_MODULE_LOADING=LAZY exec "$@"
+"""
+
+
+@pytest.mark.parametrize("script", ["scripts/check_cluster.sh", "scripts/slurm/pretrain.sbatch"])
+def test_ranks_in_a_container_keep_what_the_launcher_sets(script, tmp_path):
+    programs = {
+        "scontrol": "#!/bin/sh\necho node1\n",
+        "srun": SRUN_IN_A_CONTAINER,
+        "python": '#!/bin/sh\necho "rank $RANK at $MASTER_ADDR loads kernels $CUDA_MODULE_LOADING"\n',
+    }
+    write_files(tmp_path, programs)
+    for name in programs:
+        (tmp_path / name).chmod(0o755)
+    slurm = {"JOB_ID": "1", "JOB_NODELIST": "node1", "JOB_NUM_NODES": "1", "CPUS_ON_NODE": "2"}
+    done = run(
+        ["bash", script],
+        PATH=f"{tmp_path}:{SBIN_PATH}",
+        PYTHON=str(tmp_path / "python"),
+        GPUS_PER_NODE="2",
+        CUDA_MODULE_LOADING="EAGER",
+        LOG_DIR=str(tmp_path / "logs"),
+        CONTAINER_IMAGE="/shared/image.sqsh",
+        CONTAINER_MOUNTS="/shared",
+        **{f"SLURM_{name}": value for name, value in slurm.items()},
+    )
+    assert {"--container-image=/shared/image.sqsh", "--container-mounts=/shared"} <= {*done.stdout.split()}, done.stderr
+    assert "rank 0 at node1 loads kernels EAGER" in done.stdout, done.stdout + done.stderr

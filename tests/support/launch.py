@@ -59,7 +59,8 @@ class Job:
 def torchrun(script: Path, ranks: int, flags: Sequence = (), timeout=180, env: dict | None = None, options=()) -> Job:
     """Run ``script`` under torchrun, as a user does; `options` are torchrun's own."""
     command = ["timeout", "--kill-after=60", str(patient(timeout)), sys.executable, "-m", "torch.distributed.run"]
-    command += ["--standalone", "--local-addr", "localhost", *options, f"--nproc-per-node={ranks}", str(script), *map(str, flags)]
+    command += ["--standalone", "--local-addr", "localhost", *options, f"--nproc-per-node={ranks}"]
+    command += [str(script), *map(str, flags)]
     # A file, not a pipe, which the manager of a checkpoint holds open after its rank was killed.
     with tempfile.TemporaryFile("w+", errors="replace") as log:
         code = subprocess.run(command, stdout=log, stderr=log, env=os.environ | ENVIRONMENT | (env or {})).returncode
