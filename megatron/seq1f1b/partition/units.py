@@ -15,7 +15,8 @@ from .lengths import even
 class Pack:
     """A micro-batch: sequences, by their numbers, one after the other, cut into segments of `lengths` tokens.
 
-    Only the first sequence may be in more than one segment, unless packs were made alike. The last segment is padded.
+    Only the first sequence may be in more than one segment, unless packs were given equal numbers of segments. The last
+    segment is padded.
     """
 
     sequences: tuple[int, ...]

@@ -100,7 +100,6 @@ class Repacking(Segmentation):
     def reports(self, of_microbatches: list[Any], step: Step) -> list[Any]:
         """An evaluation returns one report, with this replica's share of the sums over all replicas: for --sft Megatron
         averages the means of micro-batches, which depend on the sequences that share a unit."""
-
         if not (step.forward_only and of_microbatches and all(map(_has_sums, of_microbatches))):
             return of_microbatches
         group = step.groups.dp_cp

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ...process.patches import patched_on, wrapping
-from .main_grad import accumulated
+from .main_grad import accumulated, exact_main_grad, new_sum
 from .token_logits import PIECE, Head, PieceLogits
 
 WORTH = 8  # pieces, 2 GiB; fewer are kept, since the repeated product can take a tenth of a small model's last stage
@@ -222,10 +222,8 @@ class _LossOfPieces(torch.autograd.Function):
         main_grad = getattr(weight, "main_grad", None)
         alias = weight.detach().requires_grad_(weight.requires_grad)  # without hooks
         if weight.requires_grad:
-            alias.main_grad = main_grad
-            dtype = torch.promote_types(weight.dtype, torch.float32)
-            if main_grad is None or main_grad.dtype is not dtype:
-                alias.main_grad = torch.zeros_like(weight, dtype=dtype)
+            exact = exact_main_grad(weight)
+            alias.main_grad = new_sum(weight) if exact is None else exact
         of_pieces = (tensor.split(ctx.length) for tensor in (hidden, labels, grad_losses, grad_hidden))
         for part, labels_of_part, grad_of_losses, grad_of_part in zip(*of_pieces, strict=True):
             part = part.detach().requires_grad_()

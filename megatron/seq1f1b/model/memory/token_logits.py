@@ -22,6 +22,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_map_only
 
+from .main_grad import exact_main_grad, new_sum
+
 PIECE = 2**26  # logits: 256 MiB in fp32, and enough rows for a product at full speed
 
 Group = dist.ProcessGroup | None
@@ -83,13 +85,12 @@ class Head:
         return torch.zeros_like(self.weight)
 
     def _target(self) -> Tensor:
-        """Where products for the weight gradient add up, in fp32 at least."""
-        dtype = torch.promote_types(self.weight.dtype, torch.float32)
-        main_grad = getattr(self.weight, "main_grad", None)
-        if main_grad is not None and main_grad.dtype is dtype and not self.waits:
+        """Where products for the weight gradient add up."""
+        main_grad = exact_main_grad(self.weight)
+        if main_grad is not None and not self.waits:
             return main_grad
         if self._gradient is None:
-            self._gradient = torch.zeros_like(self.weight, dtype=dtype)
+            self._gradient = new_sum(self.weight)
         return self._gradient
 
     def _add_product(self, target: Tensor, gradient: Tensor, rows: Tensor) -> None:
