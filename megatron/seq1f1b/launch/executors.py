@@ -7,12 +7,10 @@ from datetime import timedelta
 from functools import lru_cache, partial
 from typing import Any
 
-import torch
 from megatron.core.utils import get_model_config
 
-from ..arguments import MegatronRun, PipelineConfig, is_on_cpu, run_of_program
+from ..arguments import MegatronRun, PipelineConfig, run_of_program
 from ..model import PIECE, Documents
-from ..model.kernels import AttentionRule, KernelChoice
 from ..process.one_caller import OneCaller
 from ..process.ranks import warn_on_rank_0
 from ..runtime import (
@@ -52,24 +50,6 @@ def training_executor(
         surroundings=surroundings,
         timeout=timedelta(minutes=args.distributed_timeout_minutes),
     )
-
-
-def attention_kernel(config: PipelineConfig) -> str:
-    """The name of the attention kernel; Megatron's own if sequences stay whole and no attention is kept."""
-    if config.num_segments == 1 and not config.flags.recompute_keeps_attention:
-        return "as with Megatron's own schedules"
-    settings = config.run.settings
-    dropout = settings.get("attention_dropout") or 0.0
-    backend = getattr(settings.get("attention_backend"), "name", "auto")
-    choice = KernelChoice(backend, settings.get("flash_attention_version"), dropout > 0)
-    dtype = torch.float32
-    if settings.get("bf16"):
-        dtype = torch.bfloat16
-    elif settings.get("fp16"):
-        dtype = torch.float16
-    size = settings.get("kv_channels") or 1
-    is_on_gpu = not is_on_cpu(config.flags) and torch.cuda.is_available()
-    return choice.name(AttentionRule(1.0, dropout), is_on_gpu, dtype, size, settings.get("v_head_dim") or size)
 
 
 class ProgramExecutor:

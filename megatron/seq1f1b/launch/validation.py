@@ -20,7 +20,7 @@ def validated(args: Namespace) -> PipelineConfig:
     check_late_mistakes(args)
     vars(args).update(config.in_force())
     if config.schedule is not None and is_rank_0() and not args.dry_run:
-        from .executors import attention_kernel
+        from .attention_kernel import attention_kernel  # imports torch
 
         print(summary(config, costs, attention_kernel(config)), flush=True)
     return config
