@@ -41,9 +41,9 @@ def read_launch(words: Sequence[str], preset: Sequence[str] = ()) -> argparse.Na
     """
     parser = Parser(None, add_help=False)
     add_every_model_flag(parser)
-    of_model = set(parser._option_string_actions)
+    of_model = set(parser.flags)
     _add_decided(parser)
-    read = set(parser._option_string_actions)
+    read = set(parser.flags)
     launch = parser.parse_known_args([*preset, *words])[0]
     if launch.recompute_activations:  # as Megatron does
         launch.recompute_granularity = "selective"

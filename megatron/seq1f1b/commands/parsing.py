@@ -29,6 +29,11 @@ class Parser(argparse.ArgumentParser):
 
     error = refuse
 
+    @property
+    def flags(self) -> list[str]:
+        """All spellings of the flags that it reads."""
+        return list(self._option_string_actions)
+
     def add_machine(self, default: str) -> None:
         """Add --machine, the machine of a prediction."""
         from ..costs.machine import machine_names  # imports numpy, which most commands do without

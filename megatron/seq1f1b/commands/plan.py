@@ -71,7 +71,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args, words = parser.parse_known_args(argv)
     for name in (word.partition("=")[0] for word in words if word.startswith("--")):
         # Flags of Megatron are no misspelt ones of ours: --eval-global-batch-size is longer.
-        own = [flag for flag in parser._option_string_actions if abs(len(flag) - len(name)) <= 2]
+        own = [flag for flag in parser.flags if abs(len(flag) - len(name)) <= 2]
         if near := get_close_matches(name, own, n=1, cutoff=0.83):
             parser.error(f"{name} is unknown; did you mean {near[0]}?")
     missing = _missing(args, words)
