@@ -261,10 +261,9 @@ def gains_section(pictures: Path | None) -> str:
     lines = [ABOUT_GAINS, *wrap(error, 118, break_on_hyphens=False), ""]
     lines += ["`seq1f1b gain-map --output docs/gains.csv --host-bandwidths 30 50 0 --model ...`", ""]
     head = ["model", "sequences", "ours", "Megatron's", "gain", "faster host", "no host", "made by"]
-    lines += ['<div class="gains" markdown>', ""]  # css/site.css leaves out its last columns on phones
     lines += [f"| {' | '.join(head)} |", len(head) * "|---" + "|"]
     lines += [f"| {' | '.join(row)} |" for row in gain_rows(cells)]
-    lines += ["", "</div>", "", "![The gain by network and GPUs: 70B, 128k tokens](images/gains.png)"]
+    lines += ["", "![The gain by network and GPUs: 70B, 128k tokens](images/gains.png)"]
     if pictures is not None:
         shown = [cell for cell in cells if (cell.model, cell.machine, cell.seq_length) == _PICTURED]
         plot_gains(shown, "gain of segments, 70B, 131072 tokens, H100", pictures / "gains.png")

@@ -35,7 +35,9 @@ def on_page_markdown(markdown, **_):
 
 
 def on_page_content(html, **_):
-    """Code without a space is marked, so that css/site.css can keep flags and names on one line."""
+    """Code without a space, and cells of a figure and its unit, are marked, so that css/site.css can keep them on one
+    line."""
+    html = re.sub(r"<td>([-+(]?\d[^\s<]*( [^\s\d<][^\s<]*)?)</td>", r'<td class="figure">\1</td>', html)
     return re.sub(r"<code>([^\s<]+)</code>", r'<code class="word">\1</code>', html)
 
 

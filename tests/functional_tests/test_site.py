@@ -21,9 +21,10 @@ SCROLLED = """new Promise((done) => {
     requestAnimationFrame(() => requestAnimationFrame(() => { scrollTo(0, 0); requestAnimationFrame(done); }));
 })"""
 PICTURES = "[...document.querySelectorAll('.md-content a.glightbox img')]"
-# Tables that have to be swiped.
+# Tables that have to be swiped; and those that are shown row by row instead.
 WIDE_TABLES = """[...document.querySelectorAll('.md-typeset__scrollwrap')].filter(
     (table) => table.scrollWidth > table.clientWidth).length"""
+ROWS = "document.querySelectorAll('table[data-rows]').length"
 LINKS = "[...document.querySelectorAll('.md-search-result__link')].map((each) => each.href)"
 
 
@@ -78,6 +79,21 @@ def test_the_dark_site_is_dark(site, page):
     assert light == [255, 255, 255]
 
 
+def test_a_wide_table_is_shown_row_by_row(site, page):
+    """Its cells have the names of their columns, and lines of a cell become one; with room it is a table again."""
+    page.resize(*PHONE)
+    page.open(f"{site}/results/")
+    page.wait_for(f"{ROWS} > 0")
+    table = "[...document.querySelectorAll('table[data-rows]')].at(-1)"
+    assert page.evaluate(f"getComputedStyle({table}.tHead).display") == "none"
+    row = f"[...{table}.tBodies[0].rows[0].cells]"
+    assert page.evaluate(f"{row}.map((cell) => cell.dataset.column)")[:3] == ["model: ", "sequences: ", "ours: "]
+    assert page.evaluate(f"{row}[0].innerText").count(", ") == 1
+    page.resize(1280, 1200)
+    page.wait_for(f"{ROWS} === 0")
+    assert page.evaluate("[...document.querySelectorAll('td:has(br)')].at(-1).innerText").count("\n") == 1
+
+
 @pytest.mark.parametrize("is_phone", [False, True], ids=["desktop", "phone"])
 def test_no_page_has_an_error_or_is_wider_than_the_screen(is_phone, site, page):
     """After the others, since the page stays as narrow as a phone."""
@@ -94,8 +110,7 @@ def test_no_page_has_an_error_or_is_wider_than_the_screen(is_phone, site, page):
             "getComputedStyle(document.querySelector('.tests th:last-child') ?? document.body).display"
         )
         assert (shown == "none") == (is_phone and name == "compatibility/")
-        if not is_phone:
-            assert page.evaluate(WIDE_TABLES) == 0, name
+        assert page.evaluate(WIDE_TABLES) == 0, name
         if is_phone:  # labels of pictures are as large as they were drawn: 6 points, 8 pixels
             narrowest = page.evaluate(f"Math.min(...{PICTURES}.map((each) => each.getBoundingClientRect().width))")
             assert narrowest is None or narrowest > 800, name
