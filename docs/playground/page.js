@@ -3,7 +3,15 @@ const form = document.getElementById("settings");
 const status = document.getElementById("status");
 const hint = document.getElementById("hint");
 const root = document.getElementById("panels");
-const ROW = 22, LEFT = 18, RIGHT = 90; // pixels: a rank, its number, its figures
+const ROW = 22, LEFT = 18, RIGHT = 96; // pixels: a rank, its number, its figures
+const HEAD = 16; // pixels: the names of these figures
+
+// What stands at the right of every rank: the most that it holds, and the share of the step in which it waits. `end` is
+// the distance of the column from the right.
+const COLUMNS = [
+  { name: "memory", end: 50, value: (panel, rank) => panel.memory[rank].toFixed(2) },
+  { name: "bubble", end: 0, value: (panel, rank) => idle(panel, rank).toFixed(3) },
+];
 
 const worker = new Worker(new URL("worker.js", import.meta.url), { type: "module" });
 worker.onerror = (event) => show({ error: `Python could not be started: ${event.message ?? "worker.js is missing"}.` });
@@ -57,8 +65,8 @@ function show(answer) {
     return;
   }
   const longest = Math.max(...answer.panels.map((panel) => panel.time));
-  root.replaceChildren(...answer.panels.map((panel) => figure(panel, answer.names)));
-  answer.panels.forEach((panel, i) => draw(root.children[i].querySelector("canvas"), panel, longest, answer.names));
+  root.replaceChildren(...answer.panels.map((panel) => figure(panel, answer.looks)));
+  answer.panels.forEach((panel, i) => draw(root.children[i].querySelector("canvas"), panel, longest, answer.looks));
 }
 
 const most = (panel) => Math.max(...panel.memory);
@@ -82,22 +90,22 @@ function idle(panel, rank) {
   return 1 - busy / panel.time;
 }
 
-// The kinds of actions that a panel has, in the order of their names.
-function kindsOf(panel, names) {
+// The kinds of actions that a panel has, in the order of legends.
+function kindsOf(panel, looks) {
   const used = new Set(panel.ranks.flat().map(([kind]) => kind));
-  return Object.keys(names).filter((kind) => used.has(kind));
+  return Object.keys(looks).filter((kind) => used.has(kind));
 }
 
-function figure(panel, names) {
+function figure(panel, looks) {
   const element = document.createElement("figure");
   const caption = document.createElement("figcaption");
   caption.textContent = described(panel);
   const legend = document.createElement("span");
-  for (const kind of kindsOf(panel, names)) {
+  for (const kind of kindsOf(panel, looks)) {
     const mark = document.createElement("span");
     mark.textContent = " \u25a0 ";
     mark.style.color = panel.colours[kind].at(-1);
-    legend.append(mark, names[kind]);
+    legend.append(mark, looks[kind].name);
   }
   const canvas = document.createElement("canvas");
   canvas.setAttribute("role", "img");
@@ -106,8 +114,8 @@ function figure(panel, names) {
   return element;
 }
 
-function draw(canvas, panel, longest, names) {
-  const ratio = window.devicePixelRatio, height = ROW * panel.ranks.length;
+function draw(canvas, panel, longest, looks) {
+  const ratio = window.devicePixelRatio, height = HEAD + ROW * panel.ranks.length;
   const width = root.clientWidth * Number(form.elements.zoom.value);
   canvas.width = width * ratio;
   canvas.height = height * ratio;
@@ -120,13 +128,18 @@ function draw(canvas, panel, longest, names) {
   pen.strokeStyle = "#404040";
   pen.lineWidth = 0.4;
   const scale = (width - LEFT - RIGHT) / longest;
+  const colour = getComputedStyle(root).color;
+  pen.fillStyle = colour;
+  pen.fillText("rank", 0, HEAD / 2);
+  pen.textAlign = "right";
+  for (const { name, end } of COLUMNS) pen.fillText(name, width - end, HEAD / 2);
   panel.ranks.forEach((boxes, rank) => {
-    const top = ROW * rank, middle = top + ROW / 2;
-    pen.fillStyle = getComputedStyle(root).color;
+    const top = HEAD + ROW * rank, middle = top + ROW / 2;
+    pen.fillStyle = colour;
     pen.textAlign = "left";
     pen.fillText(rank, 0, middle);
     pen.textAlign = "right";
-    pen.fillText(`${panel.memory[rank].toFixed(2)}  ${idle(panel, rank).toFixed(3)}`, width, middle);
+    for (const { end, value } of COLUMNS) pen.fillText(value(panel, rank), width - end, middle);
     for (const [kind, chunk, microbatch, segment, start, end] of boxes) {
       const left = LEFT + start * scale, wide = (end - start) * scale;
       pen.fillStyle = panel.colours[kind][segment];
@@ -138,7 +151,7 @@ function draw(canvas, panel, longest, names) {
         pen.fillRect(left, top + ROW - 1 - bar, wide, bar);
       }
       if (wide > 7 * String(microbatch).length + 2) {
-        pen.fillStyle = kind === "I" ? "white" : "black";
+        pen.fillStyle = looks[kind].number;
         pen.textAlign = "center";
         pen.fillText(microbatch, left + wide / 2, middle);
       }
@@ -147,11 +160,12 @@ function draw(canvas, panel, longest, names) {
   canvas.onpointerleave = () => (hint.hidden = true);
   canvas.onpointerdown = canvas.onpointermove = (event) => {
     const time = (event.offsetX - LEFT) / scale;
-    const box = panel.ranks[Math.floor(event.offsetY / ROW)]?.find((each) => each[4] <= time && time < each[5]);
+    const boxes = panel.ranks[Math.floor((event.offsetY - HEAD) / ROW)];
+    const box = boxes?.find(([, , , , start, end]) => start <= time && time < end);
     hint.hidden = !box;
     if (!box) return;
     const chunk = panel.chunks > 1 ? `, chunk ${box[1]}` : "";
-    hint.textContent = `${names[box[0]]} of micro-batch ${box[2]}, segment ${box[3]}${chunk}: ` +
+    hint.textContent = `${looks[box[0]].name} of micro-batch ${box[2]}, segment ${box[3]}${chunk}: ` +
       `${box[4].toFixed(2)} to ${box[5].toFixed(2)}`;
     hint.style.left = Math.max(0, Math.min(event.clientX + 12, window.innerWidth - hint.offsetWidth - 4)) + "px";
     hint.style.top = event.clientY + 12 + "px";
@@ -180,45 +194,51 @@ const COPIES = {
 };
 
 // The panels, one below the other, in times of a forward as units of the picture.
-function svg({ panels, names }) {
-  const SCALE = 60;
+function svg({ panels, looks }) {
+  const SCALE = 60, MARGIN = 8;
   const longest = Math.max(...panels.map((panel) => panel.time));
   const width = Math.max(LEFT + SCALE * longest + RIGHT, 600); // a short step has room for its words
-  const parts = [`<rect width="100%" height="100%" fill="white"/>`];
+  const parts = [];
+  const rect = (left, top, wide, high, more) => parts.push(
+    `<rect x="${left.toFixed(2)}" y="${top}" width="${wide.toFixed(2)}" height="${high}" ${more}`);
+  const text = (left, top, words, more = "") => parts.push(
+    `<text x="${left.toFixed(2)}" y="${top + 14}" ${more}>${words}</text>`);
   let top = 0;
   for (const panel of panels) {
-    parts.push(`<text x="0" y="${top + 14}">${described(panel)}</text>`);
+    text(0, top, described(panel));
     top += ROW;
-    let beside = 0;
-    for (const kind of kindsOf(panel, names)) {
-      parts.push(`<rect x="${beside}" y="${top + 5}" width="10" height="10" fill="${panel.colours[kind].at(-1)}"/>` +
-        `<text x="${beside + 14}" y="${top + 14}">${names[kind]}</text>`);
-      beside += 30 + 7 * names[kind].length;
+    let beside = LEFT;
+    for (const kind of kindsOf(panel, looks)) {
+      rect(beside, top + 5, 10, 10, `fill="${panel.colours[kind].at(-1)}"/>`);
+      text(beside + 14, top, looks[kind].name);
+      beside += 30 + 6 * looks[kind].name.length;
     }
+    for (const { name, end } of COLUMNS) text(width - end, top, name, 'text-anchor="end"');
     top += ROW;
     panel.ranks.forEach((boxes, rank) => {
       const y = top + ROW * rank;
-      parts.push(`<text x="0" y="${y + 14}">${rank}</text><text x="${width.toFixed(2)}" y="${y + 14}" ` +
-        `text-anchor="end">${panel.memory[rank].toFixed(2)}  ${idle(panel, rank).toFixed(3)}</text>`);
+      text(0, y, rank);
+      for (const { end, value } of COLUMNS) text(width - end, y, value(panel, rank), 'text-anchor="end"');
       for (const [kind, chunk, microbatch, segment, start, end] of boxes) {
         const left = LEFT + SCALE * start, wide = SCALE * (end - start);
-        parts.push(`<rect x="${left.toFixed(2)}" y="${y}" width="${wide.toFixed(2)}" height="${ROW - 2}" ` +
-          `fill="${panel.colours[kind][segment]}" stroke="#404040" stroke-width="0.4">` +
-          `<title>${names[kind]} of micro-batch ${microbatch}, segment ${segment}</title></rect>`);
+        rect(left, y, wide, ROW - 2, `fill="${panel.colours[kind][segment]}" stroke="#404040" stroke-width="0.4">` +
+          `<title>${looks[kind].name} of micro-batch ${microbatch}, segment ${segment}</title></rect>`);
         if (chunk) { // a bar, the higher the later the chunk
           const bar = 4 * chunk / (panel.chunks - 1);
-          parts.push(`<path d="M${left.toFixed(2)} ${y + ROW - 2}v${-bar}h${wide.toFixed(2)}v${bar}z" fill="#404040"/>`);
+          rect(left, y + ROW - 2 - bar, wide, bar, 'fill="#404040"/>');
         }
         if (wide > 7 * String(microbatch).length + 2) {
-          parts.push(`<text x="${(left + wide / 2).toFixed(2)}" y="${y + 14}" text-anchor="middle" ` +
-            `fill="${kind === "I" ? "white" : "black"}">${microbatch}</text>`);
+          text(left + wide / 2, y, microbatch, `text-anchor="middle" fill="${looks[kind].number}"`);
         }
       }
     });
     top += ROW * panel.ranks.length + ROW / 2;
   }
-  return `<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 ${width.toFixed(2)} ${top}" ` +
-    `font-family="sans-serif" font-size="11">${parts.join("")}</svg>`;
+  const wide = (width + 2 * MARGIN).toFixed(2), high = top + 2 * MARGIN;
+  const sizes = `width="${wide}" height="${high}" viewBox="${-MARGIN} ${-MARGIN} ${wide} ${high}"`;
+  return `<svg xmlns="http://www.w3.org/2000/svg" ${sizes} style="max-width: 100%; height: auto" ` +
+    `font-family="sans-serif" font-size="11">` +
+    `<rect x="${-MARGIN}" y="${-MARGIN}" width="100%" height="100%" fill="white"/>${parts.join("")}</svg>`;
 }
 
 async function copy(event) {
@@ -250,6 +270,7 @@ function startFrom(preset) {
 
 // The address sets the controls; a value that a list does not have leaves it as it is.
 function follow() {
+  form.elements.preset.value = "";
   for (const [name, value] of new URLSearchParams(location.hash.slice(1))) {
     const input = form.elements[name];
     if (input && (!input.options || [...input.options].some((option) => option.value === value))) input.value = value;

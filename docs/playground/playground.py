@@ -65,43 +65,40 @@ def cut(settings: Settings) -> list[float]:
     return [(sqrt((1 - a) ** 2 + 4 * a * time) - (1 - a)) / (2 * a) for time in ends]
 
 
-def costs(settings: Settings, shape: Shape) -> dict[str, list[float]]:
+def costs(settings: Settings) -> dict[str, list[float]]:
     """Costs of the actions by segments, as `Costs.from_mapping` and `seq1f1b plot --costs` take them.
 
-    The backward of attention takes twice its forward, without W; matrix products have I and W.
+    The backward of attention takes twice its forward, without W; matrix products have I and W. Rounded, since people
+    copy them.
     """
-    lengths = [end - start for start, end in pairwise(cut(settings))]
-    products = [(1 - settings.attention) * length / shape.num_chunks for length in lengths]
-    squares = [end**2 - start**2 for start, end in pairwise(cut(settings))]
-    attention = [settings.attention * square / shape.num_chunks for square in squares]
-    return {
+    ends = cut(settings)
+    lengths = [end - start for start, end in pairwise(ends)]
+    products = [(1 - settings.attention) * length / settings.chunks for length in lengths]
+    attention = [settings.attention * (end**2 - start**2) / settings.chunks for start, end in pairwise(ends)]
+    exact = {
         "f": [p + a for p, a in zip(products, attention, strict=True)],
         "i": [p + 2 * a for p, a in zip(products, attention, strict=True)],
         "w": products,
         "message": [settings.message * length for length in lengths],
-        "activation": [length / shape.num_chunks for length in lengths],
+        "activation": [length / settings.chunks for length in lengths],
     }
+    return {name: [round(value, 6) for value in values] for name, values in exact.items()}
 
 
-def memory_limit(settings: Settings) -> float | None:
+def memory_limit(settings: Settings, given: Costs) -> float | None:
     """What `auto` may hold on a rank, in whole sequences; None for other families."""
     if settings.family != "auto":
         return None
-    given = Costs.from_mapping(settings.shape, costs(settings, settings.shape))
-    return settings.memory * max(peak_memory(build("1f1b", settings.shape), given))
+    return round(settings.memory * max(peak_memory(build("1f1b", settings.shape), given)), 9)
 
 
-def panels(settings: Settings) -> list[dict[str, Any]]:
-    """The schedule of the settings and, where that is another, 1F1B with whole sequences for comparison."""
-    shape = settings.shape
-    given = Costs.from_mapping(shape, costs(settings, shape))
-    limit = memory_limit(settings)
-    shown = [_panel(settings.family, build(settings.family, shape, given, limit), given)]
+def plain_1f1b(settings: Settings) -> list[dict[str, Any]]:
+    """The panel of 1F1B with whole sequences, for comparison; none where the settings are that."""
+    if (settings.family, settings.segments, settings.chunks) == ("1f1b", 1, 1):
+        return []
     plain = Settings(ranks=settings.ranks, microbatches=settings.microbatches, segments=1, message=settings.message)
-    if (settings.family, settings.segments, settings.chunks) != ("1f1b", 1, 1):
-        of_plain = Costs.from_mapping(plain.shape, costs(plain, plain.shape))
-        shown.append(_panel("1f1b", build("1f1b", plain.shape), of_plain))
-    return shown
+    given = Costs.from_mapping(plain.shape, costs(plain))
+    return [_panel("1f1b", build("1f1b", plain.shape), given)]
 
 
 def _panel(name: str, schedule: Schedule, given: Costs) -> dict[str, Any]:
@@ -131,16 +128,21 @@ def _shades(kind: Kind, num_segments: int) -> Sequence[str]:
 
 
 def answer(question: str) -> str:
-    """The panels for a JSON object of settings, as JSON, with the costs and the memory limit that `seq1f1b plot` needs
-    to draw the first one; `error` holds a sentence where there are none."""
+    """The panels for a JSON object of settings, as JSON: the schedule of the settings and 1F1B for comparison, with the
+    costs and the memory limit that `seq1f1b plot` needs to draw the first; `error` holds a sentence where there are
+    none."""
     try:
         settings = Settings(**json.loads(question))
+        by_name = costs(settings)
+        given = Costs.from_mapping(settings.shape, by_name)
+        limit = memory_limit(settings, given)
+        ours = _panel(settings.family, build(settings.family, settings.shape, given, limit), given)
         return json.dumps(
             {
-                "panels": panels(settings),
-                "names": {kind: look.name for kind, look in BOXES.items()},
-                "costs": costs(settings, settings.shape),
-                "limit": memory_limit(settings),
+                "panels": [ours, *plain_1f1b(settings)],
+                "looks": {kind: {"name": look.name, "number": look.number} for kind, look in BOXES.items()},
+                "costs": by_name,
+                "limit": limit,
             }
         )
     except ValueError as error:

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from decimal import ROUND_HALF_UP, Decimal
 
 import pytest
 from playground import answer
@@ -48,22 +49,27 @@ def site(tmp_path_factory):
     return folder
 
 
+def fixed(value: float, digits: int) -> str:
+    """As JavaScript's toFixed, which rounds 13.125 up where Python rounds it to an even digit."""
+    return str(Decimal(value).quantize(Decimal(10) ** -digits, ROUND_HALF_UP))
+
+
 def check(page, **settings) -> None:
     """What the page shows is what the same Python answers here."""
     panels = json.loads(answer(json.dumps(settings)))["panels"]
     first = panels[0]
-    shows = f"step {first['time']:.2f}, bubble ratio {first['bubble_ratio']:.3f}"
+    shows = f"step {fixed(first['time'], 2)}, bubble ratio {fixed(first['bubble_ratio'], 3)}"
     # By name, too: the step of a picture on the way may be as long.
     page.wait_for(f"{CAPTION}.startsWith('{first['name']}') && {CAPTION}.includes('{shows}')")
     shown = page.evaluate(SHOWN)
     assert len(shown["captions"]) == len(panels)
     for caption, colours, panel in zip(shown["captions"], shown["colours"], panels, strict=True):
         assert caption.startswith(panel["name"])
-        assert f"at most {max(panel['memory']):.2f} sequences in memory" in caption
+        assert f"at most {fixed(max(panel['memory']), 2)} sequences in memory" in caption
         kinds = {box[0] for boxes in panel["ranks"] for box in boxes}
         for kind in kinds:
             assert set(panel["colours"][kind]) & set(colours), f"{kind} is not drawn"
-    assert f"{panels[0]['time'] / panels[1]['time']:.3f} of the time" in shown["status"]
+    assert f"{fixed(panels[0]['time'] / panels[1]['time'], 3)} of the time" in shown["status"]
 
 
 @pytest.mark.timeout(3 * PATIENCE)
@@ -125,6 +131,8 @@ def test_a_preset_is_drawn_copied_and_saved(site, page, tmp_path):
         assert saved.count("<title>") == boxes
         for caption in page.evaluate(SHOWN)["captions"]:
             assert f">{caption}</text>" in saved
+        for column in ("memory", "bubble"):
+            assert saved.count(f">{column}</text>") == len(panels)
         # The plot command makes the same step, also where costs and memory decide the order.
         page.evaluate(f"{SET}(['memory', '2'])")
         page.evaluate(f"{SET}(['message', '0.1'])")
@@ -143,6 +151,8 @@ def test_a_preset_is_drawn_copied_and_saved(site, page, tmp_path):
         width = page.evaluate("document.querySelector('canvas').clientWidth")
         page.evaluate(f"{SET}(['zoom', '2'])")
         page.wait_for(f"document.querySelector('canvas').clientWidth === {2 * width}")
+        page.evaluate("location.hash = '#family=zb-h1'")  # no preset of the list
+        page.wait_for("document.querySelector('[name=preset]').value === ''")
         assert page.problems == []
 
 

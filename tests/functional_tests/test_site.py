@@ -25,6 +25,13 @@ PICTURES = "[...document.querySelectorAll('.md-content a.glightbox img')]"
 WIDE_TABLES = """[...document.querySelectorAll('.md-typeset__scrollwrap')].filter(
     (table) => table.scrollWidth > table.clientWidth).length"""
 ROWS = "document.querySelectorAll('table[data-rows]').length"
+# What the keyboard has reached, which for the choice between light and dark is shown by its label, and its outline.
+REACHED = """(() => {
+    const reached = document.activeElement;
+    const { outlineStyle, outlineWidth, outlineColor } = getComputedStyle(
+        reached.matches('.md-option') ? reached.nextElementSibling : reached);
+    return [!!reached.closest('.md-header, .md-tabs, .md-footer'), outlineStyle, outlineWidth, outlineColor];
+})()"""
 LINKS = "[...document.querySelectorAll('.md-search-result__link')].map((each) => each.href)"
 
 
@@ -77,6 +84,18 @@ def test_the_dark_site_is_dark(site, page):
     page.evaluate("document.querySelector('input[data-md-color-scheme=slate]').click()")
     page.wait_for(f"{background}[0] < 64")
     assert light == [255, 255, 255]
+
+
+def test_the_keyboard_shows_what_it_has_reached(site, page):
+    page.open(f"{site}/install/")
+    page.evaluate("document.activeElement.blur()")
+    places = set()
+    for _ in range(40):
+        page.press("Tab", 9)
+        on_dark, *outline, colour = page.evaluate(REACHED)
+        assert outline == ["solid", "2px"] and (colour == "rgb(255, 255, 255)") == on_dark
+        places.add(on_dark)
+    assert places == {True, False}
 
 
 def test_a_wide_table_is_shown_row_by_row(site, page):

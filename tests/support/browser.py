@@ -72,6 +72,11 @@ class Page:
             assert time.monotonic() < until, f"{expression} did not come true; {self.problems}"
             time.sleep(0.1)
 
+    def press(self, key: str, code: int) -> None:
+        """A key without a letter, such as Tab with code 9."""
+        for kind in ("rawKeyDown", "keyUp"):
+            self._ask("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code)
+
     def close(self) -> None:
         os.killpg(self.process.pid, signal.SIGKILL)  # the processes of its tabs, too
         self.process.wait()

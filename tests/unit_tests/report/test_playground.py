@@ -22,7 +22,7 @@ def shown(**settings) -> dict:
 def test_a_panel_is_the_schedule_of_its_family(family, placement, chunks):
     changes = {"family": family, "placement": placement, "chunks": chunks, "microbatches": 5, "message": 0.2}
     settings = Settings(**changes)
-    given = Costs.from_mapping(settings.shape, costs(settings, settings.shape))
+    given = Costs.from_mapping(settings.shape, costs(settings))
     schedule = build(family, settings.shape, given)
     panel, _ = shown(**changes)["panels"]
     assert panel["time"] == simulate(schedule, given).makespan and panel["memory"] == peak_memory(schedule, given)
@@ -39,7 +39,7 @@ def test_balanced_cuts_have_equal_times_even_ones_equal_lengths(share):
         settings = Settings(cut=strategy, attention=share, segments=5)
         ends = cut(settings)
         assert ends[0] == 0 and ends[-1] == pytest.approx(1)
-        values = Costs.from_mapping(settings.shape, costs(settings, settings.shape))
+        values = Costs.from_mapping(settings.shape, costs(settings))
         equal = values.f[0] if strategy == "balanced" else values.activation[0]
         assert equal == pytest.approx([1 / 5] * 5)
 
