@@ -359,8 +359,7 @@ class Search:
         question = self.question
         fastest = least_seconds(ranked[0].setup, question.machine)
         found = [self._first_moved(ranked, moves) for moves in ways_to_move(question, ranked[0].setup)]
-        is_held_up = found[0] is None or found[0][0] > fastest
-        if is_held_up and may_move_by_layer(question, ranked[0].setup):
+        if may_move_by_layer(question, ranked[0].setup) and (found[0] is None or found[0][0] > fastest):
             for most in layers_leaving(ranked[0].setup, question.machine):
                 by_layer = [replace(candidate, setup=candidate.setup.but(layers_leaving=most)) for candidate in ranked]
                 found.append(self._first_moved(by_layer, Moves.UNITS))

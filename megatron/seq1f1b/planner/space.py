@@ -308,9 +308,12 @@ def may_move_by_layer(question: Question, setup: TrainingSetup) -> bool:
 
 def ways_to_move(question: Question, setup: TrainingSetup) -> tuple[Moves, ...]:
     """What of a set-up may move to the host. Megatron moves whole layers without a pipeline and recomputation, and in
-    no hybrid model; its schedule plans move none."""
+    no hybrid model; its schedule plans move none. Beside layers that are recomputed whole it moves nothing: it would
+    read the activations of these back before they have left."""
     if not question.by_megatron:
         return (Moves.UNITS,)
+    if setup.recompute == FULL:
+        return ()
     is_plain = setup.recompute == "none" and setup.model.pattern is None and not setup.hides_experts
     return (Moves.MODULES, Moves.LAYERS) if is_plain and setup.pipeline_parallel == 1 else (Moves.MODULES,)
 

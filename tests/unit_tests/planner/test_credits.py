@@ -12,6 +12,7 @@ SAVES = re.compile(
     r"offload|overlap|recompute|fsdp|shard|stash|(delay|embedding|experts)-wgrad|checkpoint-act|precision-aware"
     r"|param-gather|param-ag|hierarchical|hybrid-context|grad-reduce|grads-in|-dtype|reduce-scatter|nccl-ub|sharp|all-gather"
     r"|optimizer-instances|loss-fusion|empty-unused|high-priority|deepep|hybridep|dispatcher|cp-comm-type|capacity"
+    r"|saved-act|chunks-for-training|lm-cross-entropy|tp-comm-(bulk|split)|ddp-bucket|ddp-num|ddp-pad|dp-mapping|microbatch-group"
 )
 # What has these words and is of inference, checkpoints, data or orders of launches.
 OTHERS = re.compile(

@@ -357,6 +357,13 @@ def test_megatron_moves_whole_layers_without_a_pipeline():
     assert slow.candidate.setup.moves is not Moves.LAYERS
 
 
+def test_megatron_moves_nothing_beside_whole_recomputed_layers():
+    question = linked(1e12, memory_gib=2.2, host_gib=8, recomputes=(FULL,)).megatron_baseline()
+    plans = Search(question).best(100)
+    assert {plan.candidate.setup.recomputed_share < 1 for plan in plans} == {False, True}
+    assert not any(plan.candidate.setup.offloads for plan in plans)
+
+
 @pytest.mark.parametrize(
     "changes", [{"memory_gib": 0.9}, {"num_devices": 1, "memory_gib": 2.0, "host_gib": 0.1}], ids=["device", "host"]
 )
