@@ -42,7 +42,8 @@ def _alone(family: str, shape: Shape, rank: int, offloads: float, has_pairs: boo
     chunk_of = shape.placement.chunk_of
 
     def by_chunk(action: Action) -> Action:
-        return action._replace(stage=chunk_of(action.stage))
+        kind, stage, microbatch, segment = action
+        return Action(kind, chunk_of(stage), microbatch, segment)
 
     moving = with_moves(order, units_to_move(order, offloads, paired, by_layer), paired, by_layer)
     alone = replace(shape, placement=Placement(1, shape.num_chunks))

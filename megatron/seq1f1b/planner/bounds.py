@@ -3,7 +3,6 @@
 Tested in planner/test_search.py.
 """
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from math import ceil, inf
@@ -16,8 +15,9 @@ from ..costs.rank_alone import seconds_alone
 from ..costs.simulator import is_extended
 from ..costs.stage_times import rows_of_stage, rows_of_stages, step_costs, step_end, sums_of_stage
 from ..costs.step_memory import static_memory
-from ..costs.training_setup import StageLayers, TrainingSetup, of_stages, splits_backward
-from ..schedule import Placement
+from ..costs.training_setup import Fsdp, StageLayers, TrainingSetup, of_stages, splits_backward
+from ..schedule import Placement, Shape
+from .first_backward import backwards_like_the_first, units_at_first_backward
 from .pair_bounds import most_hidden
 from .rank_ends import rank_ends
 from .space import MemoryBudget, Question, lengths_of, may_hide, may_move, ways_to_take_the_loss
@@ -110,6 +110,11 @@ def least_seconds_of(sizes: TrainingSetup, machine: Machine, segments: int, spli
     """A lower bound for all spreads of layers and cuts, and all schedules that split backwards, or that do not; inf
     where there is no even cut. The mean rank waits for half of the other ranks, which run a layer at least of the first
     unit before it and of the last one after it. Schedules that split backwards fill the time after it."""
+    return _least_pipeline(sizes, machine, segments, splits) + _least_end(sizes, machine)
+
+
+def _least_pipeline(sizes: TrainingSetup, machine: Machine, segments: int, splits: bool) -> float:
+    """The same without what follows the pipeline."""
     passing = _least_passing(sizes.alone, machine, segments, 1, splits)
     return _mean_seconds(sizes, machine, segments) + (sizes.pipeline_parallel - 1) / 2 * passing
 
@@ -146,7 +151,7 @@ def _least_of_spread(
             work -= count * _most_exchanged(alone, machine, segments)
         longest = max(longest, wait + sizes.num_microbatches * work)
     of_mean = _mean_seconds(sizes, machine, segments) + sum(waits) / ranks
-    return max(of_mean, longest + machine.host.step)
+    return max(of_mean, longest) + _least_end(sizes, machine)
 
 
 def _least_passing(alone: TrainingSetup, machine: Machine, segments: int, layers: int, splits: bool) -> float:
@@ -164,20 +169,39 @@ def least_seconds_of_any(sizes: TrainingSetup, question: Question, segments: int
         hides_experts=may_hide(question, sizes, segments, "none"),
         keeps_logits=ways_to_take_the_loss(sizes)[-1],
     )
+    may_shard = question.by_megatron and sizes.data_group.size > 1
+    end = _least_end(sizes.but(fsdp=Fsdp.GRADIENTS) if may_shard else sizes, question.machine)
     if segments > 1:
-        return _mean_seconds(least, question.machine, segments)
-    return least_seconds_of(least, question.machine, segments, any(map(splits_backward, question.families)))
+        return _mean_seconds(least, question.machine, segments) + end
+    splits = any(map(splits_backward, question.families))
+    return _least_pipeline(least, question.machine, segments, splits) + end
 
 
 def _mean_seconds(sizes: TrainingSetup, machine: Machine, segments: int) -> float:
-    """The compute of the mean rank in an even cut, and what the host does once in a step; inf where there is no such
-    cut."""
+    """The compute of the mean rank in an even cut; inf where there is no such cut."""
     work = _least_work(sizes.alone, machine, segments)
     if sizes.hides_experts:
         # All forwards of the first micro-batch come before the first backward.
         paired = 1 - 1 / sizes.num_microbatches
         work -= paired * _most_hidden(sizes.alone, machine, segments)
-    return sizes.num_microbatches * work / sizes.pipeline_parallel + machine.host.step
+    return sizes.num_microbatches * work / sizes.pipeline_parallel
+
+
+def _least_end(sizes: TrainingSetup, machine: Machine) -> float:
+    """Seconds at least from the last sum of gradients on: the slowest rank updates as many parameters as the mean rank,
+    or more, and the host does something once in a step."""
+    return _whole_update(sizes.with_its_state, machine) / sizes.pipeline_parallel + machine.host.step
+
+
+@lru_cache(maxsize=1 << 14)
+def _whole_update(sizes: TrainingSetup, machine: Machine) -> float:
+    """Seconds in which the optimizer updates the whole model on one pipeline rank."""
+    return step_end(_on_one_rank(sizes), machine, 0).update
+
+
+def _on_one_rank(sizes: TrainingSetup) -> TrainingSetup:
+    """The same parallel sizes with all layers on one pipeline rank."""
+    return sizes.but(placement=Placement(1), layers_per_stage=(sizes.model.num_layers,))
 
 
 @lru_cache(maxsize=1 << 16)
@@ -280,8 +304,7 @@ def _mean_state(sizes: TrainingSetup) -> float:
 @lru_cache(maxsize=1 << 14)
 def _whole_state(sizes: TrainingSetup) -> float:
     """The bytes of the model's state on all pipeline ranks."""
-    alone = sizes.but(placement=Placement(1), layers_per_stage=(sizes.model.num_layers,))
-    return float(sum(static_memory(alone, 0)))
+    return float(sum(static_memory(_on_one_rank(sizes), 0)))
 
 
 @lru_cache(maxsize=1 << 14)
@@ -291,26 +314,32 @@ def _activations(alone: TrainingSetup) -> float:
 
 
 def least_bytes(setup: TrainingSetup, segments: float = inf) -> float:
-    """A lower bound on the fullest rank, on its device and host together: its state, and on the first rank activations
-    of as many micro-batches as every schedule holds at once, whatever the number of segments if that is inf."""
-    first, most, held = _least_parts_of(setup)
-    return max(first + held * _at_once(setup, segments), most)
+    """A lower bound on the fullest rank, on its device and host together: its state, and on the first rank the
+    activations that it holds at its first backward, with as many segments, or however many there are if that is
+    inf."""
+    parts = _least_parts_of(setup)
+    return max(parts.first + _held_at_once(setup, parts, segments), parts.fullest)
 
 
-def _least_parts_of(setup: TrainingSetup) -> tuple[float, float, float]:
+class _LeastParts(NamedTuple):
+    """Bytes: the state of the first rank, that of the fullest, and the activations of a micro-batch on each chunk of
+    the first."""
+
+    first: float
+    fullest: float
+    of_chunks: tuple[float, ...]
+
+
+def _least_parts_of(setup: TrainingSetup) -> _LeastParts:
     return _least_parts(setup if setup.partitions_state else setup.but(family="1f1b"))  # whole states are all alike
 
 
 @lru_cache(maxsize=1 << 16)
-def _least_parts(setup: TrainingSetup) -> tuple[float, float, float]:
-    """The state of the first rank, that of the fullest, and the activations of a micro-batch on the first."""
-    first, most = _states(setup.with_its_state)
-    of_first = [setup.stages[stage] for stage in setup.placement.stages_of(0)]
-    layers = Counter[int]()
-    for stage in of_first:
-        layers.update(dict(stage.layers))
-    together = StageLayers(tuple(sorted(layers.items())), of_first[0].is_first, of_first[-1].is_last)
-    return first, most, _held(setup.alone, together)
+def _least_parts(setup: TrainingSetup) -> _LeastParts:
+    first, fullest = _states(setup.with_its_state)
+    stages = setup.stages
+    of_first = [stages[stage] for stage in setup.placement.stages_of(0)]
+    return _LeastParts(first, fullest, tuple(_held(setup.alone, stage) for stage in of_first))
 
 
 @lru_cache(maxsize=1 << 14)
@@ -326,14 +355,27 @@ def _states(setup: TrainingSetup) -> tuple[float, float]:
 
 
 @lru_cache(maxsize=1 << 16)
-def _held(alone: TrainingSetup, rank: StageLayers) -> float:
-    """The activations of a micro-batch on all layers of a rank, if it is not cut."""
+def _held(alone: TrainingSetup, stage: StageLayers) -> float:
+    """The activations of a micro-batch on a stage, if it is not cut."""
     whole = alone.but(segments=(), offloads=0.0)
-    return float(unit_bytes(whole, rank).sum())
+    return float(unit_bytes(whole, stage).sum())
 
 
-def _at_once(setup: TrainingSetup, segments: float) -> float:
-    """The least number of micro-batches that the first rank holds at some moment."""
+def _held_at_once(setup: TrainingSetup, parts: _LeastParts, segments: float) -> float:
+    """The least bytes of activations on the first rank at its first backward."""
+    if segments == inf:
+        return _microbatches_at_once(setup, inf) * sum(parts.of_chunks)
+    units = units_at_first_backward(setup.family, _shape_of(setup, int(segments)), setup.has_pairs)
+    return sum(number / segments * held for number, held in zip(units, parts.of_chunks, strict=True))
+
+
+def _shape_of(setup: TrainingSetup, segments: int) -> Shape:
+    """The shape of the set-up once it is cut."""
+    return Shape(setup.placement, setup.num_microbatches, segments)
+
+
+def _microbatches_at_once(setup: TrainingSetup, segments: float) -> float:
+    """The least number of micro-batches that the first rank holds after the last forward of each."""
     if setup.family in ("breadth-first", "gpipe"):  # backwards come after all forwards
         return setup.num_microbatches
     return min(setup.num_microbatches, 1 + (setup.pipeline_parallel - 1) / (segments * setup.placement.num_chunks))
@@ -341,15 +383,20 @@ def _at_once(setup: TrainingSetup, segments: float) -> float:
 
 def least_seconds_away(setup: TrainingSetup, budget: MemoryBudget, segments: int) -> float:
     """A lower bound from the time to copy what exceeds the memory of the first rank to its host and back; inf if both
-    memories together are too small, or if a search moves nothing of this schedule. The excess is on the host after the
-    last forward of each micro-batch, and a byte may stay there for as many of these moments as micro-batches are held
-    at once."""
+    memories together are too small, or if a search moves nothing of this schedule. At the first backward the excess has
+    left, and has to come back; later backwards have as large an excess of other units. There is an excess after the
+    last forward of each micro-batch, too, and a byte may stay on the host for as many of these moments as micro-batches
+    are held at once."""
     over = least_bytes(setup, segments) - budget.device
     if over <= 0:
         return 0.0
-    if not may_move(setup) or _least_parts_of(setup)[1] > budget.device or over > budget.host:
+    parts = _least_parts_of(setup)
+    if not may_move(setup) or parts.fullest > budget.device or over > budget.host:
         return inf
-    return max(2, setup.num_microbatches / ceil(_at_once(setup, segments))) * over / budget.bandwidth
+    at_once = _microbatches_at_once(setup, segments)
+    over_always = parts.first + at_once * sum(parts.of_chunks) - budget.device
+    times = max(2, len(backwards_like_the_first(_shape_of(setup, segments), setup.has_pairs)))
+    return max(times * over, setup.num_microbatches / ceil(at_once) * over_always) / budget.bandwidth
 
 
 def least_seconds_copying(setup: TrainingSetup, machine: Machine) -> float:

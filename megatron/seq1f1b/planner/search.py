@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
-from itertools import count, islice
+from itertools import count, islice, repeat
 from math import inf
 from typing import Any, NamedTuple
 
@@ -115,11 +115,11 @@ class _Spread(NamedTuple):
 
 
 class _Cuts(NamedTuple):
-    """The cuts of a set-up, the fastest first, of which the memory is not known yet. It `is_tight` if none fits with
-    all of its activations on the device."""
+    """The cuts of a set-up, the fastest first, of which the memory is not known yet. Their copies take `away` seconds
+    at least: more than 0 if none fits with all of its activations on the device."""
 
     ranked: tuple[Candidate, ...]
-    is_tight: bool
+    away: float
 
 
 class _AlikeCuts(NamedTuple):
@@ -196,18 +196,20 @@ class Search:
         question = self.question
         first_ones = [first for sizes in parallel_sizes(question) for first in _first_ones(question, sizes)]
         bounds = (least_seconds_of_any(first.setup, question, first.segments[0]) for first in first_ones)
-        waiting: list[tuple[float, int, Any]] = [*zip(bounds, count(), first_ones)]
+        waiting: list[tuple[float, int, int, Any]] = [*zip(bounds, repeat(-1), count(), first_ones)]
         heapify(waiting)
         numbers = count(len(waiting))  # decide between equal bounds
         while waiting:
-            bound, _, first = waiting[0]
+            bound, _, _, first = waiting[0]
             yield bound, first if isinstance(first, Plan) else None
             self._progress(len(waiting))
             heappop(waiting)
             if isinstance(first, Plan):
                 continue
             for least, closer in self._closer(first):
-                heappush(waiting, (max(bound, least), next(numbers), closer))
+                # Of configurations that take equally long the simplest family comes first, whatever their bounds were.
+                place = question.families.index(closer.candidate.setup.family) if isinstance(closer, Plan) else -1
+                heappush(waiting, (max(bound, least), place, next(numbers), closer))
 
     def _closer(self, item: Any) -> Iterator[tuple[float, Any]]:
         """The items that an item is refined to, with lower bounds."""
@@ -234,7 +236,8 @@ class Search:
                 yield min(map(self._least_seconds_in_order, fastest)), _Timed(item)
             case _Timed(_AlikeCuts(_, of_setups)):
                 for cut in of_setups:
-                    yield min(least_seconds(candidate.setup, machine) for candidate in cut.ranked), cut
+                    least = min(least_seconds(candidate.setup, machine) for candidate in cut.ranked)
+                    yield max(least, cut.away), cut
             case _Cuts():
                 yield from self._fitting(item)
             case _TooLarge(ranked):
@@ -251,6 +254,10 @@ class Search:
     def _least_seconds_away(self, setup: TrainingSetup, segments: int) -> float:
         """A lower bound from copies to the host; inf if the set-up cannot fit."""
         return least_seconds_away(partitioned(self.question, setup), self.question.budget, segments)
+
+    def _least_seconds_cut(self, setup: TrainingSetup, segments: int) -> float:
+        """A lower bound from compute for all cuts."""
+        return least_seconds_cut(setup, self.question.machine, segments)
 
     def _least_seconds(self, setup: TrainingSetup) -> float:
         """A lower bound from compute."""
@@ -309,9 +316,13 @@ class Search:
                 seconds = self._least_seconds_away(of_family, segments)
                 if seconds < inf:
                     away[of_family] = seconds
-        for _, alike in _by_fastest(away):
+        for fastest, alike in _by_fastest(away):
             of_alike = {setup: away[setup] for setup in alike}
-            yield min(of_alike.values()), _Spread(of_alike, segments)
+            least = 0.0  # the bound so far is that of the fastest
+            if away.get(fastest) != 0:
+                bounds = (max(self._least_seconds_cut(setup, segments), away[setup]) for setup in alike)
+                least = min(bounds)
+            yield least, _Spread(of_alike, segments)
 
     def _alike_cuts(self, away: Mapping[TrainingSetup, float], segments: int) -> Iterator[_AlikeCuts]:
         """The cuts of set-ups. Cuts with tensor-parallel collectives beside products and cuts without are separate,
@@ -323,7 +334,7 @@ class Search:
                 alike = tuple(candidate for candidate in ranked if candidate.setup.hides_tensor_exchange == hides)
                 if alike:
                     fastest = tuple(dict.fromkeys(candidate.setup.without_recomputation() for candidate in alike))
-                    by_fastest[fastest].append(_Cuts(alike, is_tight=seconds > 0))
+                    by_fastest[fastest].append(_Cuts(alike, seconds))
         for fastest, of_setups in by_fastest.items():
             yield _AlikeCuts(fastest, tuple(of_setups))
 
@@ -341,7 +352,7 @@ class Search:
         too_large = []
         fitting = None
         for candidate in found.ranked:
-            if found.is_tight or not fits(candidate.setup, budget.device):
+            if found.away > 0 or not fits(candidate.setup, budget.device):
                 too_large.append(candidate)
             elif question.accepts(candidate):
                 fitting = candidate

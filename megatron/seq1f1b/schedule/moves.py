@@ -70,9 +70,9 @@ def with_moves(
             if action.unit not in units:
                 continue
             if action.kind is Kind.F:
-                before[order[number + 1][0]].append(action._replace(kind=Kind.OFFLOAD))
+                before[order[number + 1][0]].append(Action(Kind.OFFLOAD, *action.unit))
             elif action.kind.facts.gives_input_gradient:
-                before[order[number - ahead][0]].append(action._replace(kind=Kind.RELOAD))
+                before[order[number - ahead][0]].append(Action(Kind.RELOAD, *action.unit))
     result: list[Action] = []
     for action in actions:
         result += before.get(action, ())

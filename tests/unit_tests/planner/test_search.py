@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
-from itertools import chain, pairwise, product
+from itertools import chain, combinations, pairwise, product
 from random import Random
 from statistics import median
 
@@ -17,6 +17,7 @@ from megatron.seq1f1b.costs.simulator import predict
 from megatron.seq1f1b.costs.training_setup import ALL_BUT_ATTENTION, FULL, Moves, TrainingSetup, splits_backward
 from megatron.seq1f1b.planner import bounds, search
 from megatron.seq1f1b.planner.breakdown import breakdown
+from megatron.seq1f1b.planner.first_backward import backwards_like_the_first, units_at_first_backward
 from megatron.seq1f1b.planner.fitting import fits, fitted, host_in_flight, layers_leaving
 from megatron.seq1f1b.planner.order_table import order_table
 from megatron.seq1f1b.planner.rank_ends import rank_ends
@@ -40,6 +41,7 @@ from megatron.seq1f1b.schedule import (
     PLACEMENTS,
     Action,
     Costs,
+    Kind,
     Placement,
     Shape,
     build,
@@ -178,6 +180,11 @@ def test_a_rank_alone_takes_no_longer_than_in_its_pipeline(family):
         assert bounds.least_seconds(moving, machines[bandwidth]) <= seconds * (1 + 1e-9)
         assert 0 < bounds.least_seconds_in_time(moving, machines[bandwidth]) <= seconds * (1 + 1e-9)
         assert host_in_flight(moving) <= max(predicted.host_bytes) * (1 + 1e-9)
+        staying = predict(replace(moving, offloads=0.0), machines[bandwidth])
+        fullest = max(memory.total for memory in staying.memory)
+        assert 0 < bounds.least_bytes(moving, len(moving.segments)) <= fullest * (1 + 1e-9)
+        of_sizes = bounds.least_seconds_of(moving, machines[bandwidth], len(moving.segments), moving.splits_backward)
+        assert 0 < of_sizes <= staying.seconds * (1 + 1e-9)
         shares += [least / seconds] if bandwidth == 2e9 else []
     assert median(shares) > 0.9
 
@@ -204,6 +211,44 @@ def test_ranks_end_as_in_the_simulation(family):
             costs = replace(costs, message_f=nothing, message_b=nothing)
             executed = execute_lowered(lower(schedule), costs, pairs=hidden)
             assert rank_ends(family, shape, has_pairs).by(costs, hidden) == pytest.approx(ends_of(executed))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_first_rank_holds_these_units(family):
+    """Random shapes, with pairs and without: at the first backward, and as many others at later ones of 1F1B."""
+    draw = Random(family)
+    repeated = 0
+    for _ in range(60):
+        shape = Shape(Placement(draw.randint(1, 6), draw.randint(1, 4)), draw.randint(1, 24), draw.choice((1, 2, 3, 8)))
+        has_pairs = family in PAIRED and draw.random() < 0.5
+        clock = clock_of(family, shape, has_pairs)
+        held = held_during_backwards(clock)
+        by_chunk = units_at_first_backward(family, shape, has_pairs)
+        stages = shape.placement.stages_of(0)
+        assert by_chunk == tuple(sum(unit[0] == stage for unit in held[0]) for stage in stages)
+        if family == "1f1b":
+            alike = [held[number] for number in backwards_like_the_first(shape, has_pairs)]
+            for units in alike:
+                assert by_chunk == tuple(sum(unit[0] == stage for unit in units) for stage in stages)
+            assert all(units.isdisjoint(others) for units, others in combinations(alike, 2))
+            repeated += len(alike) > 1
+    assert repeated > 10 or family != "1f1b"
+
+
+def held_during_backwards(clock):
+    """The units that rank 0 holds during each backward, without that of a forward beside it."""
+    order = clock.order(0)
+    paired = clock.pairs_in(order)
+    held = set()
+    during = []
+    for number, action in enumerate(order):
+        if action.kind is Kind.F:
+            held.add(action.unit)
+        elif action.kind.facts.gives_input_gradient:
+            beside = {order[number - 1].unit} if order[number - 1] in paired else set()
+            during.append(frozenset(held - beside))
+            held.remove(action.unit)
+    return during
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -291,6 +336,7 @@ def test_what_the_bounds_leave_out_is_no_answer(monkeypatch, by_megatron, limit)
         "least_seconds_away",
         "least_seconds_copying",
         "least_seconds_cut",
+        "least_seconds_in_chunks",
         "least_seconds_in_time",
         "least_seconds_of",
         "least_seconds_of_any",

@@ -1,0 +1,44 @@
+"""What the first rank of a schedule holds when its backwards begin, and how often it holds as much, without its order.
+
+Tested in planner/test_search.py by test_the_first_rank_holds_these_units.
+"""
+
+from bisect import bisect_left
+from functools import lru_cache, partial
+from math import ceil
+
+from ..schedule import Clock, Shape, clock_of
+from ..schedule.clock import smallest_group
+
+
+@lru_cache(maxsize=1 << 14)
+def units_at_first_backward(family: str, shape: Shape, has_pairs: bool) -> tuple[int, ...]:
+    """The units that the first rank holds during its first backward, by chunk: those of the forwards before it. A
+    forward beside it does not count."""
+    clock = clock_of(family, shape, has_pairs)
+    stages = shape.placement.stages_of(0)
+    first_backward = clock.turn + min(clock.tick(0, shape.num_stages - 1 - stage) for stage in stages)
+    before = first_backward - 1 if has_pairs else first_backward
+    units = range(shape.num_units)
+    return tuple(bisect_left(units, before, key=partial(_tick_of_unit, clock, stage)) for stage in stages)
+
+
+def _tick_of_unit(clock: Clock, stage: int, unit: int) -> int:
+    return clock.tick(unit, stage)
+
+
+@lru_cache(maxsize=1 << 14)
+def backwards_like_the_first(shape: Shape, has_pairs: bool) -> range:
+    """Numbers of backwards of the first rank in 1F1B during which it holds as much as during the first, but none of the
+    units that it holds during another of them.
+
+    Looped chunks take turns of G units, so all repeats itself after C * G backwards. With U units at the first backward
+    a unit is held, from the backward after its forward, for at most U more backwards than its own backward has before
+    it in its turns: (C - 1) * G if its chunk is the first, and k - 1 if its segment is."""
+    held = sum(units_at_first_backward("1f1b", shape, has_pairs))
+    turn = shape.num_segments if shape.num_chunks == 1 else smallest_group(shape)
+    period = shape.num_chunks * turn
+    longest = held + (shape.num_chunks - 1) * turn + shape.num_segments
+    whole_turns = shape.num_units // turn
+    last = whole_turns * period - held  # all forwards up to there are in whole turns
+    return range(0, max(0, last) + 1, ceil(longest / period) * period)
