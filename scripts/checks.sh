@@ -3,7 +3,7 @@
 # root of the repository.
 
 # Python's words to start ranks on this machine alone: --nproc-per-node and a script follow. torchrun would have them meet
-# at the name of the machine, and wait ten minutes in a container, or behind a VPN, where that name leads nowhere.
+# at the name of the machine, and wait for minutes in a container, or behind a VPN, where that name leads nowhere.
 # shellcheck disable=SC2034 # used where this is sourced
 torchrun=(-m torch.distributed.run --standalone --local-addr localhost)
 
