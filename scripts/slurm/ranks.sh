@@ -8,7 +8,7 @@ export MASTER_ADDR MASTER_PORT=${MASTER_PORT:-$((10000 + SLURM_JOB_ID % 20000))}
 # What each task starts with: srun ... bash -c "$as_rank"'exec "$@"' rank COMMAND...
 # shellcheck disable=SC2016 # expanded in the task
 as_rank='export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS; '
-# In a container the variables of its image win over those that are exported here (pyxis), and NVIDIA's set some of these.
+# In a container the variables of its image win over those that are exported here (pyxis).
 for name in MASTER_ADDR MASTER_PORT OMP_NUM_THREADS CUDA_DEVICE_MAX_CONNECTIONS CUDA_MODULE_LOADING PYTORCH_ALLOC_CONF \
     PYTORCH_CUDA_ALLOC_CONF; do
     [ -z "${!name:-}" ] || as_rank+="export $name=${!name@Q}; "
