@@ -9,10 +9,11 @@ export MASTER_ADDR MASTER_PORT=${MASTER_PORT:-$((10000 + SLURM_JOB_ID % 20000))}
 # shellcheck disable=SC2016 # expanded in the task
 as_rank='export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS; '
 # In a container the variables of its image win over those that are exported here (pyxis).
-for name in MASTER_ADDR MASTER_PORT OMP_NUM_THREADS CUDA_DEVICE_MAX_CONNECTIONS CUDA_MODULE_LOADING PYTORCH_ALLOC_CONF \
-    PYTORCH_CUDA_ALLOC_CONF; do
-    [ -z "${!name:-}" ] || as_rank+="export $name=${!name@Q}; "
+for kept_variable in MASTER_ADDR MASTER_PORT OMP_NUM_THREADS CUDA_DEVICE_MAX_CONNECTIONS CUDA_MODULE_LOADING \
+    PYTORCH_ALLOC_CONF PYTORCH_CUDA_ALLOC_CONF; do
+    [ -z "${!kept_variable:-}" ] || as_rank+="export $kept_variable=${!kept_variable@Q}; "
 done
+unset kept_variable
 
 # Where the tasks run: srun "${where[@]}" ... With CONTAINER_IMAGE in that container, which sees CONTAINER_MOUNTS; pyxis
 # takes these flags.
