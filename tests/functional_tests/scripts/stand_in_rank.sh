@@ -3,6 +3,7 @@
 # when it gets SIGTERM, as Megatron does with --exit-signal-handler.
 set -euo pipefail
 
+[ "${1:-}" != -c ] || exit 0 # whether it is new enough
 if [ "${1:-}" = - ]; then # which modules there are
     echo -n "torch megatron.core "
     exit
