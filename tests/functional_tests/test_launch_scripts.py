@@ -170,7 +170,12 @@ def test_ranks_in_a_container_keep_what_the_launcher_sets(script, tmp_path):
     write_files(tmp_path, programs)
     for name in programs:
         (tmp_path / name).chmod(0o755)
-    slurm = {"JOB_ID": "1", "JOB_NODELIST": "node1", "JOB_NUM_NODES": "1", "CPUS_ON_NODE": "2"}
+    allocation = {
+        "SLURM_JOB_ID": "1",
+        "SLURM_JOB_NODELIST": "node1",
+        "SLURM_JOB_NUM_NODES": "1",
+        "SLURM_CPUS_ON_NODE": "2",
+    }
     done = run(
         ["bash", script],
         PATH=f"{tmp_path}:{SBIN_PATH}",
@@ -180,7 +185,7 @@ def test_ranks_in_a_container_keep_what_the_launcher_sets(script, tmp_path):
         LOG_DIR=str(tmp_path / "logs"),
         CONTAINER_IMAGE="/shared/image.sqsh",
         CONTAINER_MOUNTS="/shared",
-        **{f"SLURM_{name}": value for name, value in slurm.items()},
+        **allocation,
     )
     assert {"--container-image=/shared/image.sqsh", "--container-mounts=/shared"} <= {*done.stdout.split()}, done.stderr
     assert "rank 0 at node1 loads kernels EAGER" in done.stdout, done.stdout + done.stderr

@@ -238,13 +238,18 @@ def _around_experts(setup: TrainingSetup, machine: Machine, block: Block, routed
         forward += device.moving_time(_OF_BIASED_FORWARD * outputs, _BIAS_KERNELS_FORWARD * here)
         backward += device.moving_time(_OF_BIASED_BACKWARD * outputs, _BIAS_KERNELS_BACKWARD * here)
     if setup.model.clamps_activations:
-        clamped = routed * block.expert[0].outputs
-        forward += device.moving_time(_OF_CLAMPED_FORWARD * clamped, _CLAMP_KERNELS)
-        backward += device.moving_time(_OF_CLAMPED_BACKWARD * clamped, _CLAMP_KERNELS)
+        forward += _clamp_time(machine, block, routed, _OF_CLAMPED_FORWARD)
+        backward += _clamp_time(machine, block, routed, _OF_CLAMPED_BACKWARD)
     return forward, backward
 
 
+def _clamp_time(machine: Machine, block: Block, routed: float, bytes_of_number: int) -> float:
+    """To clamp what goes into the activation functions of experts, for `routed` tokens on a rank."""
+    return machine.device.moving_time(bytes_of_number * routed * block.expert[0].outputs, _CLAMP_KERNELS)
+
+
 def has_experts(setup: TrainingSetup, layer: int) -> bool:
+    """Whether a layer has experts."""
     return any(block.expert for block in setup.blocks(layer))
 
 
@@ -289,8 +294,8 @@ def repeated_time(
         if "moe_act" in modules and block.expert:
             again += device.moving_time(3 * rows * block.activated, 1)
             if setup.model.clamps_activations:
-                clamped = rows / setup.tensor_parallel * block.active * block.expert[0].outputs
-                again += device.moving_time(_OF_CLAMPED_FORWARD * clamped, _CLAMP_KERNELS)
+                routed_tokens = rows / setup.tensor_parallel * block.active
+                again += _clamp_time(machine, block, routed_tokens, _OF_CLAMPED_FORWARD)
         if "shared_experts" in modules and block.expert:
             again += _products_again(setup, machine, block.products, rows)
             again += device.moving_time(BYTES * rows * block.moved, 2)
