@@ -3,11 +3,13 @@
 # when it gets SIGTERM, as Megatron does with --exit-signal-handler.
 set -euo pipefail
 
-[ "${1:-}" != -c ] || exit 0 # whether it is new enough
-if [ "${1:-}" = - ]; then # which modules there are
-    echo -n "torch megatron.core "
-    exit
-fi
+case ${1:-} in
+    -c) exit ;; # whether it is new enough
+    -P) # which modules there are
+        echo -n "torch megatron.core "
+        exit
+        ;;
+esac
 
 checkpoint=''
 previous=''
