@@ -4,6 +4,7 @@ import ast
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,6 +13,11 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("megatron", "tools", "tests/support")
 FILES = sorted([*ROOT.glob("*.py"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))])
+
+
+@cache  # every rule looks at every file
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def nested_conditionals(tree: ast.AST) -> Iterator[ast.AST]:
@@ -108,7 +114,7 @@ EXAMPLES = {
 
 @pytest.mark.parametrize("rule", RULES)
 def test_no_file_has(rule):
-    found = [f"{path.relative_to(ROOT)}:{node.lineno}" for path in FILES for node in rule(ast.parse(path.read_text()))]
+    found = [f"{path.relative_to(ROOT)}:{node.lineno}" for path in FILES for node in rule(parsed(path))]
     assert len(FILES) > 200 and not found, rule.__doc__
 
 
@@ -118,7 +124,7 @@ def test_the_package_names_nothing_of_its_own_in_strings():
     found = [
         f"{path.relative_to(ROOT)}:{node.lineno}"
         for path in files
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(parsed(path))
         if isinstance(node, ast.Constant) and re.fullmatch(r"megatron\.seq1f1b(\.\w+)+", str(node.value))
     ]
     assert len(files) > 150 and not found
@@ -137,7 +143,7 @@ def test_no_two_classes_share_a_name():
     """One name means one thing; private classes are of their module."""
     files = defaultdict(list)
     for path in sorted((ROOT / "megatron").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 files[node.name].append(path.name)
     assert not {name: paths for name, paths in files.items() if len(paths) > 1}
