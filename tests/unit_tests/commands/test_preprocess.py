@@ -16,6 +16,9 @@ import numpy as np
 import pytest
 
 from megatron.seq1f1b.commands import preprocess, run
+from megatron.seq1f1b.commands.corpus_documents import Document, documents, find_files
+from megatron.seq1f1b.commands.document_encoder import Encoder
+from megatron.seq1f1b.commands.encoding_workers import encoded
 from support.files import write_corpus, write_files
 from support.patience import patient
 
@@ -49,14 +52,14 @@ def pair(prefix: Path) -> list[bytes]:
     return [prefix.with_name(prefix.name + suffix).read_bytes() for suffix in (".bin", ".idx")]
 
 
-def encoded(folder: Path, texts: list[str], *flags: str) -> tuple:
+def encoded_by(folder: Path, texts: list[str], *flags: str) -> tuple:
     """The tokenizer of the folder, and the ids of some texts."""
-    encoder = preprocess.Encoder(preprocess.parse_args(command(folder, folder, "x", *flags)))
-    return encoder.tokenizer, encoder.encode([preprocess.Document("place", text.encode(), False) for text in texts])
+    encoder = Encoder(preprocess.parse_args(command(folder, folder, "x", *flags)))
+    return encoder.tokenizer, encoder.encode([Document("place", text.encode(), False) for text in texts])
 
 
 def test_the_pair_is_upstreams_byte_for_byte(corpus, tmp_path):
-    tokenizer, _ = encoded(corpus, ["x"])
+    tokenizer, _ = encoded_by(corpus, ["x"])
     assert (tokenizer.vocab_size, tokenizer.eod) == (400, 0) and tokenizer.pad not in (0, None, -1)
     upstream = write_corpus(tmp_path / "upstream", ([*tokenizer.tokenize(text), tokenizer.eod] for text in TEXTS))
     assert pair(corpus / "one") == pair(upstream)
@@ -78,14 +81,14 @@ def test_many_texts_at_once_have_the_ids_of_each_alone(corpus, tmp_path, special
     rust.post_processor = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
     rust.save(str(tmp_path / "tokenizer" / "tokenizer.json"))
     texts = [*TEXTS[:50], "a<|endoftext|>b", " leading", "\u0301 é "]
-    tokenizer, batch = encoded(tmp_path, texts, *([] if special else ["--tokenizer-hf-no-include-special-tokens"]))
+    tokenizer, batch = encoded_by(tmp_path, texts, *([] if special else ["--tokenizer-hf-no-include-special-tokens"]))
     assert [ids.tolist() for ids in batch] == [tokenizer.tokenize(text) for text in texts]
     assert all((ids[0] == 0) == special for ids in batch) and len(batch[0]) > 8
 
 
 def test_ids_outside_the_vocabulary_are_the_documents_fault(corpus):
     flags = "--tokenizer-type", "NullTokenizer", "--vocab-size", "100", "--append-eod"
-    _, (good, outside, refused) = encoded(corpus, ["1 2 99", "100", "x"], *flags)
+    _, (good, outside, refused) = encoded_by(corpus, ["1 2 99", "100", "x"], *flags)
     assert good.dtype == np.uint16 and good.tolist() == [1, 2, 99, 99]
     assert outside == "token id outside the vocabulary of 100"
     assert "invalid literal" in refused
@@ -94,7 +97,7 @@ def test_ids_outside_the_vocabulary_are_the_documents_fault(corpus):
 def test_folders_are_searched_in_order_and_pipes_left_alone(corpus, tmp_path, capsys):
     write_files(tmp_path, dict.fromkeys(("b/2.py", "a/1.py", "a/skip/3.py", "c.txt"), "x = 1\n"))
     os.mkfifo(tmp_path / "pipe.py")
-    found = preprocess.find_files([str(tmp_path)], "*.py")
+    found = find_files([str(tmp_path)], "*.py")
     assert [os.path.relpath(path, tmp_path) for path in found] == ["a/1.py", "a/skip/3.py", "b/2.py"]
     assert made(corpus, tmp_path, "folder", "--glob", "*.py") == 0
     assert "3 documents, " in capsys.readouterr().out
@@ -171,16 +174,16 @@ def test_a_run_that_ends_early_leaves_all_files_as_they_were(corpus, tmp_path, m
 def test_json_lines_are_known_by_any_ending_of_theirs(tmp_path):
     lines = "a.JSONL", "a.jsonl.txt", "a.Json", "a.ndjson"
     write_files(tmp_path, dict.fromkeys((*lines, "a.txt", "jsonl"), "{}"))
-    found = {Path(each.place.split(":")[0]).name for each in preprocess.documents(tmp_path.iterdir()) if each.is_json}
+    found = {Path(document.place.split(":")[0]).name for document in documents(tmp_path.iterdir()) if document.is_json}
     assert found == {*lines}
 
 
 def test_a_worker_that_dies_ends_the_run(corpus):
     dies = SimpleNamespace(encode=lambda texts: os._exit(1))
     with pytest.raises(ValueError, match="a process that tokenizes was killed, .*; try fewer than --workers 2"):
-        list(preprocess.encoded([preprocess.Document("a", b"text", False)] * 900, dies, 2))
+        list(encoded([Document("a", b"text", False)] * 900, dies, 2))
     with pytest.raises(ValueError, match="; cut the longest documents"):
-        list(preprocess.encoded([preprocess.Document("a", b"text", False)], dies, 1))
+        list(encoded([Document("a", b"text", False)], dies, 1))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
