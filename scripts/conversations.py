@@ -8,7 +8,8 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from megatron.seq1f1b.schedule import read_text, written_together
+from megatron.seq1f1b.files.reading import read_text
+from megatron.seq1f1b.files.writing import written_together
 
 FUNCTIONS, MODULES = 600, 8
 

@@ -32,9 +32,10 @@ from megatron.core import parallel_state
 from megatron.core.datasets import data_schedule
 
 from benchmarking.model import build_model, use_ranks
+from megatron.seq1f1b.files.timeline_file import write_timeline
 from megatron.seq1f1b.partition import Pack, even, packs_of_step, work_by_flops
 from megatron.seq1f1b.runtime import PipelineExecutor, Repacking, Segmentation
-from megatron.seq1f1b.schedule import Placement, ScheduleChoice, Shape, Timeline, write_timeline
+from megatron.seq1f1b.schedule import Placement, ScheduleChoice, Shape, Timeline
 
 Batch = dict[str, torch.Tensor]
 

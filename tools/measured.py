@@ -20,7 +20,7 @@ from typing import Any
 
 from msgspec import Struct, to_builtins
 
-from megatron.seq1f1b.files import read_json
+from megatron.seq1f1b.files.typed import read_json
 from megatron.seq1f1b.report.style import picture
 
 DOCS = Path(__file__).parents[1] / "docs"

@@ -11,7 +11,7 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "megatron" / "seq1f1b"
 # What the page runs. Without the `__init__.py` above them, whose imports need torch.
-SOURCES = ("schedule/**/*.py", "report/style.py")
+SOURCES = ("schedule/**/*.py", "files/writing.py", "report/style.py")
 PYODIDE = ROOT / "build" / "pyodide"  # scripts/site.sh puts it there
 RUNTIME = ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "pyodide-lock.json", "python_stdlib.zip")
 

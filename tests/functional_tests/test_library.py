@@ -20,10 +20,11 @@ import megatron.seq1f1b
 from functional_tests.equality.cases import Case
 from functional_tests.equality.models import SEQUENCE, Model, mixture
 from functional_tests.equality.step import batches, forward_step, run
-from megatron.seq1f1b.files import read_timeline
+from megatron.seq1f1b.files.schedule_file import write_schedule
+from megatron.seq1f1b.files.timeline_file import read_timeline
 from megatron.seq1f1b.process.patches import patched
 from megatron.seq1f1b.runtime.partition_patches import patches_of_training_loop
-from megatron.seq1f1b.schedule import Placement, Shape, build, write_csv
+from megatron.seq1f1b.schedule import Placement, Shape, build
 
 OVERLAP = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
 
@@ -81,7 +82,7 @@ def test_losses_and_gradients_are_those_without_us(launch, megatrons_own):
 
 
 def test_a_schedule_from_a_file_and_a_trace(launch, megatrons_own, tmp_path):
-    write_csv(build("auto", Shape(Placement(2), 3, 2)), tmp_path / "mine.csv")
+    write_schedule(build("auto", Shape(Placement(2), 3, 2)), tmp_path / "mine.csv")
     options = {"pipeline_schedule_file": tmp_path / "mine.csv", "sequence_splits": 2}
     options |= {"pipeline_trace": str(tmp_path), "pipeline_trace_iterations": "1"}
     assert_equal(launch.call(2, step, options=options), megatrons_own)

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.seq1f1b.files import read_timeline
-from megatron.seq1f1b.schedule import Kind, Placement, Shape, build, moved, write_csv
+from megatron.seq1f1b.files.schedule_file import write_schedule
+from megatron.seq1f1b.files.timeline_file import read_timeline
+from megatron.seq1f1b.schedule import Kind, Placement, Shape, build, moved
 from support.launch import ITERATIONS, PRETRAIN, ROOT, TINY_GPT
 from support.on_ranks import few_of
 
@@ -167,7 +168,7 @@ def test_a_partitioned_state_trains_as_a_whole_one(launch, case):
 
 def test_a_schedule_from_a_file(launch, megatrons_own, tmp_path):
     """Its moves go over the link that is measured."""
-    write_csv(moved(build("zb-h1", Shape(Placement(2), 4, 2)), 1.0), tmp_path / "mine.csv")
+    write_schedule(moved(build("zb-h1", Shape(Placement(2), 4, 2)), 1.0), tmp_path / "mine.csv")
     flags = ["--pipeline-schedule-file", tmp_path / "mine.csv", "--sequence-splits", "2"]
     job = launch(2, [*PIPELINE, *flags]).check()
     assert_same_losses(job, megatrons_own)

@@ -5,8 +5,9 @@ import pytest
 from functional_tests.equality import layout
 from functional_tests.equality.cases import Layout
 from functional_tests.equality.models import Model
+from megatron.seq1f1b.files.schedule_file import write_schedule
 from megatron.seq1f1b.model import use_segment_attention
-from megatron.seq1f1b.schedule import Placement, Shape, build, write_csv
+from megatron.seq1f1b.schedule import Placement, Shape, build
 from support.launch import ITERATIONS, TINY_GPT
 
 TRAINING = (*TINY_GPT, "--mock-data", "--transformer-impl", "transformer_engine", "--pipeline-model-parallel-size", "2")
@@ -31,7 +32,7 @@ def test_segments_train_as_whole_sequences_under_megatron(launch_with_te, tmp_pa
     """Its own attention runs on GPUs only; ours takes its place without segments, too."""
     whole = launch_with_te(2, TRAINING).check().losses()
     assert len(whole) == ITERATIONS
-    write_csv(build("zb-h1", Shape(Placement(2), 4, 2)), tmp_path / "mine.csv")  # with weight gradients apart
+    write_schedule(build("zb-h1", Shape(Placement(2), 4, 2)), tmp_path / "mine.csv")  # with weight gradients apart
     from_file = ("--pipeline-schedule-file", tmp_path / "mine.csv", "--sequence-splits", "2")
     for flags in (("--sequence-splits", "4"), from_file):
         assert launch_with_te(2, [*TRAINING, *flags]).check().losses() == pytest.approx(whole, abs=1e-5)

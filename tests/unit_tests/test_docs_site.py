@@ -83,9 +83,8 @@ def test_the_reference_has_every_public_name(package):
     exported = import_module(package)
     for module, name in objects:
         assert getattr(import_module(f"megatron.{module}"), name) is getattr(exported, name)
-    of_files = {"named", "read_bytes", "read_text", "reason", "written_together", "written_whole"}
     public = {name for name, value in vars(exported).items() if name[0] != "_" and not isinstance(value, ModuleType)}
-    assert {name for _, name in objects} == set(getattr(exported, "__all__", public - of_files))
+    assert {name for _, name in objects} == set(getattr(exported, "__all__", public))
 
 
 def test_the_way_of_a_flag_is_14_files():

@@ -6,7 +6,8 @@ from collections import defaultdict
 from math import sqrt
 from pathlib import Path
 
-from megatron.seq1f1b.schedule import Costs, Kind, Schedule, simulate, written_whole
+from megatron.seq1f1b.files.writing import written_whole
+from megatron.seq1f1b.schedule import Costs, Kind, Schedule, simulate
 
 from .variants import Variant
 

@@ -5,8 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..files.schedule_file import read_schedule
 from ..partition import DEFAULT_STRATEGY, Pack, packs_of_step, work_by_flops
-from ..schedule import CostsOfLengths, ScheduleChoice, read_csv
+from ..schedule import CostsOfLengths, ScheduleChoice
 from .flags import AUTO
 from .megatron_run import MegatronRun, is_on_cpu
 from .sequence_partition import Predictions, SequencePartition
@@ -162,7 +163,7 @@ def _best_num_segments(schedule: ScheduleChoice, partition: SequencePartition) -
 
 def _schedule(flags: argparse.Namespace, settings: Mapping[str, Any]) -> ScheduleChoice | None:
     if flags.pipeline_schedule_file is not None:
-        return ScheduleChoice.of(read_csv(flags.pipeline_schedule_file))
+        return ScheduleChoice.of(read_schedule(flags.pipeline_schedule_file))
     name = flags.pipeline_schedule
     if name is None:
         cuts = (flags.sequence_splits, flags.sequence_split_file, flags.unit_tokens, flags.segment_tokens)

@@ -12,8 +12,8 @@ from math import inf
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ..files.near import did_you_mean
 from ..partition import STRATEGIES
+from ..process.near_names import did_you_mean
 from ..process.ranks import warn_on_rank_0
 from ..schedule import FAMILY_NAMES, PLACEMENTS, splitting_families
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..files import read_segment_lengths
+from ..files.lengths import read_segment_lengths
 from ..partition import STRATEGIES, SegmentTime, Task, check_lengths, cut_sequence
 from ..schedule import Costs, ScheduleChoice, auto, simulate
 from .megatron_run import MegatronRun

@@ -14,7 +14,7 @@ from importlib import import_module
 from importlib.metadata import version
 from types import MappingProxyType
 
-from ..files.near import did_you_mean
+from ..process.near_names import did_you_mean
 from ..process.sentences import say, sentence_of
 
 # Name -> (module, what it does).

@@ -9,7 +9,8 @@ Prints its sizes, bubble ratio and memory if it can run; otherwise shows what is
 
 from pathlib import Path
 
-from ..schedule import read_csv, sequences_held, simulate
+from ..files.schedule_file import read_schedule
+from ..schedule import sequences_held, simulate
 from .parsing import Parser
 
 
@@ -21,7 +22,7 @@ def make_parser() -> Parser:
 
 def main(argv: list[str] | None = None) -> None:
     path = make_parser().parse_args(argv).schedule
-    schedule = read_csv(path)
+    schedule = read_schedule(path)
     shape = schedule.shape
     style = schedule.shape.placement.style
     print(

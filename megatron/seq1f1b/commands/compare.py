@@ -14,10 +14,12 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from ..files import Count, Positive, Trace, converted, read_trace
+from ..files.reading import read_bytes
+from ..files.timeline_file import Trace, read_trace
+from ..files.typed import Count, Positive, converted
 from ..report import plot_timelines
 from ..report.text import aligned
-from ..schedule import Timeline, read_bytes
+from ..schedule import Timeline
 from .parsing import PICTURES, Parser, output_path
 
 _COMPARED = 10  # iterations

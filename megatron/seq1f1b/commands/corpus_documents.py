@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from ..files import converted
-from ..schedule import reason
+from ..files.reading import reason
+from ..files.typed import converted
 
 JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
 WAY_OUT = "mend or remove it, or use --on-error skip"  # of a document without a text

@@ -22,13 +22,14 @@ from typing import Any, NamedTuple
 from msgspec import Struct, structs
 
 from ..costs.machine import Machine, read_machine
-from ..files import At0, Count, Positive, read_rows, with_way_out
+from ..files.reading import read_bytes
+from ..files.typed import At0, Count, Positive, read_rows, with_way_out
+from ..files.writing import unwritable
 from ..planner.gain import Gain
 from ..planner.search import Plan, Search
 from ..planner.space import Question
 from ..report.gain_figure import Place, plot_gain_map
 from ..report.text import aligned
-from ..schedule import named, read_bytes
 from .model_flags import PRESETS, preset
 from .parsing import Parser, amount, amount_or_0, count, count_up_to, output_path
 from .plan_text import short_name
@@ -251,7 +252,7 @@ def append_cell(path: Path, cell: Cell) -> None:
                 lines.writerow(_NAMES)
             lines.writerow(cell.named_words().values())
     except OSError as error:
-        raise named(error, path) from None
+        raise unwritable(error, path) from None
 
 
 def _size_of_lines(content: bytes) -> int:

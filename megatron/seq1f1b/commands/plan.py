@@ -21,7 +21,7 @@ from pathlib import Path
 
 from ..arguments.unsupported import OurFeature
 from ..costs.machine import OUTSIDE_GIB, read_machine
-from ..files import read_histogram
+from ..files.lengths import read_histogram
 from ..planner.gain import Gain
 from ..planner.search import Plan
 from ..planner.space import Question

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ..files.writing import written_whole
 from ..planner.search import Plan
-from ..schedule import written_whole
 from .plan_answer import Answer
 
 

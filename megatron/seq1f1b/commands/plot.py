@@ -23,7 +23,9 @@ from typing import Any
 from ..arguments.flags import number_type
 from ..costs.execution import execute_lowered
 from ..costs.simulator import check_size
-from ..files import read_costs, read_timeline
+from ..files.costs_file import read_costs
+from ..files.schedule_file import read_schedule, write_schedule
+from ..files.timeline_file import read_timeline, write_timeline
 from ..report import plot_timelines, write_trace
 from ..schedule import (
     FAMILY_NAMES,
@@ -39,8 +41,6 @@ from ..schedule import (
     moved,
     simulate,
 )
-from ..schedule.csv_file import read_csv, write_csv
-from ..schedule.timeline import write_timeline
 from .parsing import PICTURES, Parser, amount, count, output_path
 
 # Simulating or drawing as many takes half a minute; a figure of more shows nothing.
@@ -110,7 +110,7 @@ def _schedule_and_costs(args: argparse.Namespace) -> tuple[Schedule, Costs, floa
     """A schedule, from a file or built, its costs, and the time to copy a unit to the host."""
     text = args.costs or EQUAL_COSTS
     if args.pipeline_schedule_file:
-        schedule = read_csv(args.pipeline_schedule_file)
+        schedule = read_schedule(args.pipeline_schedule_file)
         return schedule, *read_costs(schedule.shape, text)
     sizes = {name: getattr(args, name) or usual for name, usual in _USUAL_SIZES.items()}
     placement = Placement(
@@ -154,7 +154,7 @@ def main(argv: list[str] | None = None) -> None:
     else:
         schedule, costs, copy_time = _schedule_and_costs(args)
         if output.suffix == ".csv":
-            write_csv(schedule, output)
+            write_schedule(schedule, output)
             print(f"{output} written.")
             return
         timelines = [_simulated(args, schedule, costs, copy_time)]

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..arguments.flags import number_type
-from ..schedule import written_together
+from ..files.writing import written_together
 from .corpus_documents import JSON_SUFFIXES, WAY_OUT, documents, find_files, texts
 from .document_encoder import Encoder
 from .encoding_workers import encoded

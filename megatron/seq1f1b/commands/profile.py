@@ -23,7 +23,7 @@ from msgspec import structs
 
 from ..costs.blocks import pairs
 from ..costs.machine import Device, Link, Machine, machine_names, read_machine
-from ..schedule import written_whole
+from ..files.writing import written_whole
 from .parsing import Parser, output_path
 
 if TYPE_CHECKING:

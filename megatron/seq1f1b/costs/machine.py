@@ -15,8 +15,8 @@ from typing import Annotated
 
 from msgspec import Meta, Struct, structs
 
-from ..files import At0, Count, Positive, Share, read_toml
-from ..files.near import did_you_mean
+from ..files.typed import At0, Count, Positive, Share, read_toml
+from ..process.near_names import did_you_mean
 from .blocks import BYTES
 from .model_shape import ModelShape, hash_once
 

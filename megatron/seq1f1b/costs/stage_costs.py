@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..files import read_timeline
+from ..files.timeline_file import read_timeline
 from ..partition import SegmentTime, SlowestTime, segment_times
 from ..schedule import Costs, Kind, Timeline
 from .blocks import BYTES, blocks_of, head_flops, layer_flops, pairs

@@ -11,7 +11,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from ..schedule import read_bytes, read_text
+from .reading import read_bytes, read_text
 from .typed import Count, converted
 
 _Tokens = Annotated[int, Meta(ge=1, lt=10**8)]

@@ -3,6 +3,7 @@
 Tested in commands/test_bad_input.py by test_one_sentence.
 """
 
+import json
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -11,6 +12,7 @@ from msgspec import Meta, Struct, structs
 
 from ..schedule import CHUNK_KINDS, Action, Kind, Placement, Shape, Span, Timeline
 from .typed import At0, Count, converted, read_json, with_way_out
+from .writing import written_whole
 
 _WAY_OUT = "--pipeline-trace writes timelines"
 _Number = Annotated[int, Meta(ge=0, lt=10**12)]
@@ -56,6 +58,31 @@ class Trace(Struct):
     schedule: str
     iteration: Count
     peak_memory_bytes: list[At0]
+
+
+def write_timeline(timeline: Timeline, path: str | Path) -> None:
+    """Write `{"meta": {...}, "ranks": [[{"kind": "F", "stage": 0, ..., "start": 0.0, "end": 1.0}]]}`."""
+    shape = timeline.shape
+    placement = timeline.shape.placement
+    meta = {
+        **timeline.meta,
+        "num_ranks": placement.num_ranks,
+        "num_chunks": placement.num_chunks,
+        "placement": placement.style,
+        "num_microbatches": shape.num_microbatches,
+        "num_segments": shape.num_segments,
+        "unequal_segments": shape.unequal,
+        "time_unit": timeline.time_unit,
+    }
+    ranks = [
+        [
+            {**action._asdict(), "chunk": placement.chunk_of(action.stage), "start": start, "end": end}
+            for action, start, end in spans
+        ]
+        for spans in timeline.ranks
+    ]
+    with written_whole(path) as unfinished:
+        unfinished.write_text(json.dumps({"meta": meta, "ranks": ranks}) + "\n", encoding="utf-8")
 
 
 def read_timeline(path: str | Path) -> Timeline:

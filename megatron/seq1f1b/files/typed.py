@@ -17,8 +17,8 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import msgspec
 from msgspec import Meta, Struct
 
-from ..schedule import read_text, reason
-from .near import did_you_mean
+from ..process.near_names import did_you_mean
+from .reading import read_text, reason
 
 # No number in a file is larger; this leaves room for products of some of them.
 _MOST = 1e30

@@ -15,11 +15,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..files import read_json
+from ..files.typed import read_json
+from ..files.writing import written_whole
 from ..process.child_processes import end_with_parent
 from ..process.patches import Patch, PatchTable, wrapping
 from ..report import plot_memory
-from ..schedule import written_whole
 
 if TYPE_CHECKING:
     from .report import RehearsalReport

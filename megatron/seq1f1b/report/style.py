@@ -9,7 +9,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from ..schedule import Kind, written_whole
+from ..files.writing import written_whole
+from ..schedule import Kind
 
 
 class Box(NamedTuple):

@@ -9,7 +9,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from ..schedule import CHUNK_KINDS, COMPUTE_KINDS, Action, Kind, Timeline, written_whole
+from ..files.writing import written_whole
+from ..schedule import CHUNK_KINDS, COMPUTE_KINDS, Action, Kind, Timeline
 from ..schedule.dependencies import message_needed, outcome
 
 # Perfetto ties an arrow to the slices at its ends, so it leaves just before the sender's slice ends.

@@ -8,15 +8,13 @@ from .automatic import auto
 from .choice import FAMILY_NAMES, CostsOfLengths, ScheduleChoice, build, splitting_families
 from .clock import Clock
 from .cost_tables import Costs, peak_memory, sequences_held
-from .csv_file import read_csv, write_csv
 from .dependencies import dependencies
 from .families import FAMILIES, PAIRED, clock_of
-from .files import named, read_bytes, read_text, reason, written_together, written_whole
 from .kinds import CHUNK_KINDS, COMPUTE_KINDS, FACTS, MOVE_KINDS, PAYLOADS, Holds, Kind, Lane
 from .lowering import Channel, channels_of, lower, lower_rank, partition_state
 from .moves import moved, units_to_move, with_moves
 from .pairs import with_pairs
 from .schedule import PLACEMENTS, Placement, Schedule, Shape
-from .timeline import Span, Timeline, busy_time, write_timeline
+from .timeline import Span, Timeline, busy_time
 from .timing import simulate
 from .validate import ScheduleError, validate

@@ -1,7 +1,4 @@
-"""The costs of actions, in time and in activation memory.
-
-Tested in costs/test_simulator.py.
-"""
+"""The costs of actions, in time and in activation memory."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,17 +1,11 @@
-"""When each action ran: one form for simulated and measured steps, and its JSON.
+"""When each action ran: one form for simulated and measured steps."""
 
-Tested in schedule/test_files.py.
-"""
-
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import inf
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from .action import Action
-from .files import written_whole
 from .kinds import COMPUTE_KINDS
 from .schedule import Shape
 
@@ -85,28 +79,3 @@ def busy_time(spans: Iterable[Span]) -> float:
             busy += end - max(start, ended)
             ended = end
     return busy
-
-
-def write_timeline(timeline: Timeline, path: str | Path) -> None:
-    """Writes `{"meta": {...}, "ranks": [[{"kind": "F", "stage": 0, ..., "start": 0.0, "end": 1.0}]]}`."""
-    shape = timeline.shape
-    placement = timeline.shape.placement
-    meta = {
-        **timeline.meta,
-        "num_ranks": placement.num_ranks,
-        "num_chunks": placement.num_chunks,
-        "placement": placement.style,
-        "num_microbatches": shape.num_microbatches,
-        "num_segments": shape.num_segments,
-        "unequal_segments": shape.unequal,
-        "time_unit": timeline.time_unit,
-    }
-    ranks = [
-        [
-            {**action._asdict(), "chunk": placement.chunk_of(action.stage), "start": start, "end": end}
-            for action, start, end in spans
-        ]
-        for spans in timeline.ranks
-    ]
-    with written_whole(path) as unfinished:
-        unfinished.write_text(json.dumps({"meta": meta, "ranks": ranks}) + "\n", encoding="utf-8")

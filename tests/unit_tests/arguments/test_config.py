@@ -15,6 +15,8 @@ import megatron.seq1f1b
 from megatron.seq1f1b import arguments, validate
 from megatron.seq1f1b.arguments import parse_options, run_of_arguments
 from megatron.seq1f1b.costs.run_costs import RunCosts
+from megatron.seq1f1b.files.schedule_file import write_schedule
+from megatron.seq1f1b.files.timeline_file import write_timeline
 from megatron.seq1f1b.launch import overlay
 from megatron.seq1f1b.process.patches import Patch, patched
 from megatron.seq1f1b.schedule import (
@@ -30,8 +32,6 @@ from megatron.seq1f1b.schedule import (
     simulate,
     units_to_move,
     with_moves,
-    write_csv,
-    write_timeline,
 )
 from unit_tests.arguments.parsed import parsed
 
@@ -202,7 +202,7 @@ CONTRADICTIONS = (
 
 def test_a_file_with_the_sizes_of_the_flags_replaces_a_family(tmp_path):
     schedule, file = build("zb-h1", Shape(Placement(2), 3, 2)), str(tmp_path / "mine.csv")
-    write_csv(schedule, file)
+    write_schedule(schedule, file)
     config = validate(parsed("--pipeline-schedule-file", file, "--sequence-splits", "2"))
     assert config.schedule == ScheduleChoice.of(schedule)
     assert pipeline_config(parsed("--pipeline-schedule-file", file, *AUTO, replaced_on_cpu={})).num_segments == 2
@@ -368,7 +368,7 @@ def test_forwards_beside_backwards():
 def test_a_file_brings_its_pairs(tmp_path):
     shape = Shape(Placement(2), 3, 2)
     for name, pairs in (("with", True), ("without", False)):
-        write_csv(build("1f1b", shape, pairs=pairs), tmp_path / f"{name}.csv")
+        write_schedule(build("1f1b", shape, pairs=pairs), tmp_path / f"{name}.csv")
     file = ("--sequence-splits", "2", "--pipeline-schedule-file")
     assert validate(parsed(*file, str(tmp_path / "with.csv"), **PAIRS)).schedule.pairs
     with pytest.raises(ValueError, match="^a run without --expert-model-parallel-size above 1 has no exchange of"):
@@ -380,7 +380,7 @@ def test_a_file_brings_its_pairs(tmp_path):
 def test_a_schedule_with_moves_leaves_none_to_the_flag(tmp_path):
     shape = Shape(Placement(1), 8)
     [order] = build("gpipe", shape).ranks
-    write_csv(Schedule(shape, (with_moves(order, units_to_move(order, 1)),)), tmp_path / "moves.csv")
+    write_schedule(Schedule(shape, (with_moves(order, units_to_move(order, 1)),)), tmp_path / "moves.csv")
     flags = ("--pipeline-schedule-file", str(tmp_path / "moves.csv"))
     sizes = {"pipeline_model_parallel_size": 1, "global_batch_size": 16, "data_parallel_size": 1}
     assert pipeline_config(parsed(*flags, **sizes)).schedule.has_moves

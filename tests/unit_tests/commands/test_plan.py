@@ -19,7 +19,7 @@ from megatron.seq1f1b.commands.train_time import LAWS, soonest
 from megatron.seq1f1b.costs.machine import read_machine
 from megatron.seq1f1b.costs.simulator import predict
 from megatron.seq1f1b.costs.training_setup import Fsdp, TrainingSetup
-from megatron.seq1f1b.files import read_histogram
+from megatron.seq1f1b.files.lengths import read_histogram
 from megatron.seq1f1b.planner import breakdown
 from megatron.seq1f1b.planner.gain import Gain
 from megatron.seq1f1b.planner.search import Search

@@ -8,9 +8,9 @@ import pytest
 
 from megatron.seq1f1b.commands import compare, run
 from megatron.seq1f1b.commands.compare import TrainingLog, read_training_log
-from megatron.seq1f1b.files import read_timeline
-from megatron.seq1f1b.schedule import MOVE_KINDS, Costs, Placement, Shape, Timeline, build, read_csv, simulate
-from megatron.seq1f1b.schedule.timeline import write_timeline
+from megatron.seq1f1b.files.schedule_file import read_schedule
+from megatron.seq1f1b.files.timeline_file import read_timeline, write_timeline
+from megatron.seq1f1b.schedule import MOVE_KINDS, Costs, Placement, Shape, Timeline, build, simulate
 from support.launch import ROOT
 
 SIZES = ["--pipeline-model-parallel-size", "4", "--num-microbatches", "3", "--sequence-splits", "2"]
@@ -23,7 +23,7 @@ def seq1f1b(name, *words):
 def test_every_output_of_the_command(tmp_path):
     pytest.importorskip("matplotlib")
     assert seq1f1b("plot", *SIZES, "--pipeline-schedule", "zb-h1", "--output", tmp_path / "a.csv") == 0
-    assert read_csv(tmp_path / "a.csv") == build("zb-h1", Shape(Placement(4), 3, 2))
+    assert read_schedule(tmp_path / "a.csv") == build("zb-h1", Shape(Placement(4), 3, 2))
     own = ["--pipeline-schedule-file", tmp_path / "a.csv", "--costs", "f=1,i=2,w=3,message=0.5"]
     assert seq1f1b("plot", *own, "--output", tmp_path / "a.json") == 0
     timeline = read_timeline(tmp_path / "a.json")
@@ -54,7 +54,7 @@ def test_moves_to_the_host_have_spans_of_their_own(tmp_path):
     words = [*SIZES, "--costs", "f=1,i=1,w=1,move=0.5", "--offload-activations", 1]
     for end in ("csv", "json"):
         assert seq1f1b("plot", *words, "--output", tmp_path / f"a.{end}") == 0
-    assert read_csv(tmp_path / "a.csv").has_moves
+    assert read_schedule(tmp_path / "a.csv").has_moves
     own = ["--pipeline-schedule-file", tmp_path / "a.csv", *words[len(SIZES) : -2]]
     assert seq1f1b("plot", *own, "--output", tmp_path / "b.json") == 0
     timeline = read_timeline(tmp_path / "a.json")
@@ -67,7 +67,7 @@ def test_pairs_have_one_time_and_a_cell(tmp_path):
     words = [*SIZES, "--overlap-moe-expert-parallel-comm"]
     for end in ("csv", "json"):
         assert seq1f1b("plot", *words, "--output", tmp_path / f"a.{end}") == 0
-    assert read_csv(tmp_path / "a.csv") == build("1f1b", Shape(Placement(4), 3, 2), pairs=True)
+    assert read_schedule(tmp_path / "a.csv") == build("1f1b", Shape(Placement(4), 3, 2), pairs=True)
     timeline = read_timeline(tmp_path / "a.json")
     assert [len(timeline.paired(rank)) for rank in range(4)] == [0, 0, 4, 8]
     assert timeline.busy(3) == 3 * 2 * 3

@@ -22,10 +22,11 @@ from megatron.seq1f1b.costs.stage_costs import (
     read_traced_costs,
     traced_costs,
 )
+from megatron.seq1f1b.files.timeline_file import write_timeline
 from megatron.seq1f1b.partition import balanced
 from megatron.seq1f1b.runtime.program import Programs
 from megatron.seq1f1b.schedule import Kind, Placement, ScheduleChoice, Shape, build, lower_rank
-from megatron.seq1f1b.schedule.timeline import Timeline, write_timeline
+from megatron.seq1f1b.schedule.timeline import Timeline
 from megatron.seq1f1b.schedule.timing import simulate
 
 GPT_7B = ModelShape(32, 4096, 16384, 32, 128, 32768)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.seq1f1b.files.schedule_file import read_schedule, write_schedule
 from megatron.seq1f1b.schedule import (
     MOVE_KINDS,
     PAIRED,
@@ -23,11 +24,9 @@ from megatron.seq1f1b.schedule import (
     lower_rank,
     lowering,
     moved,
-    read_csv,
     simulate,
     validate,
     with_pairs,
-    write_csv,
 )
 from megatron.seq1f1b.schedule.moves import AHEAD
 
@@ -41,7 +40,7 @@ def read(text, tmp_path):
     """The schedule of a file."""
     path = tmp_path / "schedule.csv"
     path.write_text(text.replace(" ", ","))
-    return read_csv(path)
+    return read_schedule(path)
 
 
 def test_the_order_of_the_docstring(tmp_path):
@@ -50,8 +49,8 @@ def test_the_order_of_the_docstring(tmp_path):
         "rank 0: 0F0.0 0F0.1 0F1.0 0F1.1 0F2.0|0B0.1 0F2.1|0B0.0 0B1.1 0B1.0 0B2.1 0B2.0",
         "rank 1: 1F0.0 1F0.1 1F1.0|1B0.1 1F1.1|1B0.0 1F2.0|1B1.1 1F2.1|1B1.0 1B2.1 1B2.0",
     ]
-    write_csv(schedule, tmp_path / "pairs.csv")
-    assert read_csv(tmp_path / "pairs.csv") == schedule
+    write_schedule(schedule, tmp_path / "pairs.csv")
+    assert read_schedule(tmp_path / "pairs.csv") == schedule
 
 
 @fixed

@@ -1,27 +1,33 @@
-"""Schedules as CSV: one row for each rank, one action in each cell, such as `2F3.1`, or a pair, `2F3.1|2B1.0`.
-
-Tested in schedule/test_files.py.
-"""
+"""Schedules as CSV: one row for each rank, one action in each cell, such as `2F3.1`, or a pair, `2F3.1|2B1.0`."""
 
 import csv
 from io import StringIO
 from itertools import chain
 from pathlib import Path
 
-from .action import BESIDE, Action, parse_action
-from .files import read_text, written_whole
-from .kinds import COMPUTE_KINDS, MOVE_KINDS
-from .schedule import Placement, Schedule, Shape
-from .validate import ScheduleError, validate
+from ..schedule import (
+    COMPUTE_KINDS,
+    MOVE_KINDS,
+    Action,
+    Placement,
+    Schedule,
+    ScheduleError,
+    Shape,
+    parse_action,
+    validate,
+)
+from ..schedule.action import BESIDE
+from .reading import read_text
+from .writing import written_whole
 
 
-def write_csv(schedule: Schedule, path: str | Path) -> None:
-    """Write one row for each rank, an action a cell; `read_csv` is the inverse."""
+def write_schedule(schedule: Schedule, path: str | Path) -> None:
+    """Write one row for each rank, an action a cell; `read_schedule` is the inverse."""
     with written_whole(path) as unfinished, open(unfinished, "w", newline="", encoding="utf-8") as file:
         csv.writer(file, lineterminator="\n").writerows(map(schedule.written, range(len(schedule.ranks))))
 
 
-def read_csv(path: str | Path) -> Schedule:
+def read_schedule(path: str | Path) -> Schedule:
     """A valid schedule of compute actions and moves; its sizes follow from the file.
 
     Empty cells and rows are skipped, and a missing segment is segment 0 (`2F3` is `2F3.0`). The placement follows from

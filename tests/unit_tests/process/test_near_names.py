@@ -4,7 +4,7 @@ import pytest
 
 from megatron.seq1f1b.commands.model_flags import PRESETS
 from megatron.seq1f1b.costs.machine import machine_names
-from megatron.seq1f1b.files.near import did_you_mean, near_names
+from megatron.seq1f1b.process.near_names import did_you_mean, near_names
 from megatron.seq1f1b.schedule import FAMILY_NAMES
 
 

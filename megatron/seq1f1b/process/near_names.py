@@ -1,7 +1,4 @@
-"""The known names that an unknown one may stand for.
-
-Tested in commands/test_near.py.
-"""
+"""The known names that an unknown one may stand for."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches

@@ -1,0 +1,45 @@
+"""The content of files that may hold anything; errors are in plain words.
+
+Tested in commands/test_bad_input.py by test_one_sentence.
+"""
+
+import json
+from pathlib import Path
+
+_MOST = 2**30  # bytes of a pipe or device, which may have no end
+
+
+def read_bytes(path: str | Path) -> bytes:
+    """The content of a file or pipe. Raises ValueError, with the name of the file, if it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            if Path(path).is_file():
+                return file.read()
+            content = file.read(_MOST + 1)
+    except OSError as error:
+        raise ValueError(f"{path}: {reason(error)}") from error
+    if len(content) > _MOST:
+        raise ValueError(f"{path}: it does not end within {_MOST:,} bytes; name a file")
+    return content
+
+
+def read_text(path: str | Path, content: bytes | None = None) -> str:
+    """The text of a UTF-8 file, or of what is known to be its `content`. Raises ValueError, with the name of the file,
+    if it cannot be read."""
+    if content is None:
+        content = read_bytes(path)
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: {reason(error)}") from error
+
+
+def reason(error: BaseException) -> str:
+    """What is wrong with a file, or with JSON in it, in words."""
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    if isinstance(error, UnicodeDecodeError):
+        return "it is not UTF-8 text"
+    if isinstance(error, json.JSONDecodeError):
+        return f"it is not JSON: {error.msg}"
+    return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
