@@ -12,11 +12,14 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from itertools import batched
+from textwrap import fill
 
 from megatron.seq1f1b.costs.machine import GIB
 from megatron.seq1f1b.costs.simulator import Prediction
 from paper.launches import TABLES, WITHOUT_FIGURE, Launch, launches, step_of
-from paper.row import Errors, fits
+from paper.row import Errors, Row, fits
+
+_WIDTH = 118  # of what is printed with --predict, in characters
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -25,55 +28,86 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--predict", action="store_true", help="step time and memory instead of flags")
     args = parser.parse_args(argv)
     runs = launches(args.table)
-    if not args.predict:
-        for launch in runs:
-            print(launch.log, launch.gpus, " ".join(launch.flags), sep="\t")
+    if args.predict:
+        print_predictions(args.table, runs)
         return 0
-    steps = []
     for launch in runs:
-        step = step_of(launch)
-        print(_with_prediction(args.table, launch, step), flush=True)
-        steps.append(step)
-    print(errors_of(args.table, runs))
-    if args.table == "terapipe":
-        print(*slower_with_slices(runs, steps), sep="\n")
+        print(launch.log, launch.gpus, " ".join(launch.flags), sep="\t")
     return 0
 
 
-def _with_prediction(table: str, launch: Launch, step: Prediction) -> str:
-    """What is predicted for a run, and what is published."""
-    row = launch.row
-    verdict = "out of memory"
-    if fits(step):
-        fullest = max(memory.total for memory in step.memory) / GIB
-        verdict = f"{step.seconds:8.3f} s {step.tokens_per_second:9.0f} tokens/s {fullest:6.1f} GiB"
-    unit = "bubble ratio" if row.unit == "bubble" else row.unit
-    if row.published is not None:
-        published = f"  published: {_figure(row.published)} {unit}"
-    elif table in WITHOUT_FIGURE:
-        published = ""
-    else:
-        published = "  published: out of memory"
-    if row.error is not None:
-        published += f", predicted: {_figure(row.predicted)}, "
-        published += f"{row.error:+.3f} off" if row.unit == "bubble" else f"{100 * row.error:+.1f} % off"
-    return f"{row.label:60} {launch.gpus:5} GPUs  {verdict:42}{published}".rstrip()
+def print_predictions(table: str, runs: Sequence[Launch]) -> None:
+    """Print a line for each run as soon as it is predicted, then sentences on the errors."""
+    lines = _Lines(table, runs)
+    print(lines.heading())
+    steps = []
+    for launch in runs:
+        step = step_of(launch)
+        print(lines.line(launch, step), flush=True)
+        steps.append(step)
+    print()
+    sentences = errors_of(table, runs).splitlines()
+    if table == "terapipe":
+        sentences += slower_with_slices(runs, steps)
+    for sentence in sentences:
+        print(fill(sentence, _WIDTH, subsequent_indent="  "))
 
 
-def _figure(value: float) -> str:
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+class _Lines:
+    """The lines of a table of predictions: a run, what is predicted of its step, and what is published beside it."""
+
+    def __init__(self, table: str, runs: Sequence[Launch]) -> None:
+        self._table = table
+        self._width = max(len(launch.row.label) for launch in runs)
+        (self._unit,) = {launch.row.unit for launch in runs}
+        self._has_published = any(launch.row.published is not None for launch in runs)
+        self._published_heading = f"published {'ratio' if self._unit == 'bubble' else self._unit}"
+
+    def heading(self) -> str:
+        words = f"{'run':{self._width}} {'GPUs':>5} {'step s':>9} {'tokens/s':>9} {'GiB':>6}"
+        if self._unit == "bubble":
+            words += f" {'bubble ratio':>13}"
+        if self._has_published:
+            words += f" {self._published_heading:>18} {'error':>8}"
+        return words
+
+    def line(self, launch: Launch, step: Prediction) -> str:
+        row = launch.row
+        words = f"{row.label:{self._width}} {launch.gpus:5} "
+        if fits(step):
+            fullest = max(memory.total for memory in step.memory) / GIB
+            words += f"{step.seconds:9.3f} {step.tokens_per_second:9,.0f} {fullest:6.1f}"
+        else:
+            words += f"{'out of memory':>26}"
+        if self._unit == "bubble":
+            words += f" {row.predicted:13.4f}"
+        if self._has_published:
+            words += f" {self._published(row):>18} {self._error(row):>8}"
+        return words.rstrip()
+
+    def _published(self, row: Row) -> str:
+        if row.published is not None:
+            return f"{row.published:,.0f}" if row.published >= 1000 else f"{row.published:.4g}"
+        return "" if self._table in WITHOUT_FIGURE else "out of memory"
+
+    def _error(self, row: Row) -> str:
+        if row.error is None:
+            return ""
+        return f"{row.error:+.4f}" if self._unit == "bubble" else f"{100 * row.error:+.1f} %"
 
 
-def errors_of(table: str, runs: list[Launch]) -> str:
+def errors_of(table: str, runs: Sequence[Launch]) -> str:
     """The errors of all rows with a published figure, and why others have none."""
     rows = [launch.row for launch in runs if launch.row.error is not None]
     others = len(runs) - len(rows)
     parts = []
     if rows:
         errors = Errors.of(rows)
-        unit = 1 if rows[0].unit == "bubble" else 100
-        mean, worst = (f"{unit * error:.3g}{'' if unit == 1 else ' %'}" for error in (errors.mean, errors.worst))
-        parts.append(f"{len(rows)} rows with a published figure: {mean} off in the mean, {worst} at worst.")
+        if rows[0].unit == "bubble":
+            off = f"{errors.mean:.3g} off in the mean, {errors.worst:.3g} at worst"
+        else:
+            off = f"{100 * errors.mean:.3g} % off in the mean, {100 * errors.worst:.3g} % at worst"
+        parts.append(f"{len(rows)} rows with a published figure: {off}.")
     if others:
         reason = WITHOUT_FIGURE.get(table, "published or predicted, they are out of memory")
         parts.append(f"{others} rows without a comparison: {reason}.")

@@ -135,8 +135,11 @@ def launches(table: str) -> list[Launch]:
 
 def step_of(launch: Launch) -> Prediction:
     """The predicted step of a run."""
-    assert launch.row.machine is not None
-    return predict(_setup(launch.row), launch.row.machine)
+    row = launch.row
+    if row.step is not None:
+        return row.step
+    assert row.machine is not None
+    return predict(_setup(row), row.machine)
 
 
 def _setup(row: Row) -> PaperSetup:

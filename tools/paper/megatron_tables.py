@@ -40,12 +40,14 @@ def sc21(folder: Path = REFERENCE) -> Iterator[Row]:
     for row in read("megatron_sc21_table1", folder):
         setup = sc21_setup(row)
         check_devices(row, "gpus", setup)
+        step = predict(setup, machine)
         yield Row(
             table="Megatron SC21 table 1",
             label=f"{row['params_B']}B, {row['gpus']} GPUs",
             unit="s",
             published=measured(row["iteration_s_derived_eq3"]),
-            predicted=predict(setup, machine).seconds,
+            predicted=step.seconds,
+            step=step,
             setup=setup,
             machine=machine,
         )
@@ -65,14 +67,15 @@ def _recomputation(folder: Path, source: str, table: str) -> Iterator[Row]:
     for row in read(source, folder):
         setup = _later_setup(row)
         check_devices(row, "gpus", setup)
-        seconds = predict(setup, machine).seconds
+        step = predict(setup, machine)
         label = f"{row['model']}, {row['recompute']}"
         yield Row(
             table=table,
             label=label,
             unit="s",
             published=measured(row["iteration_s"]),
-            predicted=seconds,
+            predicted=step.seconds,
+            step=step,
             setup=setup,
             machine=machine,
         )

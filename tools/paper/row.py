@@ -39,7 +39,8 @@ def fits(prediction: Prediction) -> bool:
 @dataclass(frozen=True)
 class Row:
     """`published` and `predicted` in `unit`. None stands for a prediction that is out of memory, and for a run that was
-    or failed otherwise. Where `less_is_better`, a prediction below what is published misses nothing."""
+    or failed otherwise. `step` is the predicted step, where the figure is one of a whole step. Where `less_is_better`,
+    a prediction below what is published misses nothing."""
 
     table: str
     label: str
@@ -47,6 +48,7 @@ class Row:
     published: float | None
     predicted: float | None = None
     measured: float | None = None
+    step: Prediction | None = None
     group: str = ""
     setup: TrainingSetup | None = None
     machine: Machine | None = None

@@ -74,14 +74,15 @@ def throughput(folder: Path = REFERENCE) -> Iterator[Row]:
             continue
         setup = _of_paper(row, int(row["micro_batches"]))
         check_devices(row, "gpus", setup)
-        prediction = predict(setup, machine)
+        step = predict(setup, machine)
         group = f"{row['model']}, {row['seqlen']} tokens, {row['micro_batches']} micro-batches"
         yield Row(
             table="Seq1F1B 7B throughput",
             label=f"{group}, {row['method']}",
             unit="tokens/s",
             published=measured(row["throughput_tok_s"]),
-            predicted=prediction.tokens_per_second if fits(prediction) else None,
+            predicted=step.tokens_per_second if fits(step) else None,
+            step=step,
             group=group,
             setup=setup,
             machine=machine,

@@ -13,7 +13,7 @@ from megatron.seq1f1b.commands.launch_flags import read_launch
 from paper.launches import TABLES, launches, step_of
 from paper.row import slug
 from paper.seq1f1b_tables import throughput
-from paper_launches import errors_of, slower_with_slices
+from paper_launches import errors_of, print_predictions, slower_with_slices
 from paper_tables import as_csv, with_logs
 from support.files import write_files
 from support.patience import patient
@@ -61,6 +61,15 @@ def test_errors_of_the_readme_are_those_that_are_printed(table, mean, worst):
 
 def test_the_readme_has_the_errors_of_every_launcher():
     assert {table for table, *_ in FIGURES} == set(LAUNCHERS) - {"terapipe"}
+
+
+@pytest.mark.parametrize("table", FAST)
+def test_predictions_fit_a_terminal(table, capsys):
+    runs = launches(table)
+    print_predictions(table, runs)
+    heading, *lines = capsys.readouterr().out.splitlines()
+    assert heading.split()[:4] == ["run", "GPUs", "step", "s"] and len(lines) > len(runs)
+    assert max(map(len, lines)) <= 120
 
 
 def launcher(*arguments, **settings):
