@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import socket
 import struct
 from pathlib import Path
 
@@ -109,13 +110,22 @@ def test_a_checkpoint_without_metadata_ends_with_one_sentence(start, folder, nam
     "variables, sentence",
     [
         ({"RANK": "7"}, "RANK=7 in the environment must be below WORLD_SIZE=1"),
-        ({"MASTER_PORT": "many"}, "connecting the ranks failed: invalid literal for int() with base 10: 'many'"),
+        ({"LOCAL_RANK": "x"}, "LOCAL_RANK=x in the environment is not a whole number from 0 on; what starts the ranks"),
+        ({"MASTER_PORT": "tcp://10.0.0.1:80"}, "MASTER_PORT=tcp://10.0.0.1:80 in the environment is not a whole"),
     ],
-    ids=["rank", "port"],
+    ids=["rank", "local-rank", "port"],
 )
 def test_a_wrong_environment_is_one_sentence(start, variables, sentence):
     job = start(MOCK, env=variables)
     assert job.code == 2 and f"error: {sentence}" in job.log.splitlines()[-1], job.log[-2000:]
+
+
+def test_a_port_that_another_program_holds_is_one_sentence(start):
+    with socket.create_server(("localhost", 0)) as holder:
+        port = holder.getsockname()[1]
+        job = start(f"ranks=2 {MOCK}", env={"MASTER_PORT": str(port)})
+    assert job.code == 2 and job.log.startswith(f"error: MASTER_PORT={port} is in use on "), job.log[-2000:]
+    assert job.log.count("\n") == 1
 
 
 def test_a_vision_tower_ends_the_first_step_with_a_sentence(launch):

@@ -15,6 +15,7 @@ from .. import rehearsal
 from ..arguments import parse_options
 from ..costs.machine import bytes_outside
 from ..platform import cpu
+from ..process.job_variables import check_job_variables
 from ..process.megatron_versions import check_version
 from ..process.net import Net
 from ..process.patches import Patch, patched, rebound
@@ -42,7 +43,8 @@ def bind(
         patches.enter_context(patched([hook]))
         if is_rehearsal:
             rehearsal.prepare(os.environ)
-        else:
+        check_job_variables(os.environ, sys.argv[1:])
+        if not is_rehearsal:
             net.connect()
     if is_rehearsal or _wants_cpu(options, looks_for_gpu):
         _silence_imports()

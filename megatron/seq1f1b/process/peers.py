@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -11,12 +12,14 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-from .ranks import is_rank_0
+from .ranks import is_rank_0, rank
 
 _POLL = 0.5  # seconds between two looks at the store, and between two signs of life
 _POLL_WHILE_WAITING = 0.05  # seconds between two looks of a rank that has nothing else to do
 _PATIENCE = 20.0  # seconds that the store may take to answer, or peers to leave
 _SILENCE = 3.0  # seconds without a sign of life, after which nobody waits for a rank
+_MUTE = 60.0  # seconds that what listens at the address of the store may take to answer as one
+_RETRY = 1.0  # seconds between two tries to reach the store
 
 
 class Peers:
@@ -25,6 +28,8 @@ class Peers:
     torchrun hosts that store, or rank 0, and torch.distributed joins it later. Any rank may `report` a failure;
     a thread of all others then calls `on_failure(report)`: the main thread may be waiting in a collective. The same
     thread gives signs of life, since nobody must wait for a rank that was killed.
+
+    Raises ValueError on rank 0 if it cannot host the store, such as at a port that another program holds.
     """
 
     def __init__(self, on_failure: Callable[[str], None]) -> None:
@@ -35,13 +40,14 @@ class Peers:
         self._has_reported = False
         self._waits_for_rank_0 = False
         self._rank_0_has_left = False
+        self._stranger: str | None = None  # what is wrong with a store that is not that of this job
         self._connected = threading.Event()
         self._left = threading.Event()
         self._size = int(os.environ["WORLD_SIZE"])
+        self._is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         self._server: Any = None  # kept, since the store is gone with its server
-        if is_rank_0() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-            with suppress(RuntimeError):  # torch.distributed reports a port that is in use
-                self._server = _store(is_master=True)
+        if is_rank_0() and not self._is_torchruns:
+            self._server = _hosted_store()
         self._watching = threading.Thread(target=self._watch, name="peers", daemon=True)
         self._watching.start()
 
@@ -59,7 +65,8 @@ class Peers:
         return failure
 
     def share(self, text: str, timeout: timedelta) -> str:
-        """The text of rank 0; call it equally often on all ranks. Raises RuntimeError after `timeout`."""
+        """The text of rank 0; call it equally often on all ranks. Raises RuntimeError after `timeout`, and ValueError
+        if the store of the job cannot be reached until then, or if something else is in its place."""
         self._num_shared += 1
         name = f"shared {self._num_shared}"
         seconds = timeout.total_seconds()
@@ -74,10 +81,31 @@ class Peers:
                 time.sleep(_POLL_WHILE_WAITING)
             return str(self._store.get(name), "utf-8")
 
-        self._connected.wait(seconds)
+        self._wait_until_connected(timeout)
         if self._store is None:
             return text
         return str(in_time(seconds + _PATIENCE, of_rank_0))
+
+    def _wait_until_connected(self, timeout: timedelta) -> None:
+        """Raises ValueError after `timeout`, or soon if the address is that of something else than the job's store."""
+        end = time.monotonic() + timeout.total_seconds()
+        with _Listener() as listener:
+            while self._stranger is None and not self._connected.wait(_POLL):
+                if listener.silence() > _MUTE:
+                    self._stranger = (
+                        f"{_address()} accepts connections, but is not the store of this job: it has not answered for "
+                        f"{_MUTE:g} s. Another program may hold the port; give another MASTER_PORT"
+                    )
+                elif time.monotonic() > end:
+                    self._stranger = (
+                        f"rank 0 was not reached at {_address()} within {timeout}; MASTER_ADDR must name its host, "
+                        "on which it must have started"
+                    )
+        if self._stranger is not None:
+            self._store = None
+            self._left.set()
+            self._connected.set()
+            raise ValueError(self._stranger)
 
     def leave(self, wait: bool = False) -> bool:
         """Stop watching the peers. With `wait`, let rank 0 leave first, for some seconds; returns whether it has. Rank
@@ -121,11 +149,11 @@ class Peers:
 
     def _watch(self) -> None:
         """Run in a thread: give signs of life, and look for a failure of another rank, until this one leaves."""
-        store = None
-        with suppress(RuntimeError, ValueError):  # torch.distributed fails likewise, in the main thread
-            store = self._store = _store(is_master=False)
+        store = self._joined_store()
+        if not self._left.is_set():
+            self._store = store
         self._connected.set()
-        if store is None:
+        if self._store is None:
             return
         signs = "signs of rank 0" if is_rank_0() else "signs of others"
         with suppress(RuntimeError):
@@ -138,6 +166,74 @@ class Peers:
                     self._on_failure(store.get("failure").decode())
                     return
             self._say_so(store)
+
+    def _joined_store(self) -> Any:
+        """The store, once it is reached; None if this rank leaves before, or must not join it."""
+        while not self._left.is_set():
+            try:
+                store = _store(is_master=False)
+                here = f"{socket.gethostname()}:{os.getpid()}"
+                # torchrun's store is of one job, and outlives the processes of its ranks.
+                is_free = self._is_torchruns or (
+                    str(store.compare_set(f"process of rank {rank()}", "", here), "utf-8") == here
+                )
+            except (RuntimeError, ValueError):  # nothing listens yet, or something else does
+                self._left.wait(_RETRY)
+                continue
+            if is_free:
+                return store
+            self._stranger = (
+                f"the job at {_address()} has a rank {rank()} already; two processes have RANK={rank()}, or another "
+                "job has the same MASTER_PORT: give another one"
+            )
+            return None
+        return None
+
+
+class _Listener:
+    """What listens at the address of the store, seen by a connection that waits beside those of torch: torch itself
+    waits for ever for the answer of a program that accepts connections and is mute."""
+
+    def __init__(self) -> None:
+        self._connection: socket.socket | None = None
+        self._since = 0.0
+
+    def __enter__(self) -> "_Listener":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._close()
+
+    def silence(self) -> float:
+        """For how many seconds a connection has been open; 0 if none is accepted, as where rank 0 has not started."""
+        if self._connection is not None and _is_closed(self._connection):
+            self._close()
+        if self._connection is None:
+            with suppress(OSError):
+                address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+                self._connection = socket.create_connection(address, timeout=_PATIENCE)
+                self._connection.setblocking(False)
+                self._since = time.monotonic()
+        return 0.0 if self._connection is None else time.monotonic() - self._since
+
+    def _close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+
+def _is_closed(connection: socket.socket) -> bool:
+    """Whether the other end has closed the connection, by which it has received nothing."""
+    try:
+        return not connection.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+def _address() -> str:
+    return f"MASTER_ADDR={os.environ['MASTER_ADDR']}, MASTER_PORT={os.environ['MASTER_PORT']}"
 
 
 def in_time(seconds: float, call: Callable[[], Any]) -> Any:
@@ -158,6 +254,23 @@ def in_time(seconds: float, call: Callable[[], Any]) -> Any:
         raise RuntimeError(f"the store of the job has not answered for {seconds:g} s") from None
 
 
+def _hosted_store() -> Any:
+    """The store of the job, in this process of rank 0. Raises ValueError if it cannot be reached from here, as by other
+    ranks."""
+    try:
+        return in_time(_MUTE, partial(_store, is_master=True))
+    except RuntimeError as error:
+        if "EADDRINUSE" in str(error):
+            raise ValueError(
+                f"MASTER_PORT={os.environ['MASTER_PORT']} is in use on {socket.gethostname()}, where rank 0 runs, by "
+                "another job or program; give another MASTER_PORT"
+            ) from None
+        raise ValueError(
+            f"rank 0 runs on {socket.gethostname()}, but does not reach itself at {_address()}; MASTER_ADDR must name "
+            "the host of rank 0, and MASTER_PORT a port that may be opened there"
+        ) from error
+
+
 def _store(is_master: bool) -> Any:
     """The store of the job; a job that torchrun starts again has another prefix."""
     import torch.distributed as dist
@@ -168,6 +281,7 @@ def _store(is_master: bool) -> Any:
         is_master=is_master,
         wait_for_workers=False,
         multi_tenant=True,
+        timeout=timedelta(seconds=_MUTE),
     )
-    prefix = f"seq1f1b/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    prefix = f"seq1f1b/{os.environ['WORLD_SIZE']} ranks/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     return dist.PrefixStore(prefix, store)

@@ -1,6 +1,8 @@
-"""How long a rank waits for its peers when it leaves them."""
+"""How long a rank waits for its peers: when it joins them, and when it leaves them."""
 
+import socket
 import threading
+from datetime import timedelta
 
 import pytest
 
@@ -62,3 +64,63 @@ def test_a_store_whose_process_is_stopped_is_not_waited_for(peers_of, monkeypatc
     assert of_a_stopped_store.report("mine") == "mine"
     assert of_a_stopped_store.leave(wait=True) is False
     store.goes_on.set()
+
+
+@pytest.fixture
+def joining(monkeypatch):
+    """Rank 1 of two, which starts to join them by a function that returns their store."""
+    variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    monkeypatch.setattr(peers, "_MUTE", 0.3)
+
+    def start(join, port: int) -> Peers:
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        monkeypatch.setattr(peers, "_store", lambda is_master: join())
+        return Peers(lambda failure: None)
+
+    return start
+
+
+def test_a_program_that_holds_the_port_and_is_mute_is_named(joining):
+    end = threading.Event()
+
+    def unanswered() -> None:
+        end.wait()
+        raise RuntimeError("the end of the test")
+
+    with socket.create_server(("localhost", 0)) as mute:
+        port = mute.getsockname()[1]
+        waiting = joining(unanswered, port)
+        with pytest.raises(ValueError, match=rf"MASTER_ADDR=localhost, MASTER_PORT={port} accepts connections, but "):
+            waiting.share("flags", timedelta(minutes=5))
+    assert waiting.report("mine") == "mine", "to nobody"
+    end.set()
+
+
+def test_a_rank_0_that_does_not_start_is_not_waited_for(joining):
+    with socket.create_server(("localhost", 0)) as unused:
+        port = unused.getsockname()[1]
+
+    def refused() -> None:
+        raise RuntimeError("connection refused")
+
+    waiting = joining(refused, port)
+    with pytest.raises(ValueError, match=f"rank 0 was not reached at MASTER_ADDR=localhost, MASTER_PORT={port} within"):
+        waiting.share("flags", timedelta(seconds=0.6))
+
+
+class TakenStore(Store):
+    """That of a job whose rank 1 is another process."""
+
+    def compare_set(self, name: str, expected: str, value: str) -> bytes:
+        return b"another host:1"
+
+
+def test_a_rank_does_not_join_another_job(joining):
+    """It would end that job by its own failure."""
+    of_another_job = joining(TakenStore, 1)
+    with pytest.raises(ValueError, match="has a rank 1 already; two processes have RANK=1, or another job"):
+        of_another_job.share("flags", timedelta(minutes=5))
+    assert of_another_job.report("mine") == "mine"

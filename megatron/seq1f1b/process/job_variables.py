@@ -1,0 +1,46 @@
+"""The variables by which a launcher tells a process its place in a job; a wrong one is a sentence before any work."""
+
+import re
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+# The least and the largest value of each.
+_LIMITS: Mapping[str, tuple[int, int | None]] = MappingProxyType(
+    {
+        "WORLD_SIZE": (1, None),
+        "RANK": (0, None),
+        "LOCAL_WORLD_SIZE": (1, None),
+        "LOCAL_RANK": (0, None),
+        "MASTER_PORT": (1, 2**16 - 1),
+    }
+)
+_WAY_OUT = "what starts the ranks, such as torchrun, sets it; unset it for a single rank"
+
+
+def check_job_variables(environ: Mapping[str, str], argv: Sequence[str]) -> None:
+    """Raise ValueError for a variable of the job that is no number or out of range, or that contradicts another.
+    `argv` are the words of the command line."""
+    numbers: dict[str, int] = {}
+    for name, (least, most) in _LIMITS.items():
+        text = environ.get(name)
+        if text is None:
+            continue
+        is_number = re.fullmatch("[0-9]{1,9}", text) is not None
+        if not is_number or int(text) < least or (most is not None and int(text) > most):
+            expected = f"from {least} on" if most is None else f"from {least} to {most}"
+            raise ValueError(f"{name}={text} in the environment is not a whole number {expected}; {_WAY_OUT}")
+        numbers[name] = int(text)
+    for name, bound in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
+        size = numbers.get(bound, 1 if bound == "WORLD_SIZE" else None)
+        if size is not None and numbers.get(name, 0) >= size:
+            raise ValueError(
+                f"{name}={numbers[name]} in the environment must be below {bound}={size}; what starts the ranks, such "
+                "as torchrun, sets both"
+            )
+    plays_all_ranks = "--dry-run" in argv or "--fake-process-group" in argv
+    is_named = "RANK" in numbers or plays_all_ranks
+    if numbers.get("WORLD_SIZE", 1) > 1 and not is_named:  # Megatron would take every process for rank 0
+        raise ValueError(
+            f"WORLD_SIZE={numbers['WORLD_SIZE']} in the environment, but RANK is not set; what starts the ranks, such "
+            "as torchrun, sets both"
+        )
