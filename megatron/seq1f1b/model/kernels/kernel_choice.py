@@ -42,6 +42,7 @@ class KernelChoice:
         fused: Callable[[AttentionRule], Kernel] | None = None,
     ) -> None:
         self._backend = backend
+        self._wants_products = backend in ("unfused", "local")
         self._given_version = flash_attention_version
         self._has_dropout = has_dropout
         self._is_on_gpu = is_on_gpu
@@ -66,7 +67,7 @@ class KernelChoice:
 
     def name(self, rule: AttentionRule, is_cuda: bool, dtype: torch.dtype, size: int, value_size: int) -> str:
         """The choice of `kernel` in words."""
-        if self._why_unfused(rule, is_cuda, dtype, max(size, value_size)) is not None:
+        if self._wants_products or _not_fused(rule, is_cuda, dtype, max(size, value_size)):
             return "plain matrix products"
         if not is_cuda:
             return "PyTorch's flash attention for CPUs"
@@ -76,27 +77,17 @@ class KernelChoice:
         return f"FlashAttention-{version}" + (" of PyTorch" if version == 2 else "")
 
     def _choose(self, rule: AttentionRule, is_cuda: bool, dtype: torch.dtype, size: int, value_size: int) -> Kernel:
-        reason = self._why_unfused(rule, is_cuda, dtype, max(size, value_size))
-        if reason is not None:
-            if reason:
-                self._warn_once(f"{reason} has no fused kernel: plain matrix products compute it, more slowly")
+        if self._wants_products:
+            return Unfused(rule)
+        not_fused = _not_fused(rule, is_cuda, dtype, max(size, value_size))
+        if not_fused is not None:
+            self._warn_once(f"{not_fused} has no fused kernel: plain matrix products compute it, more slowly")
             return Unfused(rule)
         kernel: Kernel = self._fused(rule) if is_cuda else CpuFlash(rule)
         multiple = _HEAD_MULTIPLE if is_cuda else 1
         sizes_fit = size == value_size or isinstance(kernel, FlashAttention4 | TransformerEngineFused)
         fits = sizes_fit and not size % multiple and not value_size % multiple
         return kernel if fits else Padded(kernel, multiple)
-
-    def _why_unfused(self, rule: AttentionRule, is_cuda: bool, dtype: torch.dtype, size: int) -> str | None:
-        """The feature that no fused kernel has; empty if plain products are chosen, None if a fused kernel fits."""
-        if self._backend in ("unfused", "local"):
-            return ""
-        if not is_cuda:
-            what = "attention dropout" if rule.dropout else "a window"
-            return f"{what} on a CPU" if rule.dropout or rule.window is not None else None
-        if dtype not in (torch.bfloat16, torch.float16):
-            return f"attention in {dtype} on a GPU"
-        return f"attention heads of more than {_LARGEST_HEAD}" if size > _LARGEST_HEAD else None
 
     def _installed(self, rule: AttentionRule) -> Kernel:
         if self._backend == "fused":
@@ -115,3 +106,14 @@ class KernelChoice:
         if version == 3:
             torch.nn.attention.activate_flash_attention_impl("FA3")
         return version
+
+
+def _not_fused(rule: AttentionRule, is_cuda: bool, dtype: torch.dtype, size: int) -> str | None:
+    """The feature of attention with heads of `size` that no fused kernel has, in words; None if one has them all."""
+    if not is_cuda:
+        if rule.dropout:
+            return "attention dropout on a CPU"
+        return None if rule.window is None else "a window on a CPU"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"attention in {dtype} on a GPU"
+    return f"attention heads of more than {_LARGEST_HEAD}" if size > _LARGEST_HEAD else None
