@@ -140,11 +140,10 @@ def all_flags(launch: argparse.Namespace, best: Plan, by_megatron: bool = False)
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
-    in_units = args.lengths is not None
-    rules = launch_rules(args.launch, in_units)
+    rules = launch_rules(args.launch, in_units=args.lengths is not None)
     asked = question(args, rules)
     progress = Progress()
-    kind: PlanKind = PlansInUnits(asked, args.histogram) if in_units else PlansOfSequences(asked, progress)
+    kind = plan_kind(args, asked, progress)
     answer = answer_of(kind, rules, args)
     progress.end()
 
@@ -153,20 +152,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     print_plans(kind, answer)
     print(plan_text.flags_of_both(answer.advised, answer.other, answer.megatron, flags_of))
-    print_notes(kind, rules, args.launch, flags_of(answer.advised))
-    if args.leaves_heads_out:
-        print(
-            f"The heads of {args.model} that predict further tokens are left out (--mtp-num-layers): units refuse them."
-        )
+    print_notes(kind, rules, args, flags_of(answer.advised))
     if args.explain:
         print(plan_text.explained(answer.ours))
     if args.json is not None:
         write_answer(args.json, args, answer, flags_of)
         print(f"{args.json} written.")
-    if args.output is not None:
-        assert isinstance(kind, PlansOfSequences)  # `parse` refuses a picture of plans in units
-        kind.draw(answer, args.output)
-        print(f"{args.output} written.")
+    for picture in kind.pictures(answer):
+        print(f"{picture} written.")
     if args.rehearse is None:
         return 0
     if answer.rehearsable is not answer.advised:
@@ -182,6 +175,12 @@ def launch_rules(launch: argparse.Namespace, in_units: bool) -> LaunchRules:
     if in_units:
         always |= {OurFeature.SEGMENTS, OurFeature.UNITS}
     return LaunchRules(launch.passed_through, always)
+
+
+def plan_kind(args: argparse.Namespace, asked: Question, progress: Progress) -> PlanKind:
+    if args.lengths is not None:
+        return PlansInUnits(asked, args.histogram)
+    return PlansOfSequences(asked, progress, picture=args.output)
 
 
 def answer_of(kind: PlanKind, rules: LaunchRules, args: argparse.Namespace) -> Answer:
@@ -211,8 +210,9 @@ def print_plans(kind: PlanKind, answer: Answer) -> None:
     print(plan_text.memory_by_stage(answer.advised, asked))
 
 
-def print_notes(kind: PlanKind, rules: LaunchRules, launch: argparse.Namespace, flags: Sequence[str]) -> None:
+def print_notes(kind: PlanKind, rules: LaunchRules, args: argparse.Namespace, flags: Sequence[str]) -> None:
     """Print what was left out of the search, and what of the launch changes no prediction."""
+    launch = args.launch
     for sentence in rules.left_out():
         print(sentence)
     for name in map(name_of, launch.unread):
@@ -223,6 +223,10 @@ def print_notes(kind: PlanKind, rules: LaunchRules, launch: argparse.Namespace, 
         print(f"These flags come back as given and change no prediction: {', '.join(unread)}.")
     for sentence in kind.notes(flags):
         print(sentence)
+    if args.leaves_heads_out:
+        print(
+            f"The heads of {args.model} that predict further tokens are left out (--mtp-num-layers): units refuse them."
+        )
 
 
 def rehearse(args: argparse.Namespace, asked: Question, flags: Sequence[str]) -> int:

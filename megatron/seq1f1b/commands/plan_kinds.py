@@ -60,12 +60,17 @@ class PlanKind(ABC):
     def notes(self, flags: Sequence[str]) -> Iterator[str]:
         """Sentences on what was left out, and on what the `flags` of a plan lack."""
 
+    def pictures(self, answer: Answer) -> Iterator[Path]:
+        """Draw the pictures that are asked for; yields each file once it is written."""
+        yield from ()
+
 
 class PlansOfSequences(PlanKind):
-    """Plans for sequences of one length; `progress` is told how many items wait."""
+    """Plans for sequences of one length; `progress` is told how many items wait, `picture` is the file of a picture."""
 
-    def __init__(self, question: Question, progress: Callable[[int], None]) -> None:
+    def __init__(self, question: Question, progress: Callable[[int], None], picture: Path | None) -> None:
         self.search: Search = Search(question, progress)
+        self._picture = picture
 
     def as_given(self, launch: argparse.Namespace) -> Plan | None:
         """None if it has no parallel sizes."""
@@ -97,7 +102,12 @@ class PlansOfSequences(PlanKind):
         if num_left_out:
             yield f"auto was left out for {num_left_out} of the best, with more than {MOST_ACTIONS_OF_AUTO:,} actions."
 
-    def draw(self, answer: Answer, path: Path) -> None:
+    def pictures(self, answer: Answer) -> Iterator[Path]:
+        if self._picture is not None:
+            self._draw(answer, self._picture)
+            yield self._picture
+
+    def _draw(self, answer: Answer, path: Path) -> None:
         """Draw every configuration that was simulated, for this memory and for less, and mark what is advised, the best
         of Megatron's own schedules and the launch as given."""
         from ..report.plan_figures import Point, plot_frontier
