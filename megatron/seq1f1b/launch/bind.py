@@ -3,23 +3,31 @@
 Tested in launch/test_install.py by test_a_wrong_keyword_of_a_program_is_one_sentence.
 """
 
+from __future__ import annotations
+
 import logging
 import os
 import sys
 import warnings
 from argparse import Namespace
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .. import rehearsal
 from ..arguments import parse_options
 from ..costs.machine import bytes_outside
+from ..costs.run_costs import RunCosts
 from ..platform import cpu
 from ..process.job_variables import check_job_variables
 from ..process.megatron_versions import check_version
 from ..process.net import Net
 from ..process.patches import Patch, patched, rebound
-from .overlay import Overlay, installed, patches_of_megatron, remember
+from .megatron_repairs import repairs
+from .overlay import Overlay, installed, remember
+from .validation import configured
+
+if TYPE_CHECKING:
+    from .executors import ProgramExecutor
 
 
 def bind(
@@ -55,12 +63,16 @@ def bind(
     version = package_info.__version__.split("+")[0]  # without a commit, which is that of the repository around it
     check_version(version)
     upstream = schedules.get_forward_backward_func
-    overlay = Overlay(upstream, patches, keywords)
-    rows = patches_of_megatron(version)
+    rows = repairs(version)
     if options is None:
+        overlay = Overlay(upstream, patches, keywords)
         rows += overlay.patches_of_scripts(net, add_flags)
     else:
-        rows += overlay.patches_of_programs(options, keep_documents_apart)
+        from ..runtime import partition_patches
+
+        overlay = Overlay(upstream, patches, keywords, _executor_of_program(options, keep_documents_apart))
+        if options.partition_state:
+            rows += partition_patches.patches()
     patches.enter_context(patched(rows))
     ours = overlay.get_forward_backward_func
     patches.enter_context(rebound(upstream, ours))
@@ -76,6 +88,15 @@ def _wants_cpu(options: Namespace | None, looks_for_gpu: bool) -> bool:
     if looks_for_gpu:
         return cpu.wanted(sys.argv[1:] if options is None else ["--device", options.device])
     return options is not None and options.device == "cpu"
+
+
+def _executor_of_program(options: Namespace, keep_documents_apart: bool) -> ProgramExecutor:
+    """The executor of a program with these `options`, of 1F1B if they name no schedule."""
+    from .executors import ProgramExecutor  # imports torch and Megatron
+
+    if options.pipeline_schedule is None and options.pipeline_schedule_file is None:
+        options.pipeline_schedule = "1f1b"
+    return ProgramExecutor(lambda run: configured(RunCosts(options, run)), keep_documents_apart)
 
 
 def _silence_imports() -> None:

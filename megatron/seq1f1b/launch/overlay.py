@@ -11,19 +11,16 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from datetime import timedelta
 from enum import Enum
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from ..arguments import PipelineConfig, add_arguments
 from ..arguments.config import refuse_unsupported
 from ..costs.run_costs import RunCosts
-from ..platform import cpu
-from ..process.child_processes import start_process
 from ..process.net import Net
 from ..process.patches import Patch, patched, wrapping
 from ..process.ranks import is_rank_0
 from .summary import copies_summary
-from .validation import configured, validated
+from .validation import validated
 
 if TYPE_CHECKING:
     import torch
@@ -36,26 +33,23 @@ _VALUES = (bool, int, float, str, list, tuple, Enum, type(None))
 
 class Overlay:
     """Replaces Megatron's choice of a schedule by ours, with one configuration and one executor; `keywords` are those
-    of `install`."""
+    of `install`. A program without Megatron's arguments has its `executor` from the start; a script has its
+    configuration once it has validated its arguments, and its executor from the first step on."""
 
-    def __init__(self, upstream: Callable, patches: ExitStack, keywords: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        upstream: Callable,
+        patches: ExitStack,
+        keywords: Mapping[str, Any] | None = None,
+        executor: Callable | None = None,
+    ) -> None:
         self._upstream = upstream
         self.patches = patches
         self.keywords = keywords or {}
+        self._executor = executor
+        self._config: PipelineConfig | None = None
         self._runs_own_script = True  # which calls `validate` itself
-        self.config: PipelineConfig | None = None
-        self.executor: Callable | None = None
-        self.surroundings: Surroundings | None = None  # of a rehearsal
-
-    def patches_of_programs(self, options: Namespace, keep_documents_apart: bool) -> list[Patch]:
-        """The patches for a program without Megatron's arguments, which has an executor at once."""
-        from ..runtime import partition_patches
-        from .executors import ProgramExecutor
-
-        if options.pipeline_schedule is None and options.pipeline_schedule_file is None:
-            options.pipeline_schedule = "1f1b"
-        self.executor = ProgramExecutor(lambda run: configured(RunCosts(options, run)), keep_documents_apart)
-        return list(partition_patches.patches()) if options.partition_state else []
+        self._surroundings: Surroundings | None = None  # of a rehearsal
 
     def patches_of_scripts(self, net: Net, add_flags: bool) -> list[Patch]:
         """The patches for a script with Megatron's arguments, with `add_flags` for one without our flags."""
@@ -76,7 +70,7 @@ class Overlay:
         if add_flags:
             names = "megatron.training.training.pretrain", "megatron.training.pretrain"
             rows += [wrapping(name, self.pretrain, "does not validate our flags") for name in names]
-        return [*rows, *training_loop.patches(_megatron_args, lambda: self.executor)]
+        return [*rows, *training_loop.patches(_megatron_args, lambda: self._executor)]
 
     def use(self, config: PipelineConfig) -> None:
         """Take the configuration of validated arguments, before Megatron builds its process groups and its model."""
@@ -88,7 +82,7 @@ class Overlay:
             with sequences_of(_megatron_args(), 0, config.lengths[0]):  # all are equally long
                 initialize()
 
-        self.config = config
+        self._config = config
         rows: list[Patch] = []
         if config.is_v:
             rows += v_chunks.patches()
@@ -101,12 +95,12 @@ class Overlay:
 
     def rehearse_in(self, surroundings: Surroundings) -> None:
         """Take the surroundings of a rehearsal, before Megatron builds its model."""
-        self.surroundings = surroundings
+        self._surroundings = surroundings
 
     def get_forward_backward_func(self, *args: Any, **kwargs: Any) -> Callable:
         """Our executor if a schedule flag was given, Megatron's own function otherwise."""
-        if self.executor is not None:
-            return self.executor
+        if self._executor is not None:
+            return self._executor
         from megatron.training import get_tokenizer
 
         from ..runtime import watched
@@ -126,34 +120,34 @@ class Overlay:
             end_of_document=lambda: get_tokenizer().eod,
             divides_documents=divides_documents,
             tracer=tracer,
-            surroundings=self.surroundings,
+            surroundings=self._surroundings,
         )
         if (config.offloads or config.schedule.has_moves) and not parsed.dry_run:
             rate = executor.host_rate()
             if is_rank_0():
                 print(copies_summary(config, RunCosts(parsed, config.run), rate), flush=True)
-        self.executor = executor
+        self._executor = executor
         return executor
 
     def pipeline_config(self) -> PipelineConfig:
         """The configuration of Megatron's arguments; raises ValueError where no script has validated them."""
-        if self.config is None:
+        if self._config is None:
             raise ValueError("the script must call megatron.seq1f1b.validate with its parsed arguments before pretrain")
-        return self.config
+        return self._config
 
     def use_segment_attention(self, model: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
         """Give the local self-attention layers of the model chunks our attention."""
         from ..model import use_segment_attention
 
-        if self.surroundings is None:
+        if self._surroundings is None:
             return use_segment_attention(model)
-        return use_segment_attention(model, self.surroundings.kernels_of)
+        return use_segment_attention(model, self._surroundings.kernels_of)
 
     def pretrain(self, pretrain: Callable, cfg_container: Any, *args: Any, **kwargs: Any) -> Any:
         """Megatron's `pretrain` for a script that calls neither `validate` nor `use_segment_attention`."""
         parsed = _megatron_args()
-        self._runs_own_script = self.config is not None
-        if self.config is None:
+        self._runs_own_script = self._config is not None
+        if self._config is None:
             self.use(validated(parsed))
         config = self.pipeline_config()
         if config.schedule is not None:
@@ -196,37 +190,3 @@ def _equal_on_all_ranks(args: Namespace) -> dict[str, str]:
         if name not in ("rank", "local_rank") and isinstance(value, _VALUES) and os.sep not in str(value)
     }
     return facts | {"CUDA_DEVICE_MAX_CONNECTIONS": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "unset")}
-
-
-def patches_of_megatron(version: str) -> list[Patch]:
-    """The patches that every process needs with this version of megatron-core."""
-    from ..platform import without_te
-    from .training_loop import optimizer_state
-
-    def compile_unless_shipped(compile_helpers: Callable[[], None]) -> None:
-        if find_spec("megatron.core.datasets.helpers_cpp") is None:
-            compile_helpers()
-
-    def queue(get_queue: Callable[[str], Any], mp_mode: str | None = None) -> Any:
-        # A spawned Python imports Megatron and the script again, but with CUDA a fork is not safe.
-        return get_queue(mp_mode or ("fork" if cpu.is_active() else "spawn"))
-
-    rows = [
-        wrapping(
-            "megatron.core.datasets.utils.compile_helpers",
-            compile_unless_shipped,
-            "fails in a wheel, which ships them compiled",
-        ),
-        wrapping(
-            "megatron.core.dist_checkpointing.strategies.filesystem_async.get_write_results_queue",
-            queue,
-            "starts a new Python, which imports all again, on the CPU, too",
-        ),
-        wrapping(
-            "multiprocessing.process.BaseProcess.start", start_process, "starts processes that outlive a killed rank"
-        ),
-        *optimizer_state.repairs(version),
-    ]
-    if not cpu.is_active():  # whose patches include the repairs
-        rows += without_te.repairs()
-    return rows

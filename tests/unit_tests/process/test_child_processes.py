@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.seq1f1b.launch.overlay import patches_of_megatron
+from megatron.seq1f1b.launch.megatron_repairs import repairs
 from support.patience import patient
 
 # It starts processes in every way, and prints their numbers.
@@ -41,7 +41,7 @@ def test_what_a_rank_starts_ends_with_it(tmp_path):
     for child in left:
         os.kill(child, signal.SIGKILL)
     assert not left
-    assert "multiprocessing.process.BaseProcess.start" in {row.target for row in patches_of_megatron("0.19.2")}
+    assert "multiprocessing.process.BaseProcess.start" in {row.target for row in repairs("0.19.2")}
 
 
 def is_running(process: int) -> bool:
