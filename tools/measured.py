@@ -62,8 +62,11 @@ class Result(Struct):
 
 @dataclass(frozen=True)
 class Column:
+    """A column of a table, with sentences that explain it."""
+
     title: str
     value: Callable[[Figure], str]
+    note: str = ""
 
 
 def number(name: str, digits: str, factor: float = 1.0) -> Callable[[Figure], str]:
@@ -119,13 +122,17 @@ TABLES = (
         "stage",
         "The first of 8 stages of the 2.7b model (4 layers, hidden size 2560, 32 heads), in the order of its "
         "pipeline rank under Seq1F1B, alone: it computes and keeps what a rank of the pipeline does, and never waits. "
-        "*Host*: the share of that time after which the host has issued all. It can be ahead by about a thousand "
-        "kernels; at 100 % the GPU waits for it. Memory is above weights and the state of the optimizer.",
+        "Memory is above weights and the state of the optimizer.",
         (
             TOKENS,
             SEGMENTS,
             SECONDS,
-            Column("host", number("issued_share", ".0%")),
+            Column(
+                "host",
+                number("issued_share", ".0%"),
+                "*Host*: the share of that time after which the host has issued all. It can be ahead by about a "
+                "thousand kernels; at 100 % the GPU waits for it.",
+            ),
             Column("tokens/s", number("tokens_per_second", ",.0f")),
             Column("GiB", number("peak_gib", ".2f")),
             Column("GiB with what the allocator holds", number("reserved_gib", ".1f")),
@@ -161,7 +168,7 @@ TABLES = (
         "Attention",
         "attention speed",
         "Causal attention, one sequence, bf16, forward and backward; cuDNN's runs on the whole sequence, with expanded "
-        "keys and values. *Of own whole*: the speed beside that of the same kernel on the whole sequence.",
+        "keys and values.",
         (
             TOKENS,
             Column("heads", words("heads")),
@@ -170,7 +177,11 @@ TABLES = (
             Column("TFLOPS forward", number("forward_tflops", ".0f")),
             Column("backward", number("backward_tflops", ".0f")),
             Column("both", number("tflops", ".0f")),
-            Column("of own whole", number("of_own_whole", ".2f")),
+            Column(
+                "of own whole",
+                number("of_own_whole", ".2f"),
+                "*Of own whole*: the speed beside that of the same kernel on the whole sequence.",
+            ),
         ),
     ),
     Table(
@@ -192,7 +203,7 @@ TABLES = (
         "Activations on the host",
         "offload",
         "The stage above with a share of its activations in the memory of the host: whole units, or layer by layer "
-        "where a number of layers may leave at once. *Hidden*: the part of the copies that runs beside compute.",
+        "where a number of layers may leave at once.",
         (
             TOKENS,
             SEGMENTS,
@@ -203,7 +214,11 @@ TABLES = (
             Column("GiB on the host", number("host_gib", ".2f")),
             Column("GiB moved a step", number("moved_gib", ".2f")),
             Column("link, GB/s each way", number("link_gb_per_s", ".0f")),
-            Column("hidden", number("hidden_share", ".0%")),
+            Column(
+                "hidden",
+                number("hidden_share", ".0%"),
+                "*Hidden*: the part of the copies that runs beside compute.",
+            ),
         ),
     ),
     Table(
@@ -211,36 +226,52 @@ TABLES = (
         "host",
         "Microseconds a layer and unit to issue a forward and a backward, and until the GPU has computed them, at the "
         "shapes of a rank of this tensor parallelism. Where both are equal, the GPU waits for the host, and shorter "
-        "segments gain nothing. *Megatron's own*: what the host needs for Megatron's layers and as many tokens, in "
-        "sequences of their own.",
+        "segments gain nothing.",
         (
             Column("tokens of a segment", number("tokens", ",.0f")),
             Column("TP", words("tensor_parallel")),
             Column("host", number("host_us_per_layer_and_unit", ".0f")),
-            Column("Megatron's own", number("own_us_per_layer_and_unit", ".0f")),
+            Column(
+                "Megatron's own",
+                number("own_us_per_layer_and_unit", ".0f"),
+                "*Megatron's own*: what the host needs for Megatron's layers and as many tokens, in sequences of their "
+                "own.",
+            ),
             Column("until computed", number("all_us_per_layer_and_unit", ".0f")),
         ),
     ),
     Table(
         "A stage with experts",
         "experts",
-        "Eight experts, two for each token; their dispatcher makes the host wait in each layer and segment. Beside it, "
-        "the same tokens as whole sequences of a segment's length: what short calls cost without any segments.",
-        (TOKENS, SEGMENTS, SECONDS, Column("s as short sequences", number("seconds_as_sequences", ".3f"))),
+        "Eight experts, two for each token; their dispatcher makes the host wait in each layer and segment.",
+        (
+            TOKENS,
+            SEGMENTS,
+            SECONDS,
+            Column(
+                "s as short sequences",
+                number("seconds_as_sequences", ".3f"),
+                "*As short sequences*: the same tokens as whole sequences of a segment's length, which shows what "
+                "short calls cost without any segments.",
+            ),
+        ),
     ),
     Table(
         "Forwards beside backwards",
         "pairs",
         "A step of a small model whose experts are shared by two ranks, by the events of its actions on the slower "
-        "one. *Hidden*: the part of the exchange that `--overlap-moe-expert-parallel-comm` takes off the step. Ranks "
-        "that share a GPU also share its time.",
+        "one. Ranks that share a GPU also share its time.",
         (
             TOKENS,
             SEGMENTS,
             Column("s", number("seconds_alone", ".4f")),
             Column("s with pairs", number("seconds_with_pairs", ".4f")),
             Column("s without an exchange", number("seconds_without_exchange", ".4f")),
-            Column("hidden", number("hidden_share", ".0%")),
+            Column(
+                "hidden",
+                number("hidden_share", ".0%"),
+                "*Hidden*: the part of the exchange that `--overlap-moe-expert-parallel-comm` takes off the step.",
+            ),
         ),
     ),
     Table(
@@ -313,13 +344,17 @@ def page_of(result: Mapping[str, Any] | None, name: str = "measured") -> str:
     lines.append(f"Measured on {result['date']}, on {result['device']}.")
     lines += ["", *summary(result), ""]
     for table in TABLES:
-        rows = [[column.value(figure) for column in table.columns] for figure in figures_of(result, table.name)]
-        if not rows:
+        figures = figures_of(result, table.name)
+        # Earlier suites measured less.
+        columns = [column for column in table.columns if any(column.value(figure) for figure in figures)]
+        if not columns:
             continue
-        lines += [f"## {table.title}", "", table.text, ""]
+        notes = [column.note for column in columns if column.note]
+        lines += [f"## {table.title}", "", " ".join([table.text, *notes]), ""]
         if table.picture and drawn(result):
             lines += [f"![{table.picture}](images/{name}.svg)", ""]
-        lines += [*markdown([column.title for column in table.columns], rows), ""]
+        rows = [[column.value(figure) for column in columns] for figure in figures]
+        lines += [*markdown([column.title for column in columns], rows), ""]
     lines += ["## All checks", "", *checks(result), ""]
     return "\n".join(lines)
 

@@ -70,6 +70,17 @@ def test_a_page_is_that_of_the_figures_that_are_kept(name):
     assert (measured.DOCS / "images" / f"{name}.svg").exists() == bool(measured.drawn(kept))
 
 
+def test_a_column_without_a_figure_is_left_out_with_its_note():
+    untimed = {"table": "experts", "length": 16384, "segments": 2, "seconds_per_sequence": 0.5}
+    timed = untimed | {"seconds_as_sequences": 0.25}
+    sections = [{"checks": [], "figures": [untimed]}]
+    result = {"date": "2026-08-01", "device": "1 x H100", "sections": sections}
+    assert "sequences" not in measured.page_of(result).replace("s a sequence", "")
+    sections[0]["figures"].append(timed)
+    page = measured.page_of(result)
+    assert "| 16,384 | 2 | 0.500 | 0.250 |" in page and "*As short sequences*: " in page
+
+
 def test_without_figures_the_page_says_so():
     assert "There is no measurement yet" in measured.page_of(None)
 
