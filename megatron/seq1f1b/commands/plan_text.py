@@ -125,11 +125,21 @@ def _moving(setup: TrainingSetup) -> str:
 
 
 def row(plan: Plan) -> Mapping[str, str]:
-    """TFLOPS are those of a device by the model's own FLOPs: attention causal, nothing for recomputation."""
+    """The columns of a plan: first what is predicted, since narrow windows cut lines, then its layout. TFLOPS are those
+    of a device by the model's own FLOPs: attention causal, nothing for recomputation."""
     setup = plan.prediction.setup
-    segments = len(plan.prediction.setup.segments)
+    segments = len(setup.segments)
     flops = model_flops(setup.model, setup.sequence_length, setup.global_batch_size)
-    return parallel_sizes(setup) | {
+    flops_of_device = flops / plan.seconds / setup.num_devices
+    return {
+        "step s": f"{plan.seconds:.3f}",
+        "tokens/s": f"{plan.tokens_per_second:.0f}",
+        "TFLOPS": f"{flops_of_device / 1e12:.0f}",
+        "MFU": f"{100 * flops_of_device / plan.prediction.machine.device.peak_flops:.0f} %",
+        "bubble": f"{100 * plan.prediction.bubble:.1f} %",
+        "GiB": f"{plan.memory_gib:.1f}",
+        "host GiB": f"{plan.host_gib:.1f}",
+        **parallel_sizes(setup),
         "k": str(segments),
         "cut": plan.candidate.strategy if segments > 1 else "-",
         "schedule": _schedule(setup),
@@ -137,33 +147,28 @@ def row(plan: Plan) -> Mapping[str, str]:
         "mb": str(setup.micro_batch_size),
         "recompute": setup.recompute,
         "offload": _moving(setup),
-        "step s": f"{plan.seconds:.3f}",
-        "tokens/s": f"{plan.tokens_per_second:.0f}",
-        "TFLOPS": f"{flops / plan.seconds / setup.num_devices / 1e12:.0f}",
-        "MFU": f"{100 * flops / plan.seconds / setup.num_devices / plan.prediction.machine.device.peak_flops:.0f} %",
-        "bubble": f"{100 * plan.prediction.bubble:.1f} %",
-        "GiB": f"{plan.memory_gib:.1f}",
-        "host GiB": f"{plan.host_gib:.1f}",
     }
 
 
 def row_of_units(search: UnitSearch, plan: UnitPlan) -> Mapping[str, str]:
+    """The columns of a plan in units, as those of `row`."""
     setup = plan.prediction.setup
     asked = search.question
     units = plan.candidate.unit_tokens
     lengths = Counter(chain(*search.steps))
     flops = sum(model_flops(asked.model, length, count) for length, count in lengths.items()) / len(search.steps)
     seconds = search.tokens / plan.tokens_per_second
-    return parallel_sizes(setup) | {
-        "unit": f"{setup.sequence_length} packs" if units is None else str(units),
-        "schedule": _schedule(setup),
-        "recompute": setup.recompute,
+    return {
         "step s": f"{seconds:.3f}",
         "tokens/s a GPU": f"{plan.tokens_per_second / asked.num_devices:.0f}",
         "TFLOPS": f"{flops / seconds / asked.num_devices / 1e12:.0f}",
         "bubble": f"{100 * plan.bubble:.1f} %",
         "padding": f"{100 * plan.padding:.1f} %",
         "GiB": f"{plan.memory_gib:.1f}",
+        **parallel_sizes(setup),
+        "unit": f"{setup.sequence_length} packs" if units is None else str(units),
+        "schedule": _schedule(setup),
+        "recompute": setup.recompute,
     }
 
 
