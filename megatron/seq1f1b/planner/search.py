@@ -25,6 +25,7 @@ from .bounds import (
     least_seconds_of_any,
     may_fit,
 )
+from .excess_bounds import least_seconds_with_excess
 from .fitting import fits, fitted, host_in_flight, layers_leaving
 from .space import (
     Candidate,
@@ -360,9 +361,23 @@ class Search:
         if budget.host and may_move(found.ranked[0].setup):
             accepted = tuple(filter(question.accepts, too_large))
             if accepted:
-                yield self._least_seconds(accepted[0].setup), _TooLarge(accepted)
+                yield self._least_seconds_too_large(accepted), _TooLarge(accepted)
         if fitting is not None:
             yield self._least_seconds(fitting.setup), fitting
+
+    def _least_seconds_too_large(self, ranked: Iterable[Candidate]) -> float:
+        """A lower bound from compute, and from copies to the host where units move."""
+        question = self.question
+        least = inf
+        for candidate in ranked:
+            setup = candidate.setup
+            seconds = self._least_seconds(setup)
+            if not question.by_megatron:
+                by_layer = may_move_by_layer(question, setup)
+                copying = least_seconds_with_excess(setup, question.machine, question.budget, by_layer)
+                seconds = max(seconds, copying)
+            least = min(least, seconds)
+        return least
 
     def _moved(self, ranked: tuple[Candidate, ...]) -> Iterator[tuple[float, Candidate]]:
         """The first cut that fits with activations on the host, each way to move them, if the host has room. Units move
