@@ -32,6 +32,7 @@ FILES = {
     "three": "20 20 24",
     "sixty": "30 30",
     "words": "many small words",
+    "object": '{"lengths": [32, 32]}',
     "negative": "-10 74",
     "broken/tokenizer.json": '{"version": "1.0", "model"',
     # Data sets: names, an index and its tokens.

@@ -11,6 +11,47 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+# Sizes of a model, a batch and a cluster.
+_SIZES = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "seq_length",
+    "max_position_embeddings",
+    "vocab_size",
+    "padded_vocab_size",
+    "make_vocab_size_divisible_by",
+    "micro_batch_size",
+    "global_batch_size",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "num_virtual_stages_per_pipeline_rank",
+    "num_layers_per_virtual_pipeline_stage",
+    "moe_router_topk",
+    "moe_ffn_hidden_size",
+    "mamba_state_dim",
+    "mamba_head_dim",
+    "mamba_num_groups",
+    "log_interval",
+    "distributed_timeout_minutes",
+)
+_CORPORA = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
+# Folders into which a rank of every node writes.
+_FOLDERS_OF_NODES = (
+    "save",
+    "pipeline_trace",
+    "non_persistent_global_ckpt_dir",
+    "non_persistent_local_ckpt_dir",
+    "logits_save_dir",
+    "config_logger_dir",
+)
+
 
 def check_late_mistakes(args: Namespace) -> None:
     """Raise ValueError for mistakes in flags that would show late, or never."""
@@ -39,17 +80,58 @@ def check_late_mistakes(args: Namespace) -> None:
                 raise ValueError(f"--pipeline-trace-iterations {first} is beyond {flag} {last}; choose earlier ones")
     if args.dry_run_output is not None and not args.dry_run:
         raise ValueError("--dry-run-output needs --dry-run")
+
+
+def check_sizes(args: Namespace) -> None:
+    """Raise ValueError for a size below 1, a corpus without a path, or a batch that does not divide: Megatron would
+    blame the data, divide by 0, or name no flag."""
+    for name in _SIZES:
+        size = getattr(args, name, None)
+        if size is not None and size < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {size} must be a whole number from 1 on")
+    for name in _CORPORA:
+        if getattr(args, name, None) == []:
+            raise ValueError(f"--{name.replace('_', '-')} has no value; give it the path of a .bin and .idx pair")
+    batch = args.global_batch_size
+    has_steps = args.step_batch_size_schedule or args.decrease_batch_size_if_needed
+    if batch is None or args.micro_batch_size is None or has_steps:
+        return
+    model_ranks = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
+    replicas = args.world_size // model_ranks
+    at_once = args.micro_batch_size * replicas
+    if at_once and batch % at_once:  # with less than a replica, Megatron tells of the world size
+        below = batch - batch % at_once
+        near = f"{below} or {below + at_once}" if below else f"{at_once}"
+        raise ValueError(
+            f"--global-batch-size {batch} is no multiple of --micro-batch-size {args.micro_batch_size} times "
+            f"{replicas} data-parallel rank(s); take {near}, or another --micro-batch-size"
+        )
+
+
+def check_places(args: Namespace) -> None:
+    """Raise ValueError for a folder, by the flag that names it, into which this rank will not be able to write."""
+    given = vars(args).get
     written = {"--dry-run-output": args.dry_run_output}
-    if not args.dry_run and os.environ.get("LOCAL_RANK", "0") == "0":
-        # Megatron fails at the first save only; a trace is written after the third step.
-        written |= {"--save": given("save"), "--pipeline-trace": args.pipeline_trace}
+    if not args.dry_run:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            # Megatron fails at the first save only; a trace is written after the third step.
+            for name in _FOLDERS_OF_NODES:
+                written[f"--{name.replace('_', '-')}"] = given(name)
+        if args.rank == args.world_size - 1:  # which alone writes these
+            written["--tensorboard-dir"] = given("tensorboard_dir")
+            if given("wandb_project"):
+                written["--wandb-save-dir"] = given("wandb_save_dir")
+            if given("record_memory_history"):
+                written["--memory-snapshot-path"] = Path(args.memory_snapshot_path).absolute().parent
     _require_writable(written)
+    if given("wandb_project") and not given("wandb_save_dir") and not given("save"):
+        raise ValueError(f"--wandb-project {given('wandb_project')} needs a folder to write to; add --wandb-save-dir")
 
 
 def _require_writable(folders: Mapping[str, Any]) -> None:
     """Raise ValueError for a folder, by the flag that names it, into which nothing can be written."""
     for flag, path in folders.items():
-        if path is None or "://" in str(path):
+        if not path or "://" in str(path):
             continue
         try:
             Path(path).mkdir(parents=True, exist_ok=True)

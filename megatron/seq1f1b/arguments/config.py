@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..files.schedule_file import read_schedule
+from ..files.typed import named_by
 from ..partition import DEFAULT_STRATEGY, Pack, packs_of_step, work_by_flops
 from ..schedule import CostsOfLengths, ScheduleChoice
 from .flags import AUTO
@@ -163,7 +164,8 @@ def _best_num_segments(schedule: ScheduleChoice, partition: SequencePartition) -
 
 def _schedule(flags: argparse.Namespace, settings: Mapping[str, Any]) -> ScheduleChoice | None:
     if flags.pipeline_schedule_file is not None:
-        return ScheduleChoice.of(read_schedule(flags.pipeline_schedule_file))
+        with named_by("--pipeline-schedule-file"):
+            return ScheduleChoice.of(read_schedule(flags.pipeline_schedule_file))
     name = flags.pipeline_schedule
     if name is None:
         cuts = (flags.sequence_splits, flags.sequence_split_file, flags.unit_tokens, flags.segment_tokens)

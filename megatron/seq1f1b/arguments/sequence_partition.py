@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..files.lengths import read_segment_lengths
+from ..files.typed import named_by
 from ..partition import STRATEGIES, SegmentTime, Task, check_lengths, cut_sequence
 from ..schedule import Costs, ScheduleChoice, auto, simulate
 from .megatron_run import MegatronRun
@@ -76,11 +77,10 @@ class SequencePartition:
         costs = self.costs
         num_segments = self.num_segments if num_segments is None else num_segments
         if self.file is not None:
-            lengths = read_segment_lengths(self.file)
-            try:
+            with named_by("--sequence-split-file"):
+                lengths = read_segment_lengths(self.file)
+            with named_by(f"--sequence-split-file {self.file}:"):
                 check_lengths(lengths, sequence_length, num_segments, run.segment_multiple)
-            except ValueError as error:
-                raise ValueError(f"{self.file}: {error}") from None
             return lengths
         strategy = STRATEGIES[self.strategy]
         finds_number = num_segments is None and self.strategy == "terapipe"

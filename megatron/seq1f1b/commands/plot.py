@@ -26,6 +26,7 @@ from ..costs.simulator import check_size
 from ..files.costs_file import read_costs
 from ..files.schedule_file import read_schedule, write_schedule
 from ..files.timeline_file import read_timeline, write_timeline
+from ..files.typed import named_by
 from ..report import plot_timelines, write_trace
 from ..schedule import (
     FAMILY_NAMES,
@@ -110,7 +111,8 @@ def _schedule_and_costs(args: argparse.Namespace) -> tuple[Schedule, Costs, floa
     """A schedule, from a file or built, its costs, and the time to copy a unit to the host."""
     text = args.costs or EQUAL_COSTS
     if args.pipeline_schedule_file:
-        schedule = read_schedule(args.pipeline_schedule_file)
+        with named_by("--pipeline-schedule-file"):
+            schedule = read_schedule(args.pipeline_schedule_file)
         return schedule, *read_costs(schedule.shape, text)
     sizes = {name: getattr(args, name) or usual for name, usual in _USUAL_SIZES.items()}
     placement = Placement(

@@ -12,6 +12,7 @@ from math import inf
 from statistics import fmean
 
 from ..arguments import AUTO, MegatronRun, device_memory, gpu_name, is_on_cpu
+from ..files.typed import named_by
 from ..partition import SegmentTime
 from ..schedule import Costs, ScheduleChoice, build, moved, simulate
 from .blocks import paper_flops
@@ -91,7 +92,8 @@ class RunCosts:
     @cached_property
     def measured(self) -> tuple[tuple[StageCost, ...], list[float]]:
         """The cost of a segment on every stage by the trace, and its relative errors."""
-        return read_traced_costs(self.flags.sequence_split_profile, len(self.run.layers_per_stage))
+        with named_by("--sequence-split-profile"):
+            return read_traced_costs(self.flags.sequence_split_profile, len(self.run.layers_per_stage))
 
     def time(self, of_any_length: bool = False) -> SegmentTime:
         if of_any_length and self.is_measured:

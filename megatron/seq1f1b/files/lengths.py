@@ -12,7 +12,7 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from .reading import read_bytes, read_text
-from .typed import Count, converted
+from .typed import Count, converted, with_way_out
 
 _Tokens = Annotated[int, Meta(ge=1, lt=10**8)]
 _INDEX = b"MMIDIDX\x00\x00"  # how an index of Megatron starts
@@ -27,10 +27,13 @@ class _Row(Struct):
 def read_segment_lengths(path: str | Path) -> tuple[int, ...]:
     """Lengths in tokens, first to last: a JSON list, or numbers separated by spaces, commas or new lines, with comments
     after '#'. Raises ValueError for anything else."""
-    words = re.split(r"[\s,]+", re.sub(r"#.*", "", read_text(path)).strip(" \t\r\n,[]"))
-    if words == [""]:
-        raise ValueError(f"{path}: it has no lengths; give those of the segments in tokens, such as '4096 2048 2048'")
-    return tuple(converted(path, words, list[_Tokens], "lengths", is_text=True))
+    try:
+        words = re.split(r"[\s,]+", re.sub(r"#.*", "", read_text(path)).strip(" \t\r\n,[]"))
+        if words == [""]:
+            raise ValueError(f"{path}: it has no lengths")
+        return tuple(converted(path, words, list[_Tokens], "lengths", is_text=True))
+    except ValueError as error:
+        raise with_way_out(error, "give a file with those of the segments in tokens, as '4096 2048 2048'") from None
 
 
 def read_histogram(path: str | Path) -> Mapping[int, int]:

@@ -9,6 +9,7 @@ import re
 import reprlib
 import tomllib
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from enum import Enum
 from io import StringIO
 from pathlib import Path
@@ -160,3 +161,12 @@ def _meant(name: str, kind: Any, steps: Sequence[str]) -> str:
 def with_way_out(error: ValueError, way_out: str) -> ValueError:
     """The error with a way out, unless it ends with a question that is one."""
     return ValueError(str(error) if str(error).endswith("?") else f"{error}; {way_out}")
+
+
+@contextmanager
+def named_by(flag: str) -> Iterator[None]:
+    """Inside, the error of a file starts with the flag that names the file."""
+    try:
+        yield
+    except ValueError as error:
+        raise type(error)(f"{flag} {error}") from None

@@ -14,6 +14,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from ..arguments import PipelineConfig, add_arguments
+from ..arguments.checks import check_places, check_sizes
 from ..arguments.config import refuse_unsupported
 from ..costs.run_costs import RunCosts
 from ..process.net import Net
@@ -56,13 +57,18 @@ class Overlay:
         from . import training_loop
 
         def parse(upstream: Callable, own_flags: Callable | None = None, *args: Any, **more: Any) -> Namespace:
-            def with_our_flags(parser: ArgumentParser) -> ArgumentParser:
+            def with_all_flags(parser: ArgumentParser) -> ArgumentParser:
                 parser = own_flags(parser) if own_flags else parser
-                return parser if "--sequence-splits" in parser._option_string_actions else add_arguments(parser)
+                if add_flags and "--sequence-splits" not in parser._option_string_actions:
+                    parser = add_arguments(parser)
+                net.learn_flags(parser)
+                return parser
 
-            parsed = upstream(with_our_flags if add_flags else own_flags, *args, **more)
+            parsed = upstream(with_all_flags, *args, **more)
             if hasattr(parsed, "pipeline_schedule"):  # a script may parse its arguments without our flags
+                check_sizes(parsed)
                 refuse_unsupported(parsed, vars(parsed))
+                check_places(parsed)
             net.require_equal(_equal_on_all_ranks(parsed), timedelta(minutes=parsed.distributed_timeout_minutes))
             return parsed
 

@@ -5,7 +5,9 @@ Tested in process/test_net.py.
 
 import errno
 import io
+import json
 import math
+import pickle
 import re
 import shutil
 import sys
@@ -69,6 +71,18 @@ def name_file(error: BaseException) -> None:
         if written := [*filter(_is_written, frame.f_locals.values())]:
             error.filename = min((file.name for file in written), key=_free_bytes)
             return
+
+
+def read_file(error: BaseException) -> str:
+    """The file whose content is at fault, which the words of a parser leave out; empty if there is none."""
+    if not isinstance(error, (json.JSONDecodeError, UnicodeDecodeError, EOFError, pickle.UnpicklingError)):
+        return ""
+    for frame, _ in reversed([*traceback.walk_tb(error.__traceback__)]):
+        for value in frame.f_locals.values():
+            is_file = isinstance(value, io.IOBase) and isinstance(getattr(value, "name", None), str)
+            if is_file and getattr(value, "mode", "w") in ("r", "rb"):
+                return str(value.name)
+    return ""
 
 
 def _is_written(value: Any) -> bool:

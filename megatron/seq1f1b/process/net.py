@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 import traceback
+from argparse import ArgumentParser
 from collections.abc import Mapping
 from datetime import timedelta
 from types import TracebackType
@@ -28,6 +29,7 @@ class Net:
 
     def __init__(self) -> None:
         self._peers: Peers | None = None
+        self._flags: dict[str, str] = {}
         self._printing = threading.Lock()
 
     def connect(self) -> None:
@@ -38,6 +40,10 @@ class Net:
         if int(os.environ.get("WORLD_SIZE", "1")) > 1 and {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
             self._peers = Peers(self._end_with)
             atexit.register(self._peers.leave)
+
+    def learn_flags(self, parser: ArgumentParser) -> None:
+        """Take the spellings of the flags, so that sentences name those that an error speaks of."""
+        self._flags = {action.dest: action.option_strings[0] for action in parser._actions if action.option_strings}
 
     def require_equal(self, facts: Mapping[str, str], timeout: timedelta) -> None:
         """Raise ValueError if these `facts`, values by the names of flags, differ from those of rank 0."""
@@ -53,7 +59,7 @@ class Net:
 
     def caught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Replaces `sys.excepthook`: ends this rank, and with it all others."""
-        own = _failure_of(error)
+        own = _failure_of(error, self._flags)
         sys.unraisablehook = lambda unraisable: None  # half-built objects fail once more when they are deleted
         first = own
         if self._peers is not None:
@@ -90,7 +96,7 @@ class Net:
         say(sentence + where + line_end + picture, failure["traceback"], sys.__stderr__)
 
 
-def _failure_of(error: BaseException) -> dict[str, Any]:
+def _failure_of(error: BaseException, flags: Mapping[str, str]) -> dict[str, Any]:
     """The failure of this rank in the form in which ranks report it to one another. It `is_late` after the first step
     unless one sentence says all."""
     name_file(error)
@@ -99,7 +105,7 @@ def _failure_of(error: BaseException) -> dict[str, Any]:
     return {
         "rank": rank(),
         "host": socket.gethostname(),
-        "sentence": sentence_of(error),
+        "sentence": sentence_of(error, flags),
         "traceback": None if is_ours else "".join(traceback.format_exception(error)),
         "is_late": _first_step_is_over() and not is_said_by_a_sentence,
     }

@@ -172,15 +172,11 @@ class Peers:
         while not self._left.is_set():
             try:
                 store = _store(is_master=False)
-                here = f"{socket.gethostname()}:{os.getpid()}"
-                # torchrun's store is of one job, and outlives the processes of its ranks.
-                is_free = self._is_torchruns or (
-                    str(store.compare_set(f"process of rank {rank()}", "", here), "utf-8") == here
-                )
+                is_joined = self._is_torchruns or _is_first_of_its_rank(store)
             except (RuntimeError, ValueError):  # nothing listens yet, or something else does
                 self._left.wait(_RETRY)
                 continue
-            if is_free:
+            if is_joined:
                 return store
             self._stranger = (
                 f"the job at {_address()} has a rank {rank()} already; two processes have RANK={rank()}, or another "
@@ -188,6 +184,12 @@ class Peers:
             )
             return None
         return None
+
+
+def _is_first_of_its_rank(store: Any) -> bool:
+    """Whether no other process has joined this store as this rank; torchrun's outlives those that it starts anew."""
+    here = f"{socket.gethostname()}:{os.getpid()}"
+    return bool(str(store.compare_set(f"process of rank {rank()}", "", here), "utf-8") == here)
 
 
 class _Listener:

@@ -16,7 +16,8 @@ from functools import partial
 from types import FrameType, MappingProxyType
 from typing import TextIO
 
-from .causes import hidden_package, name_file, plain, way_out
+from .causes import hidden_package, name_file, plain, read_file, way_out
+from .flags_at_fault import flags_of_check, flags_of_path
 
 # What some functions do, with values of their `args`.
 _ACTIONS: Mapping[str, str] = MappingProxyType(
@@ -68,8 +69,9 @@ def is_mistake(error: BaseException) -> bool:
     return isinstance(error, KeyboardInterrupt) or (is_ours and isinstance(error, (ValueError, ImportError)))
 
 
-def sentence_of(error: BaseException) -> str:
-    """The current operation and the words of the error, without a full stop."""
+def sentence_of(error: BaseException, flags: Mapping[str, str] = MappingProxyType({})) -> str:
+    """The current operation and the words of the error, without a full stop. `flags` are the spellings of the program's
+    flags, by the names of their values."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     if (sentence := hidden_package(error)) is not None:
@@ -78,14 +80,14 @@ def sentence_of(error: BaseException) -> str:
         package = error.name.partition(".")[0]
         what = "'.[train]' in the repository of this package" if package in _OF_TRAINING else package
         return f"the package {error.name} is missing; pip install {what} brings it"
-    words = _words(error)
+    words = _words(error, flags)
     root = error
     if is_mistake(error):
         return words
     while root.__cause__ is not None:
         root = root.__cause__
-    if root is not error and _words(root) not in words:
-        words = f"{words} ({_words(root)})"
+    if root is not error and _words(root, flags) not in words:
+        words = f"{words} ({_words(root, flags)})"
     for frame in reversed(_frames(error)):
         if action := _ACTIONS.get(frame.f_code.co_name):
             values = defaultdict(str, getattr(frame.f_locals.get("args"), "__dict__", {}))
@@ -93,10 +95,11 @@ def sentence_of(error: BaseException) -> str:
     return words
 
 
-def _words(error: BaseException) -> str:
+def _words(error: BaseException, flags: Mapping[str, str]) -> str:
     name_file(error)
     if isinstance(error, OSError) and error.strerror:
-        of_file = error.filename and f"{error.filename}: {error.strerror}{way_out(error)}"
+        file = os.fsdecode(error.filename) if error.filename else ""
+        of_file = file and f"{flags_of_path(error, file, flags)}: {error.strerror}{way_out(error)}"
         return of_file or f"{error.strerror}{_full_disks()}"
     if getattr(error, "has_picture", False):  # such as a schedule's, which shows the ranks below each other
         return str(error)
@@ -107,13 +110,18 @@ def _words(error: BaseException) -> str:
         text = [line for line in text.splitlines() if line.strip() and not line.startswith(" ")][-1]
         text = re.sub(r"^[\w.]+\.(\w+: )", r"\1", text)
     text = " ".join(text.split())
+    values = flags_of_check(error, flags, text)
     if isinstance(error, AssertionError) and not text:
-        text = f"{_failed_statement(error)} does not hold"
-    if isinstance(error, ZeroDivisionError):
-        text = f"{text} in {_failed_statement(error)}"
-    if " " not in text:  # such as that of a KeyError
+        text = f"{_failed_statement(error)}{values} does not hold"
+    elif isinstance(error, ZeroDivisionError):
+        text = f"{text} in {_failed_statement(error)}{values}"
+    elif " " not in text:  # such as that of a KeyError
         text = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."
+    elif values and len(text) <= _LONGEST:
+        text = text.rstrip(".") + values
+    if file := read_file(error):
+        text = f"{flags_of_path(error, file, flags)}: {text}"
+    return text if len(text) <= _LONGEST + len(values) else f"{text[:_LONGEST]} ..."
 
 
 def _full_disks() -> str:
@@ -126,14 +134,11 @@ def _full_disks() -> str:
 
 
 def _failed_statement(error: BaseException) -> str:
-    """The first line of the statement that failed, and the values of the flags in it."""
+    """The first line of the statement that failed."""
     if error.__traceback__ is None:
         return "a check"
     source = traceback.extract_tb(error.__traceback__)[-1].line or "a check"
-    args = _frames(error)[-1].f_locals.get("args")
-    names = dict.fromkeys(name for name in re.findall(r"\bargs\.(\w+)", source) if hasattr(args, name))
-    values = ", ".join(f"--{name.replace('_', '-')} {getattr(args, name)}" for name in names)
-    return source.replace("args.", "") + (f" ({values})" if values else "")
+    return source.replace("args.", "")
 
 
 def _frames(error: BaseException) -> list[FrameType]:

@@ -39,7 +39,8 @@ def load_checkpoint(args, error):
     raise error
 
 
-ARGS = Namespace(hidden_size=65, num_attention_heads=4, load="/saved")
+ARGS = Namespace(hidden_size=65, num_attention_heads=4, load="/saved", data_cache_path="/nowhere/cache")
+FLAGS = {name: f"--{name.replace('_', '-')}" for name in vars(ARGS)}
 GLOO = "[/pytorch/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.7]:39336. This is typical. GLHF! 🏖️"
 LATE = RuntimeError(
     "0RECV_B0.0 did not come: [/gloo/buffer.cc:76] Timed out waiting 600000ms for recv operation to complete"
@@ -82,10 +83,46 @@ def test_an_error_is_one_sentence(error, sentence):
 def test_a_failed_check_without_words_is_shown_with_its_flags(tmp_path):
     (tmp_path / "checks.py").write_text(MEGATRON)
     error = raised(runpy.run_path(tmp_path / "checks.py")["validate_args"], ARGS)
-    assert sentence_of(error) == (
+    assert sentence_of(error, FLAGS) == (
         "checking the flags failed: assert hidden_size % num_attention_heads == 0 "
         "(--hidden-size 65, --num-attention-heads 4) does not hold"
     )
+
+
+CHECKS = """
+import json
+def validate_args(args, hidden_size):
+    if args.num_attention_heads > 3:
+        raise ValueError(
+            f"the size {hidden_size} is wrong."
+        )
+def read(args):
+    with open(args.load) as file:
+        json.load(file)
+"""
+
+
+def test_a_check_with_words_names_the_flags_that_these_lack(tmp_path):
+    (tmp_path / "checks.py").write_text(CHECKS)
+    error = raised(runpy.run_path(tmp_path / "checks.py")["validate_args"], ARGS, 65)
+    named = "the size 65 is wrong (--hidden-size 65, --num-attention-heads 4)"
+    assert sentence_of(error, FLAGS) == f"checking the flags failed: {named}"
+
+
+def test_a_file_is_named_with_its_flag(tmp_path):
+    """Also one whose content is at fault, which parsers do not name."""
+    (tmp_path / "checks.py").write_text(CHECKS)
+    read = runpy.run_path(tmp_path / "checks.py")["read"]
+    (tmp_path / "words").write_text("words")
+    for file, words in (("none", "No such file or directory"), ("words", "Expecting value: line 1 column 1 (char 0)")):
+        args = Namespace(load=str(tmp_path / file))
+        assert sentence_of(raised(read, args), FLAGS) == f"--load {args.load}: {words}"
+
+
+def test_a_file_in_a_folder_is_named_with_the_flag_of_the_folder():
+    error = raised(load_checkpoint, ARGS, FileNotFoundError(2, "No such file", "/nowhere/cache/index"))
+    words = "/nowhere/cache/index (in --data-cache-path): No such file"
+    assert sentence_of(error, FLAGS) == f"loading the checkpoint in /saved failed: {words}"
 
 
 def caught(error) -> int:
