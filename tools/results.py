@@ -17,7 +17,8 @@ from pathlib import Path
 from statistics import fmean
 from textwrap import wrap
 
-from megatron.seq1f1b.commands.gain_map import Cell, gain_of, plot_gains, read_cells
+from megatron.seq1f1b.commands.gain_cells import Cell, read_cells
+from megatron.seq1f1b.commands.gain_map import gain_of, plot_gains
 from megatron.seq1f1b.costs.machine import read_machine
 from megatron.seq1f1b.planner.gain import Gain
 from paper import headlines, layered

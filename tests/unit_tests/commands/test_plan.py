@@ -12,6 +12,7 @@ import pytest
 
 from megatron.seq1f1b import commands
 from megatron.seq1f1b.commands import gain_map, plan, plan_text
+from megatron.seq1f1b.commands.gain_cells import read_cells
 from megatron.seq1f1b.commands.model_flags import preset
 from megatron.seq1f1b.commands.parsing import output_path
 from megatron.seq1f1b.commands.plan_answer import Answer
@@ -319,14 +320,14 @@ def test_a_map_has_a_cell_for_each_link_to_the_host(tmp_path, monkeypatch, capsy
     gain_map.main([*sizes.split(), "--host-bandwidths", "50", "0", "--output", str(output)])
     gain_map.main([*sizes.split(), "--output", str(output)])
     assert asked_for == [(50e9, 200), (0, 0), (30e9, 200)]
-    assert [cell.host_bandwidth for cell in gain_map.read_cells(output)] == [50, 0, 30]
+    assert [cell.host_bandwidth for cell in read_cells(output)] == [50, 0, 30]
     assert "to the host" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("left", [b"", b"model,mach"], ids=["nothing", "half of the first line"])
 def test_a_map_goes_on_that_was_killed_in_its_first_cell(tmp_path, left):
     (tmp_path / "gains.csv").write_bytes(left)
-    assert gain_map.read_cells(tmp_path / "gains.csv") == []
+    assert read_cells(tmp_path / "gains.csv") == []
 
 
 def test_an_output_that_is_a_link_stays_one(tmp_path):
