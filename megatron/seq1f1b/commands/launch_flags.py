@@ -101,33 +101,7 @@ def decided_flags(candidate: Candidate, by_megatron: bool = False) -> list[str]:
         f"--global-batch-size {setup.global_batch_size}",
         "--use-distributed-optimizer",
     ]
-    if setup.overlaps_data_parallel:
-        flags += ["--overlap-grad-reduce", "--overlap-param-gather"]
-    if setup.partitions_state:
-        flags.append("--partition-state")
-    if setup.fsdp is not Fsdp.OFF:
-        flags += [
-            "--use-megatron-fsdp",
-            f"--data-parallel-sharding-strategy {setup.fsdp}",
-            "--megatron-fsdp-main-grads-dtype fp32",
-            "--megatron-fsdp-grad-comm-dtype bf16",
-            "--ckpt-format fsdp_dtensor",
-            "--no-gradient-accumulation-fusion",
-        ]
-    if setup.sequence_parallel:
-        flags.append("--sequence-parallel")
-        if setup.hides_tensor_exchange:
-            flags.append("--tp-comm-overlap")
-    if setup.context_parallel > 1:
-        exchange, *sizes = (setup.cp_comm_type or comm_type_of_segments(setup)).split()
-        flags += [f"--context-parallel-size {setup.context_parallel}", f"--cp-comm-type {exchange}"]
-        if sizes:
-            flags.append(f"--hierarchical-context-parallel-sizes {' '.join(sizes)}")
-    if setup.model.experts:
-        flags += [f"--expert-model-parallel-size {setup.expert_parallel}", "--expert-tensor-parallel-size 1"]
-    if setup.hides_experts:
-        flags.append("--overlap-moe-expert-parallel-comm")
-    flags += [*_memory(setup), *_layout(setup, by_megatron)]
+    flags += [*_replicas(setup), *_exchanges(setup), *_memory(setup), *_layout(setup, by_megatron)]
     if not by_megatron:
         flags.append(f"--pipeline-schedule {setup.family}")
         if setup.keeps_logits:
@@ -140,7 +114,43 @@ def decided_flags(candidate: Candidate, by_megatron: bool = False) -> list[str]:
     return flags
 
 
+def _replicas(setup: TrainingSetup) -> Iterator[str]:
+    """What replicas divide among themselves, and send beside compute."""
+    if setup.overlaps_data_parallel:
+        yield "--overlap-grad-reduce"
+        yield "--overlap-param-gather"
+    if setup.partitions_state:
+        yield "--partition-state"
+    if setup.fsdp is not Fsdp.OFF:
+        yield "--use-megatron-fsdp"
+        yield f"--data-parallel-sharding-strategy {setup.fsdp}"
+        yield "--megatron-fsdp-main-grads-dtype fp32"
+        yield "--megatron-fsdp-grad-comm-dtype bf16"
+        yield "--ckpt-format fsdp_dtensor"
+        yield "--no-gradient-accumulation-fusion"
+
+
+def _exchanges(setup: TrainingSetup) -> Iterator[str]:
+    """What ranks exchange within a layer."""
+    if setup.sequence_parallel:
+        yield "--sequence-parallel"
+        if setup.hides_tensor_exchange:
+            yield "--tp-comm-overlap"
+    if setup.context_parallel > 1:
+        exchange, *sizes = (setup.cp_comm_type or comm_type_of_segments(setup)).split()
+        yield f"--context-parallel-size {setup.context_parallel}"
+        yield f"--cp-comm-type {exchange}"
+        if sizes:
+            yield f"--hierarchical-context-parallel-sizes {' '.join(sizes)}"
+    if setup.model.experts:
+        yield f"--expert-model-parallel-size {setup.expert_parallel}"
+        yield "--expert-tensor-parallel-size 1"
+    if setup.hides_experts:
+        yield "--overlap-moe-expert-parallel-comm"
+
+
 def _memory(setup: TrainingSetup) -> Iterator[str]:
+    """What is computed again, and what waits in the memory of the host."""
     if setup.recomputes_layers or setup.recomputed_share < 1:
         yield "--recompute-granularity full"
         if setup.recomputed_share < 1:

@@ -137,18 +137,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         answer = soonest(replace(question, num_devices=devices), args.tokens, law, largest)
         if answer is not None:
             answers.append(answer)
-            days, plan = answer
-            columns = {
-                "GPUs": f"{devices}",
-                "days": f"{days:.2f}",
-                "GPU hours": f"{24 * days * devices:.0f}",
-                "batch": f"{plan.candidate.setup.global_batch_size}",
-                "steps": f"{_SECONDS_OF_A_DAY * days / plan.seconds:.0f}",
-            }
-            of_plan = row(plan)
-            for name in _OF_PLAN:
-                columns[name] = of_plan[name]
-            rows.append(columns)
+            rows.append(columns_of(*answer))
         show(number, len(counts))
     if not answers:
         raise way_out(question)
@@ -156,3 +145,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     days, best = min(answers, key=itemgetter(0))
     flags = with_values(preset_words(args.model, args.seq_length)) + decided_flags(best.candidate)
     print(f"\nSoonest: {days:.2f} days on {best.candidate.setup.num_devices} GPUs, with{in_lines(flags)}")
+
+
+def columns_of(days: float, plan: Plan) -> dict[str, str]:
+    """The columns of the table for a plan that trains in so many days."""
+    setup = plan.candidate.setup
+    of_plan = row(plan)
+    return {
+        "GPUs": f"{setup.num_devices}",
+        "days": f"{days:.2f}",
+        "GPU hours": f"{24 * days * setup.num_devices:.0f}",
+        "batch": f"{setup.global_batch_size}",
+        "steps": f"{_SECONDS_OF_A_DAY * days / plan.seconds:.0f}",
+        **{name: of_plan[name] for name in _OF_PLAN},
+    }

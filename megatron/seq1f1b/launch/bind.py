@@ -10,6 +10,7 @@ import os
 import sys
 import warnings
 from argparse import Namespace
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -47,21 +48,13 @@ def bind(
     net = Net()
     patches = ExitStack()
     if options is None:
-        hook = Patch("sys.excepthook", net.caught, "prints a traceback on every rank that fails")
-        patches.enter_context(patched([hook]))
-        if is_rehearsal:
-            rehearsal.prepare(os.environ)
-        check_job_variables(os.environ, sys.argv[1:])
-        if not is_rehearsal:
-            net.connect()
+        _catch_failures(net, patches, is_rehearsal)
     if is_rehearsal or _wants_cpu(options, looks_for_gpu):
         _silence_imports()
         cpu.activate()
-    from megatron.core import package_info
+    version = _megatron_version()
     from megatron.core.pipeline_parallel import schedules
 
-    version = package_info.__version__.split("+")[0]  # without a commit, which is that of the repository around it
-    check_version(version)
     upstream = schedules.get_forward_backward_func
     rows = repairs(version)
     if options is None:
@@ -74,13 +67,37 @@ def bind(
         if options.partition_state:
             rows += partition_patches.patches()
     patches.enter_context(patched(rows))
-    ours = overlay.get_forward_backward_func
-    patches.enter_context(rebound(upstream, ours))
-    patches.callback(rebound, ours, upstream)  # in modules that import it from now on
+    _rebind(upstream, overlay.get_forward_backward_func, patches)
     remember(overlay)
     patches.callback(remember, None)
     if is_rehearsal:
         patches.enter_context(patched(rehearsal.patches(overlay.rehearse_in, bytes_outside)))
+
+
+def _catch_failures(net: Net, patches: ExitStack, is_rehearsal: bool) -> None:
+    """Hold the net under a script until `patches` end, and join its other ranks, which a rehearsal does without."""
+    hook = Patch("sys.excepthook", net.caught, "prints a traceback on every rank that fails")
+    patches.enter_context(patched([hook]))
+    if is_rehearsal:
+        rehearsal.prepare(os.environ)
+    check_job_variables(os.environ, sys.argv[1:])
+    if not is_rehearsal:
+        net.connect()
+
+
+def _megatron_version() -> str:
+    """The version of megatron-core. Raises ImportError for an old one."""
+    from megatron.core import package_info
+
+    version = package_info.__version__.split("+")[0]  # without a commit, which is that of the repository around it
+    check_version(version)
+    return version
+
+
+def _rebind(upstream: Callable, ours: Callable, patches: ExitStack) -> None:
+    """Bind our choice of a schedule where modules have Megatron's, until `patches` end."""
+    patches.enter_context(rebound(upstream, ours))
+    patches.callback(rebound, ours, upstream)  # in modules that import it from now on
 
 
 def _wants_cpu(options: Namespace | None, looks_for_gpu: bool) -> bool:

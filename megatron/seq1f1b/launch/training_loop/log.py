@@ -80,14 +80,11 @@ class IterationLog:
         message += f" tokens/s per {unit}: {per_second:.1f} |"
         readings = _of_all_stages(recorder.reading()) if recorder else []
         if readings:
-            step = max(reading.duration for reading in readings)
-            ratios = [1 - reading.busy / step for reading in readings]
+            ratios = _bubble_ratios(readings)
             memory = [reading.peak_memory for reading in readings]
             values["bubble-ratio"] = sum(ratios) / len(ratios)
-            for rank, ratio in enumerate(ratios):
-                values[f"bubble-ratio/pipeline-rank-{rank}"] = ratio
-            for rank, size in enumerate(memory):
-                values[f"peak-activation-bytes/pipeline-rank-{rank}"] = size
+            values |= {f"bubble-ratio/pipeline-rank-{rank}": ratio for rank, ratio in enumerate(ratios)}
+            values |= {f"peak-activation-bytes/pipeline-rank-{rank}": size for rank, size in enumerate(memory)}
             message += f" bubble ratio by pipeline rank (%): {_few([100 * ratio for ratio in ratios])} |"
             message += f" peak activations by pipeline rank (MB): {_few([size / 2**20 for size in memory])} |"
         upstream(message)
@@ -134,6 +131,12 @@ def _of_all_stages(reading: Reading) -> list[Reading]:
     parts = [torch.empty_like(own) for _ in range(group.size())]
     dist.all_gather(parts, own, group=group)
     return [Reading(*part.tolist()) for part in parts]
+
+
+def _bubble_ratios(readings: Sequence[Reading]) -> list[float]:
+    """The share of the longest step of any rank in which each rank was idle."""
+    step = max(reading.duration for reading in readings)
+    return [1 - reading.busy / step for reading in readings]
 
 
 def _few(values: Sequence[float]) -> str:
