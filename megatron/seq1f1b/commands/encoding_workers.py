@@ -30,8 +30,9 @@ def encoded(source: Iterable[Document], encoder: Encoder, num_workers: int) -> I
     next_ones: Iterable[list] = ()
     try:
         _start(pool)
-        # While the results of some batches are written, workers are at the next; nothing follows the last.
-        for batches in chain(batched(batched(source, _BATCH), _AHEAD * num_workers), [()]):
+        rounds = batched(batched(source, _BATCH), _AHEAD * num_workers)
+        # While the results of a round are written, workers are at the next; nothing follows the last.
+        for batches in chain(rounds, [()]):
             results = next_ones
             next_ones = pool.map(_work, batches)
             yield from chain.from_iterable(results)

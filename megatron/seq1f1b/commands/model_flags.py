@@ -121,7 +121,8 @@ def _layer_frequency(text: str) -> int | list[int]:
         entries, _, times = part.partition("*")
         if not re.fullmatch(r"\[\d+(,\d+)*\]", entries) or not (times or "1").isdigit():
             raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor a list such as [0]*1+[1]*47")
-        entries_of_all += [int(number) for number in entries[1:-1].split(",")] * min(int(times or 1), MOST_LAYERS + 1)
+        repeats = min(int(times or 1), MOST_LAYERS + 1)
+        entries_of_all += repeats * [int(number) for number in entries[1:-1].split(",")]
     if len(entries_of_all) > MOST_LAYERS:
         raise argparse.ArgumentTypeError(f"{text!r} is longer than {MOST_LAYERS} layers")
     return entries_of_all
@@ -153,19 +154,8 @@ def settings_of(launch: argparse.Namespace) -> dict[str, Any]:
         raise ValueError(f"--hidden-size {hidden} is no multiple of --num-attention-heads {heads}; give --kv-channels")
     if groups is not None and heads % groups:
         raise ValueError(f"--num-attention-heads {heads} is no multiple of --num-query-groups {groups}; change one")
-    if experts := sizes.get("num_experts"):
-        if launch.moe_router_topk > experts:
-            raise ValueError(f"--moe-router-topk {launch.moe_router_topk} is more than --num-experts {experts}")
-        groups = launch.moe_router_num_groups or 1
-        chosen = launch.moe_router_group_topk or 1
-        if experts % groups or chosen > groups or launch.moe_router_topk > experts // groups * chosen:
-            raise ValueError(
-                f"--moe-router-num-groups {groups} with --moe-router-group-topk {chosen} gives no --moe-router-topk "
-                f"{launch.moe_router_topk} of --num-experts {experts}; change one"
-            )
-        frequency = launch.moe_layer_freq
-        if isinstance(frequency, list) and len(frequency) != sizes["num_layers"]:
-            raise ValueError(f"--moe-layer-freq has {len(frequency)} entries, --num-layers is {sizes['num_layers']}")
+    if sizes.get("num_experts"):
+        _check_experts(launch, sizes["num_layers"])
     usual_ffn_size = 4 * hidden
     if launch.swiglu:  # as Megatron rounds it
         usual_ffn_size = int(4 * hidden * 2 / 3) // 64 * 64
@@ -176,3 +166,21 @@ def settings_of(launch: argparse.Namespace) -> dict[str, Any]:
         # plan-split takes --num-query-groups alone.
         "group_query_attention": sizes.get("group_query_attention", groups is not None),
     }
+
+
+def _check_experts(launch: argparse.Namespace, num_layers: int) -> None:
+    """Raise ValueError for sizes of experts that do not go together."""
+    experts = launch.num_experts
+    topk = launch.moe_router_topk
+    if topk > experts:
+        raise ValueError(f"--moe-router-topk {topk} is more than --num-experts {experts}")
+    groups = launch.moe_router_num_groups or 1
+    chosen = launch.moe_router_group_topk or 1
+    if experts % groups or chosen > groups or topk > experts // groups * chosen:
+        raise ValueError(
+            f"--moe-router-num-groups {groups} with --moe-router-group-topk {chosen} gives no --moe-router-topk {topk} "
+            f"of --num-experts {experts}; change one"
+        )
+    frequency = launch.moe_layer_freq
+    if isinstance(frequency, list) and len(frequency) != num_layers:
+        raise ValueError(f"--moe-layer-freq has {len(frequency)} entries, --num-layers is {num_layers}")

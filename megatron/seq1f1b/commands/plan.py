@@ -17,6 +17,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
+from math import ceil
 from pathlib import Path
 
 from ..arguments.unsupported import OurFeature
@@ -86,7 +87,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             most = f"steps of at most {_MOST_IN_UNITS} sequences are predicted with --lengths; plan for that many"
             parser.error(f"--global-batch-size {args.global_batch_size}: {most}, the flags hold for more")
         args.histogram = read_histogram(args.lengths)
-        args.seq_length = args.seq_length or -(-max(args.histogram) // _ROUND) * _ROUND
+        args.seq_length = args.seq_length or _ROUND * ceil(max(args.histogram) / _ROUND)
     if args.rehearse is not None and not args.rehearse.is_file():
         parser.error(f"--rehearse {args.rehearse}: there is no such script; name your own")
     model = preset_words(args.model, args.seq_length) if args.model else []

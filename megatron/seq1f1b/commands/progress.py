@@ -1,4 +1,4 @@
-"""How far a search is, on a terminal.
+"""The progress of a search, on a terminal.
 
 Tested in commands/test_plan.py by test_a_map_is_continued_where_it_was_left.
 """

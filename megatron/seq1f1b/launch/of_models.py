@@ -1,4 +1,4 @@
-"""Functions for the models and losses of programs. What is behind them imports Megatron, so that waits for a call.
+"""Functions for the models and losses of programs. Each imports Megatron only when it is called.
 
 Tested in functional_tests/test_library.py by test_a_partitioned_state_trains_a_program_alike.
 """

@@ -93,7 +93,8 @@ class RehearsalReport:
         return "\n".join(lines)
 
     def _table(self) -> Iterator[str]:
-        one, unit = (GIB, "GiB") if max(stage.needed for stage in self.stages) >= GIB else (MIB, "MiB")
+        unit = "GiB" if max(stage.needed for stage in self.stages) >= GIB else "MiB"
+        bytes_of_unit = GIB if unit == "GiB" else MIB
         used = [category for category in Category if any(category in stage.fullest.peak for stage in self.stages)]
         titles = ["rank", "stages", "parameters", *used, "outside", "in all", "fullest at"]
         # A title has a line for each of its words, the last one above the numbers.
@@ -112,9 +113,9 @@ class RehearsalReport:
                     str(number),
                     ",".join(map(str, stage.stages)),
                     parameters,
-                    *(f"{stage.fullest.peak.get(category, 0) / one:.2f}" for category in used),
-                    f"{stage.outside / one:.2f}",
-                    f"{stage.needed / one:.2f}{mark}",
+                    *(f"{stage.fullest.peak.get(category, 0) / bytes_of_unit:.2f}" for category in used),
+                    f"{stage.outside / bytes_of_unit:.2f}",
+                    f"{stage.needed / bytes_of_unit:.2f}{mark}",
                     stage.fullest.name,
                 )
             )

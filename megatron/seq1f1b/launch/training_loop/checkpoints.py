@@ -63,7 +63,8 @@ class Checkpoints:
         is_saved_with = "distrib_optim_sharding_type" in content
         is_loaded_with = args.use_distributed_optimizer or args.use_layer_wise_distributed_optimizer
         if is_saved_with != is_loaded_with:
-            with_it, change = ("with", "add") if is_saved_with else ("without", "drop")
+            with_it = "with" if is_saved_with else "without"
+            change = "add" if is_saved_with else "drop"
             raise ValueError(
                 f"the checkpoint in {args.load} was saved {with_it} --use-distributed-optimizer; {change} that flag, "
                 "or go on from the weights with --no-load-optim"

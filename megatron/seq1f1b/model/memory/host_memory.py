@@ -211,8 +211,8 @@ class HostMemory:
         self.blocks.give_back(group.blocks, group.arrival)
 
     def _bring(self, unit: Hashable, group: _Group) -> None:
-        """Have a group of a unit here, and those that left after it; the one before it starts back. Raises RuntimeError
-        before the unit comes back."""
+        """Bring a group of a unit back, with those that left after it, and start to bring the one before it. Raises
+        RuntimeError before the unit comes back."""
         away = self._away[unit]
         if not away.comes_back:
             raise RuntimeError("a saved tensor was read while it is in the memory of the host")

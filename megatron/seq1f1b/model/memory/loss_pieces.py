@@ -205,13 +205,15 @@ class _LossOfPieces(torch.autograd.Function):
     Gradients of the weight add up in fp32, in its `main_grad` of Megatron's DistributedDataParallel or in a new one."""
 
     @staticmethod
-    def forward(ctx: Any, loss: Callable[..., Tensor], length: int, *inputs: Tensor) -> Tensor:
-        hidden, ctx.weight, labels = inputs
+    def forward(
+        ctx: Any, loss: Callable[..., Tensor], length: int, hidden: Tensor, weight: Tensor, labels: Tensor
+    ) -> Tensor:
         ctx.loss = loss
         ctx.length = length
+        ctx.weight = weight
         ctx.save_for_backward(hidden, labels)
         parts = zip(hidden.split(length), labels.split(length), strict=True)
-        return torch.cat([loss(part, ctx.weight, labels_of_part) for part, labels_of_part in parts])
+        return torch.cat([loss(part, weight, labels_of_part) for part, labels_of_part in parts])
 
     @staticmethod
     @once_differentiable

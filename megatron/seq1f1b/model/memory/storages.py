@@ -17,7 +17,7 @@ SMALLEST = 1 << 12  # bytes; smaller storages stay, since every copy costs a lau
 class Storage:
     """A storage of the device, which leaves while its bytes are on the host. `leaves` are saved tensors that the graph
     refers to, for their gradients: the inputs of recomputed modules. The backward reads their values through handles.
-    Until the bytes have come back, `bring` has them here.
+    `bring` fetches the bytes while they are on the host.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -60,7 +60,7 @@ class Storage:
         return here
 
     def come_back(self) -> None:
-        """Have a storage on the device again, for the bytes that are copied to it."""
+        """Make a new storage on the device, into which the bytes are to be copied."""
         self._on_device = UntypedStorage(self.num_bytes, device=self.empty.device)
 
 

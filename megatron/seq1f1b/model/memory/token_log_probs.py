@@ -27,7 +27,7 @@ def token_log_probs(logits: Tensor, tokens: Tensor, temperature: float = 1.0, ga
 def token_log_probs_and_entropy(
     logits: Tensor, tokens: Tensor, temperature: float = 1.0, gathered: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """What `token_log_probs` returns, and the entropy [b, s] of each token's distribution in nats, at one go."""
+    """What `token_log_probs` returns, and the entropy [b, s] of each token's distribution in nats, in one pass."""
     log_probs, entropy = _values(logits, tokens, temperature, gathered, has_entropy=True)
     return log_probs, entropy
 
@@ -114,9 +114,8 @@ class _Values(torch.autograd.Function):
         source = ctx.source
         scale = ctx.scale
         rows = tensor.detach().flatten(0, -2)
-        parts = [
-            tensor.flatten().split(source.length) for tensor in (tokens, log_sums, entropies, are_known, *gradients)
-        ]
+        of_tokens = (tokens, log_sums, entropies, are_known, *gradients)
+        parts = [values.flatten().split(source.length) for values in of_tokens]
 
         def gradient_of(number: int, piece: Tensor) -> Tensor:
             tokens_of_piece, log_sum, entropy, is_known, of_log_prob, *of_entropy = (part[number] for part in parts)
