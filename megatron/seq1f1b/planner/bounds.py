@@ -19,7 +19,7 @@ from ..costs.training_setup import Fsdp, StageLayers, TrainingSetup, of_stages, 
 from ..schedule import Placement, Shape
 from .first_backward import backwards_like_the_first, units_at_first_backward
 from .pair_bounds import most_hidden
-from .rank_ends import rank_ends
+from .rank_ends import CopyTimes, rank_ends
 from .space import MemoryBudget, Question, lengths_of, may_hide, may_move, ways_to_take_the_loss
 
 
@@ -409,19 +409,19 @@ def least_seconds_copying(setup: TrainingSetup, machine: Machine) -> float:
     return _least_step(setup, machine, _compute_of_ranks(setup, machine), seconds)
 
 
-def least_seconds_in_time(setup: TrainingSetup, machine: Machine) -> float:
-    """A lower bound from compute and messages in simulated time: nothing moves to the host, receives are posted at
-    once, and messages share no port. Steps that are predicted from short ones have no such bound."""
+def least_seconds_in_time(setup: TrainingSetup, machine: Machine, copies: CopyTimes | None = None) -> float:
+    """A lower bound from compute and messages in simulated time: nothing moves to the host but `copies`, receives are
+    posted at once, and messages share no port. Steps that are predicted from short ones have no such bound."""
     if is_extended(setup.shape):
         return 0.0
     stays = setup.but(offloads=0.0, layers_leaving=0) if setup.offloads and not setup.moves_parts else setup
-    return _least_seconds_in_time(stays, machine)
+    return _least_seconds_in_time(stays, machine, copies)
 
 
 @lru_cache(maxsize=1 << 14)
-def _least_seconds_in_time(setup: TrainingSetup, machine: Machine) -> float:
+def _least_seconds_in_time(setup: TrainingSetup, machine: Machine, copies: CopyTimes | None) -> float:
     costs = step_costs(setup, machine)
     pairs = pair_times(setup, machine) if setup.has_pairs else None
-    ends = rank_ends(setup.family, setup.shape, setup.has_pairs).by(costs, pairs)
+    ends = rank_ends(setup.family, setup.shape, setup.has_pairs).by(costs, pairs, copies)
     reduce, others = _ends(setup, machine)
     return max(ends[rank] + seconds for rank, seconds in reduce.items()) + others

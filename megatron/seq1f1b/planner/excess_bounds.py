@@ -10,6 +10,7 @@ from ..costs.training_setup import TrainingSetup
 from .bounds import least_bytes
 from .first_backward import backwards_like_the_first, units_at_first_backward
 from .pair_bounds import most_hidden
+from .rank_ends import CopyTimes
 from .space import MemoryBudget
 
 
@@ -21,34 +22,41 @@ class _Chunk(NamedTuple):
     held: int
 
 
-def least_seconds_with_excess(setup: TrainingSetup, machine: Machine, budget: MemoryBudget, by_layer: bool) -> float:
-    """A lower bound from the first rank: from its compute, and from copies to its host and back that this compute is
-    too short to hide. What exceeds its memory at its first backward has left by then, beside forwards; and what exceeds
-    it at the last backward during which it holds as much comes back after that. Units move as a whole, or `by_layer`.
-    """
-    end = step_end(setup, machine, 0)
-    after_pipeline = end.reduce + end.update + end.gather + machine.host.step
-    chunks = _chunks_of_first_rank(setup, machine)
-    compute = setup.num_microbatches * sum(sum(chunk.forward) + sum(chunk.backward) for chunk in chunks)
-    compute -= most_hidden(setup, machine)[0]
+def copy_times(setup: TrainingSetup, machine: Machine, budget: MemoryBudget, by_layer: bool) -> CopyTimes | None:
+    """The copies of what does not fit on the first rank during its first backward and later ones like it, of which no
+    two hold the same units; None if all fits. Units move as a whole, or `by_layer`."""
     excess = least_bytes(setup, len(setup.segments)) - budget.device
     if excess <= 0:
-        return compute + after_pipeline
-
-    leaves = excess
-    first_copy = chunks[0].forward[0]
-    back_at_work = chunks[-1].backward[-1]  # that backward itself, of the last chunk and the last segment
+        return None
+    rows = stage_rows(setup, machine)
+    stages = setup.placement.stages_of(0)
+    copying = excess / budget.bandwidth
     if by_layer:
-        # Copies begin when the first layer has run, one more layer than memory counts may still be leaving, and the
-        # unit of the backward comes back within it.
-        leaves = max(0.0, excess - _largest_layer(setup))
-        first_copy = 0.0
-        back_at_work = 0.0
-    forwards_before = sum(_of_first_units(chunk.forward, chunk.held) for chunk in chunks)
-    wait_before = max(0.0, first_copy + leaves / budget.bandwidth - forwards_before)
-    compute_after = _compute_from_last_full(setup, chunks) - back_at_work
-    wait_after = max(0.0, excess / budget.bandwidth - compute_after)
-    return wait_before + compute + wait_after + after_pipeline
+        # Copies begin when the first layer has run, and one more layer than memory counts may still be leaving. The
+        # unit of a backward, which is the last segment on the last chunk, comes back within it.
+        _, inputs, weights = rows[stages[-1]]
+        begins = -_largest_layer(setup) / budget.bandwidth
+        returning = copying - (inputs[-1] + weights[-1])
+    else:
+        forward, _, _ = rows[stages[0]]
+        begins = forward[0]
+        returning = copying
+    times = len(backwards_like_the_first(setup.shape, setup.has_pairs))
+    return CopyTimes(tuple(begins + number * copying for number in range(1, times + 1)), returning)
+
+
+def least_seconds_with_copies(setup: TrainingSetup, machine: Machine, copies: CopyTimes | None) -> float:
+    """A lower bound from the first rank of 1F1B: from its compute, and from `copies` that are not hidden by forwards
+    before them, or by what is left to compute after them."""
+    end = step_end(setup, machine, 0)
+    chunks = _chunks_of_first_rank(setup, machine)
+    seconds = setup.num_microbatches * sum(sum(chunk.forward) + sum(chunk.backward) for chunk in chunks)
+    seconds -= most_hidden(setup, machine)[0]
+    if copies is not None:
+        forwards_before = sum(_of_first_units(chunk.forward, chunk.held) for chunk in chunks)
+        seconds += max(0.0, copies.leaving[0] - forwards_before)
+        seconds += max(0.0, copies.returning - _compute_after_last_full(setup, chunks))
+    return seconds + end.reduce + end.update + end.gather + machine.host.step
 
 
 def _chunks_of_first_rank(setup: TrainingSetup, machine: Machine) -> list[_Chunk]:
@@ -68,16 +76,16 @@ def _largest_layer(setup: TrainingSetup) -> float:
     return max(max(moved[stage]) / max(1, layers[stage]) for stage in setup.placement.stages_of(0))
 
 
-def _compute_from_last_full(setup: TrainingSetup, chunks: list[_Chunk]) -> float:
-    """The compute of the first rank from the last backward on during which it holds as much as during the first. The
-    backwards before it are of whole micro-batches, of all chunks."""
+def _compute_after_last_full(setup: TrainingSetup, chunks: list[_Chunk]) -> float:
+    """The compute of the first rank after the last backward during which it holds as much as during the first. The
+    backwards before it are of whole micro-batches, of all chunks; it is of the last segment on the last chunk."""
     number = backwards_like_the_first(setup.shape, setup.has_pairs)[-1]
     units_before = number // len(chunks)
     num_units = setup.shape.num_units
-    seconds = 0.0
+    seconds = -chunks[-1].backward[-1]
     for chunk in chunks:
         seconds += _of_first_units(chunk.forward, num_units) - _of_first_units(chunk.forward, units_before + chunk.held)
-        seconds += _of_first_units(chunk.backward, num_units - units_before)
+        seconds += _of_first_units(chunk.backward, num_units) - _of_first_units(chunk.backward, units_before)
     return seconds
 
 

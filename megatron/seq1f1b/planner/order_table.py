@@ -15,7 +15,7 @@ type Numbers = NDArray[np.int64]
 type Marks = NDArray[np.bool_]
 
 KIND_NUMBER = {kind: number for number, kind in enumerate(COMPUTE_KINDS)}
-_GIVES_INPUT_GRADIENT = np.array([kind.facts.gives_input_gradient for kind in COMPUTE_KINDS])
+GIVES_INPUT_GRADIENT = np.array([kind.facts.gives_input_gradient for kind in COMPUTE_KINDS])
 
 
 class OrderTable(NamedTuple):
@@ -30,7 +30,7 @@ class OrderTable(NamedTuple):
     def opens_pair(self) -> Marks:
         """Which of them are forwards with the tick before that of the backward after them."""
         is_forward = self.kind[:, :-1] == KIND_NUMBER[Kind.F]
-        is_next_backward = _GIVES_INPUT_GRADIENT[self.kind[:, 1:]]
+        is_next_backward = GIVES_INPUT_GRADIENT[self.kind[:, 1:]]
         is_next_tick = self.tick[:, 1:] == self.tick[:, :-1] + 1
         marks = np.zeros(self.kind.shape, bool)
         marks[:, :-1] = is_forward & is_next_backward & is_next_tick

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from ..costs.pair_times import PairTimes
 from ..schedule import COMPUTE_KINDS, Action, Clock, Costs, Kind, Shape, clock_of
 from ..schedule.cost_tables import Table
-from .order_table import Marks, Numbers, OrderTable, order_table
+from .first_backward import backwards_like_the_first
+from .order_table import GIVES_INPUT_GRADIENT, Marks, Numbers, OrderTable, order_table
 
 _KINDS = (*COMPUTE_KINDS, *(kind for kind in Kind if kind.facts.is_send))  # those with times
 _NUMBER_OF = {kind: number for number, kind in enumerate(_KINDS)}
@@ -36,6 +37,14 @@ class Columns(NamedTuple):
             yield Action(kind, stage, microbatch, self.first[microbatch] + segment)
 
 
+class CopyTimes(NamedTuple):
+    """Copies to the host and back that hold up the first rank. Seconds: from the start of the step until enough has
+    left for each of some backwards; from the end of the last of these until all is back."""
+
+    leaving: tuple[float, ...]
+    returning: float
+
+
 class _Messages(NamedTuple):
     """What actions wait for on other ranks: the actions that do, those that send, and the places of the times."""
 
@@ -49,8 +58,9 @@ class RankEnds:
     costs. A step starts when the step before it on its rank has ended and its message has arrived; messages overlap
     with compute and with each other, as in `simulate`."""
 
-    def __init__(self, clock: Clock, columns: Columns | None = None) -> None:
-        """Costs have a column for each segment, unless `columns` says which units share one."""
+    def __init__(self, clock: Clock, columns: Columns | None = None, waiting: Sequence[int] = ()) -> None:
+        """Costs have a column for each segment, unless `columns` says which units share one. The backwards of the first
+        rank with the numbers `waiting` may wait for copies."""
         shape = clock.shape
         self._shape = shape
         self._num_columns = columns.number if columns else shape.num_segments
@@ -63,8 +73,13 @@ class RankEnds:
         # An action is one step, the backward of a pair is three. A pair starts when both have their messages, so the
         # backward's first step takes the time of the forward; its last one takes off what the pair saves.
         num_steps = np.where(closes, 3, 1)
+        # A backward that waits for copies has a step of no time before these. It waits as for a message of step 0.
+        waits = np.flatnonzero(GIVES_INPUT_GRADIENT[table.kind[0]])[list(waiting)]
+        num_steps[waits] += 1
         last = np.cumsum(num_steps) - 1
         first = last - num_steps + 1
+        copying = first[waits]
+        first[waits] += 1
         last[opens] = last[closes]
         work = self._places(actions.kind, actions.stage, column)
         works = np.zeros(num_steps.sum(), int)
@@ -81,12 +96,14 @@ class RankEnds:
         before = np.roll(number, 1)
         before[first.reshape(table.kind.shape)[:, 0]] = 0
         self._last = number[last.reshape(table.kind.shape)[:, -1]].tolist()
+        self._waiting = number[last[waits]].tolist()
 
         messages = self._messages(actions, column)
         senders = np.zeros(len(in_order), int)
         senders[first[messages.receivers]] = number[last[messages.senders]]
         message_times = np.zeros(len(in_order), int)
         message_times[first[messages.receivers]] = messages.times
+        message_times[copying] = self._num_times + len(self._pairs) + np.arange(len(waits))
 
         # For each step the step before it on its rank, the one that sends its message, and the places of the times of
         # the message and of the step itself in `_times`.
@@ -95,11 +112,12 @@ class RankEnds:
         self._message = message_times[in_order].astype(np.int32)
         self._work = works[in_order].astype(np.int32)
 
-    def by(self, costs: Costs, pairs: PairTimes | None = None) -> list[float]:
+    def by(self, costs: Costs, pairs: PairTimes | None = None, copies: CopyTimes | None = None) -> list[float]:
         """The end of each rank, in the unit of the costs. Pairs take as long as one after the other, less what they
         save by `pairs`."""
         savings = [-pairs.saved(*pair) if pairs else 0.0 for pair in self._pairs]
-        times = np.concatenate([_times(costs), savings])
+        leaving = copies.leaving if copies else [0.0] * len(self._waiting)
+        times = np.concatenate([_times(costs), savings, leaving])
         ends = [0.0]
         steps = zip(
             self._before.tolist(),
@@ -112,7 +130,10 @@ class RankEnds:
             start = ends[before]
             arrival = ends[sender] + message
             ends.append((arrival if arrival > start else start) + work)
-        return [ends[step] for step in self._last]
+        of_ranks = [ends[step] for step in self._last]
+        if copies:
+            of_ranks[0] = max(of_ranks[0], ends[self._waiting[-1]] + copies.returning)
+        return of_ranks
 
     def _places(self, kind: Numbers | int, stage: Numbers, column: Numbers) -> Numbers:
         """Where `_times` has the times of kinds."""
@@ -193,5 +214,6 @@ def _in_one_row(table: Table) -> _Times:
 
 @lru_cache(maxsize=4096)
 def rank_ends(family: str, shape: Shape, has_pairs: bool) -> RankEnds:
-    """The steps of a named schedule."""
-    return RankEnds(clock_of(family, shape, has_pairs))
+    """The steps of a named schedule. In 1F1B all backwards that are like the first may wait for copies."""
+    waiting = backwards_like_the_first(shape, has_pairs) if family == "1f1b" else ()
+    return RankEnds(clock_of(family, shape, has_pairs), waiting=waiting)

@@ -25,8 +25,9 @@ from .bounds import (
     least_seconds_of_any,
     may_fit,
 )
-from .excess_bounds import least_seconds_with_excess
+from .excess_bounds import copy_times, least_seconds_with_copies
 from .fitting import fits, fitted, host_in_flight, layers_leaving
+from .rank_ends import CopyTimes
 from .space import (
     Candidate,
     MemoryBudget,
@@ -242,7 +243,7 @@ class Search:
             case _Cuts():
                 yield from self._fitting(item)
             case _TooLarge(ranked):
-                yield min(self._least_seconds_in_order(candidate.setup) for candidate in ranked), _Timed(item)
+                yield min(self._least_seconds_moving(candidate.setup) for candidate in ranked), _Timed(item)
             case _Timed(_TooLarge(ranked)):
                 yield from self._moved(ranked)
             case Candidate(setup):
@@ -366,18 +367,24 @@ class Search:
             yield self._least_seconds(fitting.setup), fitting
 
     def _least_seconds_too_large(self, ranked: Iterable[Candidate]) -> float:
-        """A lower bound from compute, and from copies to the host where units move."""
-        question = self.question
+        """A lower bound from compute, and from copies of what does not fit."""
         least = inf
         for candidate in ranked:
             setup = candidate.setup
-            seconds = self._least_seconds(setup)
-            if not question.by_megatron:
-                by_layer = may_move_by_layer(question, setup)
-                copying = least_seconds_with_excess(setup, question.machine, question.budget, by_layer)
-                seconds = max(seconds, copying)
-            least = min(least, seconds)
+            with_copies = least_seconds_with_copies(setup, self.question.machine, self._copy_times(setup))
+            least = min(least, max(self._least_seconds(setup), with_copies))
         return least
+
+    def _least_seconds_moving(self, setup: TrainingSetup) -> float:
+        """A lower bound by the order of actions, and from copies of what does not fit."""
+        return least_seconds_in_time(setup, self.question.machine, self._copy_times(setup))
+
+    def _copy_times(self, setup: TrainingSetup) -> CopyTimes | None:
+        """The copies of what does not fit, where units move. Parts of units move within actions."""
+        question = self.question
+        if question.by_megatron:
+            return None
+        return copy_times(setup, question.machine, question.budget, may_move_by_layer(question, setup))
 
     def _moved(self, ranked: tuple[Candidate, ...]) -> Iterator[tuple[float, Candidate]]:
         """The first cut that fits with activations on the host, each way to move them, if the host has room. Units move
