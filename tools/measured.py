@@ -331,8 +331,10 @@ def figures_of(result: Mapping[str, Any], table: str) -> list[Figure]:
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """The lines of a table; a bar would end a cell, and a brace at its end names attributes for the site."""
     for row in (head, ["---"] * len(head), *rows):
-        yield f"| {' | '.join(cell.replace('|', '/') for cell in row)} |"
+        cells = [cell.replace("|", "/").replace("{", r"\{") for cell in row]
+        yield f"| {' | '.join(cells)} |"
 
 
 def page_of(result: Mapping[str, Any] | None, name: str = "measured") -> str:

@@ -86,8 +86,9 @@ def on_one_gpu(suite: Suite, run: Callable[[Suite], Found]) -> Found:
             found.check("several ranks on one GPU over NCCL", None, f"{NOT_RUN}no settings of NCCL work: {tried}")
             return found
         settings = found.figures[-1]["settings"]
-        print(f"NCCL lets ranks share the GPU: {settings}, {environment}", flush=True)
-        found.check("several ranks on one GPU over NCCL", True, f"{settings}: {environment}")
+        variables = " ".join(f"{name}={value}" for name, value in environment.items())
+        print(f"NCCL lets ranks share the GPU: {settings}, {variables}", flush=True)
+        found.check("several ranks on one GPU over NCCL", True, f"{settings}: {variables}")
         return found + run(replace(suite, environment=environment))
 
 

@@ -150,7 +150,8 @@ def test_the_new_family_is_valid_no_slower_and_a_choice(tmp_path):
     edited(path, "FAMILIES: Mapping", f"{family}\n\n")
     edited(path, '        "gpipe": gpipe,\n', line)
     python(tmp_path, "-c", VALIDATE)
-    words = re.search(r"seq1f1b (plot --pipeline-schedule gpipe-zb.*)", TEXT)[1].replace(".png", ".csv").split()
+    command = re.search(r"seq1f1b (plot --pipeline-schedule gpipe-zb[^`]*)", TEXT)[1]
+    words = command.replace("\\\n", " ").replace(".png", ".csv").split()
     run = "import sys; from megatron.seq1f1b.commands import main; sys.exit(main(sys.argv[1:]))"
     python(tmp_path, "-c", run, *words)
     assert "0I0.0" in (tmp_path / "gpipe-zb.csv").read_text()
