@@ -399,13 +399,12 @@ def least_seconds_away(setup: TrainingSetup, budget: MemoryBudget, segments: int
     return max(times * over, setup.num_microbatches / ceil(at_once) * over_always) / budget.bandwidth
 
 
-def least_seconds_copying(setup: TrainingSetup, machine: Machine) -> float:
-    """A lower bound from the units that the first and the last rank move to their hosts. The time of parts that
-    Megatron moves is that of its actions."""
+def least_seconds_copying(setup: TrainingSetup, machine: Machine, rank: int) -> float:
+    """A lower bound from the units that a rank moves to its host. The time of parts that Megatron moves is that of its
+    actions."""
     if setup.moves_parts or not setup.offloads:
         return 0.0
-    ranks = {0, setup.pipeline_parallel - 1}
-    seconds = {rank: seconds_alone(setup, machine, rank) for rank in ranks}
+    seconds = {rank: seconds_alone(setup, machine, rank)}
     return _least_step(setup, machine, _compute_of_ranks(setup, machine), seconds)
 
 

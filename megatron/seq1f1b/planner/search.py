@@ -247,7 +247,7 @@ class Search:
             case _Timed(_TooLarge(ranked)):
                 yield from self._moved(ranked)
             case Candidate(setup):
-                yield self._least_seconds_in_order(setup), _Timed(item)
+                yield max(self._least_seconds_in_order(setup), self._least_seconds_of_last_rank(setup)), _Timed(item)
             case _Timed(Candidate() as candidate):
                 found = first_that_fits(candidate, question.budget, self._plan) if question.accepts(candidate) else None
                 if found is not None:
@@ -390,16 +390,28 @@ class Search:
         """The first cut that fits with activations on the host, each way to move them, if the host has room. Units move
         layer by layer where the fastest cut does not fit otherwise, or where copies hold it up."""
         question = self.question
-        fastest = least_seconds(ranked[0].setup, question.machine)
         found = [self._first_moved(ranked, moves) for moves in ways_to_move(question, ranked[0].setup)]
-        if may_move_by_layer(question, ranked[0].setup) and (found[0] is None or found[0][0] > fastest):
+        if may_move_by_layer(question, ranked[0].setup) and self._is_held_up(found[0], ranked[0].setup):
             for most in layers_leaving(ranked[0].setup, question.machine):
                 by_layer = [replace(candidate, setup=candidate.setup.but(layers_leaving=most)) for candidate in ranked]
                 found.append(self._first_moved(by_layer, Moves.UNITS))
         yield from filter(None, found)
 
+    def _is_held_up(self, moved: tuple[float, Candidate] | None, fastest: TrainingSetup) -> bool:
+        """Whether copies make what was found slower than the compute of the fastest cut, or nothing was found."""
+        if moved is None:
+            return True
+        least, candidate = moved
+        seconds = self._least_seconds(fastest)
+        return least > seconds or self._least_seconds_of_last_rank(candidate.setup) > seconds
+
+    def _least_seconds_of_last_rank(self, setup: TrainingSetup) -> float:
+        """A lower bound from the units that the last rank moves to its host."""
+        return least_seconds_copying(setup, self.question.machine, setup.pipeline_parallel - 1)
+
     def _first_moved(self, ranked: Iterable[Candidate], moves: Moves) -> tuple[float, Candidate] | None:
-        """The first cut that fits with activations on the host, and a lower bound; None if the host has no room."""
+        """The first cut that fits with activations on the host, and a lower bound from compute and from what the first
+        rank moves; None if the host has no room."""
         machine = self.question.machine
         budget = self.question.budget
         for candidate in ranked:
@@ -407,7 +419,7 @@ class Search:
             if setup is not None:
                 if not setup.moves_parts and host_in_flight(setup) > budget.host:
                     return None
-                least = max(least_seconds(setup, machine), least_seconds_copying(setup, machine))
+                least = max(least_seconds(setup, machine), least_seconds_copying(setup, machine, rank=0))
                 return least, replace(candidate, setup=setup)
         return None
 
