@@ -74,6 +74,14 @@ def test_a_full_disk_is_named_and_costs_one_iteration(launch, undisturbed, small
     assert job.losses() == pytest.approx(undisturbed[2:], abs=3e-6)
 
 
+def test_a_disk_that_the_first_checkpoint_fills_is_named(launch, small_disk):
+    (small_disk / "filler").write_bytes(bytes(47 * 2**20))
+    job = launch(1, [*TINY_GPT, "--mock-data", "--save", small_disk, "--save-interval", 1])
+    kept = f"the checkpoint of iteration 1 was not saved; the last complete one is none; {small_disk} has "
+    assert job.code == 2 and f"error: saving a checkpoint to {small_disk} failed: " in job.log, job.log[-4000:]
+    assert kept in job.log.splitlines()[-1]
+
+
 @pytest.mark.exhaustive
 def test_torchruns_restarts_go_on_by_themselves(undisturbed, tmp_path):
     flags = [*FLAGS, "--train-iters", 4, "--lr-decay-iters", 7, "--save", tmp_path, "--load", tmp_path]

@@ -8,6 +8,7 @@ import os
 import tempfile
 from argparse import Namespace
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -92,14 +93,21 @@ def check_sizes(args: Namespace) -> None:
     for name in _CORPORA:
         if getattr(args, name, None) == []:
             raise ValueError(f"--{name.replace('_', '-')} has no value; give it the path of a .bin and .idx pair")
+    sizes = (args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size)
+    model_ranks = prod(sizes)
+    if args.world_size % model_ranks:
+        raise ValueError(
+            f"--tensor-model-parallel-size {sizes[0]} times --pipeline-model-parallel-size {sizes[1]} times "
+            f"--context-parallel-size {sizes[2]} is {model_ranks}, which does not divide the number of ranks, "
+            f"{args.world_size}; change one"
+        )
     batch = args.global_batch_size
     has_steps = args.step_batch_size_schedule or args.decrease_batch_size_if_needed
     if batch is None or args.micro_batch_size is None or has_steps:
         return
-    model_ranks = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
     replicas = args.world_size // model_ranks
     at_once = args.micro_batch_size * replicas
-    if at_once and batch % at_once:  # with less than a replica, Megatron tells of the world size
+    if batch % at_once:
         below = batch - batch % at_once
         near = f"{below} or {below + at_once}" if below else f"{at_once}"
         raise ValueError(

@@ -51,12 +51,13 @@ def make_parser() -> Parser:
 
 def main(argv: list[str] | None = None) -> None:
     args = make_parser().parse_args(argv)
+    named = read_machine(args.machine) if args.machine else None
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     with warnings.catch_warnings(action="ignore"):  # of the packages that Megatron does without
         from .device_timer import DeviceTimer  # imports torch, which takes seconds
 
     timer = DeviceTimer()
-    base = read_machine(args.machine or timer.nearest)
+    base = named or read_machine(timer.nearest)
     device = within_peaks(measured_device(base.device, timer))
     measured = replace(measured_links(base, timer), device=device)
     timer.close()

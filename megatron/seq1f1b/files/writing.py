@@ -28,8 +28,11 @@ def written_together(*paths: str | Path) -> Iterator[list[Path]]:
         new += [parent for parent in (folder, *folder.parents) if not parent.exists()]
     unfinished = [folders[target.parent] / target.name for target in targets]
     try:
-        for folder in folders.values():
-            folder.mkdir(parents=True)
+        for parent, folder in folders.items():
+            try:
+                folder.mkdir(parents=True)
+            except OSError as error:
+                raise unwritable(error, *(target for target in targets if target.parent == parent)) from None
         yield unfinished
         if len(targets) > 1:
             targets[-1].unlink(missing_ok=True)

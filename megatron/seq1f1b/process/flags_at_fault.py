@@ -15,7 +15,9 @@ from typing import Any
 def flags_of_check(error: BaseException, flags: Mapping[str, str], words: str) -> str:
     """The values, in brackets, of the flags that a failed check of Megatron's compares, but for those that the `words`
     of the error have; empty if there are none. `flags` are spellings by names."""
-    if error.__traceback__ is None or not isinstance(error, (AssertionError, ValueError, TypeError, ZeroDivisionError)):
+    if error.__traceback__ is None or not isinstance(
+        error, (AssertionError, ValueError, TypeError, LookupError, ZeroDivisionError)
+    ):
         return ""
     frame, line = [*traceback.walk_tb(error.__traceback__)][-1]
     if str(frame.f_globals.get("__name__")).startswith("torch"):
@@ -26,6 +28,8 @@ def flags_of_check(error: BaseException, flags: Mapping[str, str], words: str) -
         if name in flags:
             values[flags[name]] = getattr(args, name, None) if is_of_args else frame.f_locals.get(name)
     said = [_given(flag, value) for flag, value in values.items() if flag not in words]
+    if not words:
+        said += [f"without {flag}" for flag, value in values.items() if value is None]
     named = ", ".join(filter(None, said))
     return f" ({named})" if named else ""
 

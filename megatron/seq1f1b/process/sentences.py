@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from types import FrameType, MappingProxyType
-from typing import TextIO
+from typing import Any, TextIO
 
 from .causes import hidden_package, name_file, plain, read_file, way_out
 from .flags_at_fault import flags_of_check, flags_of_path
@@ -91,8 +91,19 @@ def sentence_of(error: BaseException, flags: Mapping[str, str] = MappingProxyTyp
     for frame in reversed(_frames(error)):
         if action := _ACTIONS.get(frame.f_code.co_name):
             values = defaultdict(str, getattr(frame.f_locals.get("args"), "__dict__", {}))
-            return f"{action.format_map(values)} failed: {words}"
+            values["load"] = values["load"] or values["pretrained_checkpoint"]
+            rest = _rest(frame.f_code.co_name, error, values)
+            return f"{action.format_map(values)} failed: {words.rstrip('.') if rest else words}{rest}"
     return words
+
+
+def _rest(function: str, error: BaseException, values: Mapping[str, Any]) -> str:
+    """What a sentence about a failed function adds to the words of the error, after a semicolon."""
+    if function == "save_checkpoint":  # which is noted, with the room that is left
+        return "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
+    if function == "build_tokenizer" and not (values["tokenizer_model"] or values["vocab_file"]):
+        return "; name its files, by --tokenizer-model or by --vocab-file and --merge-file"
+    return ""
 
 
 def _words(error: BaseException, flags: Mapping[str, str]) -> str:
@@ -116,7 +127,7 @@ def _words(error: BaseException, flags: Mapping[str, str]) -> str:
     elif isinstance(error, ZeroDivisionError):
         text = f"{text} in {_failed_statement(error)}{values}"
     elif " " not in text:  # such as that of a KeyError
-        text = f"{type(error).__name__}: {text}" if text else type(error).__name__
+        text = (f"{type(error).__name__}: {text}" if text else type(error).__name__) + values
     elif values and len(text) <= _LONGEST:
         text = text.rstrip(".") + values
     if file := read_file(error):

@@ -73,11 +73,13 @@ def patches(rehearse_in: Callable[[Any], None], bytes_outside: Callable[[int], i
 
 
 def _parse_for_the_real_device(parse_args: Callable, *args: Any, **kwargs: Any) -> Namespace:
-    """A launch is for GPUs unless `--device cpu` is given; no trace is written."""
+    """A launch is for GPUs unless `--device cpu` is given; neither a trace nor a log of the training is written."""
     namespace = parse_args(*args, **kwargs)
     if getattr(namespace, "device", None) == "auto":  # Megatron also parses for itself, without our flags
         namespace.device = "cuda"
     namespace.pipeline_trace = None
+    namespace.tensorboard_dir = None
+    namespace.wandb_project = ""
     return namespace
 
 
