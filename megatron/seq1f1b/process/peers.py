@@ -2,23 +2,21 @@
 
 import importlib
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
+from .job_store import MUTE, Listener, address, hosted_store, in_time, is_first_of_its_rank, joined_store
 from .ranks import is_rank_0, rank
 
 _POLL = 0.5  # seconds between two looks at the store, and between two signs of life
 _POLL_WHILE_WAITING = 0.05  # seconds between two looks of a rank that has nothing else to do
 _PATIENCE = 20.0  # seconds that the store may take to answer, or peers to leave
 _SILENCE = 3.0  # seconds without a sign of life, after which nobody waits for a rank
-_MUTE = 60.0  # seconds that what listens at the address of the store may take to answer as one
 _RETRY = 1.0  # seconds between two tries to reach the store
 
 
@@ -47,7 +45,7 @@ class Peers:
         self._is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         self._server: Any = None  # kept, since the store is gone with its server
         if is_rank_0() and not self._is_torchruns:
-            self._server = _hosted_store()
+            self._server = hosted_store()
         self._watching = threading.Thread(target=self._watch, name="peers", daemon=True)
         self._watching.start()
 
@@ -89,16 +87,16 @@ class Peers:
     def _wait_until_connected(self, timeout: timedelta) -> None:
         """Raises ValueError after `timeout`, or soon if the address is that of something else than the job's store."""
         end = time.monotonic() + timeout.total_seconds()
-        with _Listener() as listener:
+        with Listener() as listener:
             while self._stranger is None and not self._connected.wait(_POLL):
-                if listener.silence() > _MUTE:
+                if listener.silence() > MUTE:
                     self._stranger = (
-                        f"{_address()} accepts connections, but is not the store of this job: it has not answered for "
-                        f"{_MUTE:g} s. Another program may hold the port; give another MASTER_PORT"
+                        f"{address()} accepts connections, but is not the store of this job: it has not answered for "
+                        f"{MUTE:g} s. Another program may hold the port; give another MASTER_PORT"
                     )
                 elif time.monotonic() > end:
                     self._stranger = (
-                        f"rank 0 was not reached at {_address()} within {timeout}; MASTER_ADDR must name its host, "
+                        f"rank 0 was not reached at {address()} within {timeout}; MASTER_ADDR must name its host, "
                         "on which it must have started"
                     )
         if self._stranger is not None:
@@ -171,119 +169,16 @@ class Peers:
         """The store, once it is reached; None if this rank leaves before, or must not join it."""
         while not self._left.is_set():
             try:
-                store = _store(is_master=False)
-                is_joined = self._is_torchruns or _is_first_of_its_rank(store)
+                store = joined_store()
+                is_joined = self._is_torchruns or is_first_of_its_rank(store)
             except (RuntimeError, ValueError):  # nothing listens yet, or something else does
                 self._left.wait(_RETRY)
                 continue
             if is_joined:
                 return store
             self._stranger = (
-                f"the job at {_address()} has a rank {rank()} already; two processes have RANK={rank()}, or another "
+                f"the job at {address()} has a rank {rank()} already; two processes have RANK={rank()}, or another "
                 "job has the same MASTER_PORT: give another one"
             )
             return None
         return None
-
-
-def _is_first_of_its_rank(store: Any) -> bool:
-    """Whether no other process has joined this store as this rank; torchrun's outlives those that it starts anew."""
-    here = f"{socket.gethostname()}:{os.getpid()}"
-    return bool(str(store.compare_set(f"process of rank {rank()}", "", here), "utf-8") == here)
-
-
-class _Listener:
-    """What listens at the address of the store, seen by a connection that waits beside those of torch: torch itself
-    waits for ever for the answer of a program that accepts connections and is mute."""
-
-    def __init__(self) -> None:
-        self._connection: socket.socket | None = None
-        self._since = 0.0
-
-    def __enter__(self) -> "_Listener":
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self._close()
-
-    def silence(self) -> float:
-        """For how many seconds a connection has been open; 0 if none is accepted, as where rank 0 has not started."""
-        if self._connection is not None and _is_closed(self._connection):
-            self._close()
-        if self._connection is None:
-            with suppress(OSError):
-                address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-                self._connection = socket.create_connection(address, timeout=_PATIENCE)
-                self._connection.setblocking(False)
-                self._since = time.monotonic()
-        return 0.0 if self._connection is None else time.monotonic() - self._since
-
-    def _close(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
-
-
-def _is_closed(connection: socket.socket) -> bool:
-    """Whether the other end has closed the connection, by which it has received nothing."""
-    try:
-        return not connection.recv(1, socket.MSG_PEEK)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
-
-
-def _address() -> str:
-    return f"MASTER_ADDR={os.environ['MASTER_ADDR']}, MASTER_PORT={os.environ['MASTER_PORT']}"
-
-
-def in_time(seconds: float, call: Callable[[], Any]) -> Any:
-    """The result of `call()`; raises RuntimeError if it takes longer: a store whose process is stopped never answers,
-    and its clients have no time-out for that."""
-    result: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            result.set_result(call())
-        except Exception as error:
-            result.set_exception(error)
-
-    threading.Thread(target=run, name="store", daemon=True).start()
-    try:
-        return result.result(seconds)
-    except TimeoutError:
-        raise RuntimeError(f"the store of the job has not answered for {seconds:g} s") from None
-
-
-def _hosted_store() -> Any:
-    """The store of the job, in this process of rank 0. Raises ValueError if it cannot be reached from here, as by other
-    ranks."""
-    try:
-        return in_time(_MUTE, partial(_store, is_master=True))
-    except RuntimeError as error:
-        if "EADDRINUSE" in str(error):
-            raise ValueError(
-                f"MASTER_PORT={os.environ['MASTER_PORT']} is in use on {socket.gethostname()}, where rank 0 runs, by "
-                "another job or program; give another MASTER_PORT"
-            ) from None
-        raise ValueError(
-            f"rank 0 runs on {socket.gethostname()}, but does not reach itself at {_address()}; MASTER_ADDR must name "
-            "the host of rank 0, and MASTER_PORT a port that may be opened there"
-        ) from error
-
-
-def _store(is_master: bool) -> Any:
-    """The store of the job; a job that torchrun starts again has another prefix."""
-    import torch.distributed as dist
-
-    store = dist.TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        is_master=is_master,
-        wait_for_workers=False,
-        multi_tenant=True,
-        timeout=timedelta(seconds=_MUTE),
-    )
-    prefix = f"seq1f1b/{os.environ['WORLD_SIZE']} ranks/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    return dist.PrefixStore(prefix, store)

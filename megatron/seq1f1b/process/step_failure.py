@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from .causes import LostPeer, has_lost_a_peer, plain
-from .peers import in_time
+from .job_store import in_time
 
 _PATIENCE = 5.0  # seconds
 _POLL = 0.05

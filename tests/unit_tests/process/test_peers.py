@@ -42,7 +42,7 @@ def peers_of(monkeypatch):
     monkeypatch.setattr(peers, "_SILENCE", 0.3)
 
     def made(store: Store) -> Peers:
-        monkeypatch.setattr(peers, "_store", lambda is_master: store)
+        monkeypatch.setattr(peers, "joined_store", lambda: store)
         return Peers(lambda failure: None)
 
     return made
@@ -73,11 +73,11 @@ def joining(monkeypatch):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-    monkeypatch.setattr(peers, "_MUTE", 0.3)
+    monkeypatch.setattr(peers, "MUTE", 0.3)
 
     def start(join, port: int) -> Peers:
         monkeypatch.setenv("MASTER_PORT", str(port))
-        monkeypatch.setattr(peers, "_store", lambda is_master: join())
+        monkeypatch.setattr(peers, "joined_store", join)
         return Peers(lambda failure: None)
 
     return start

@@ -1,0 +1,128 @@
+"""The store of a job at MASTER_ADDR and MASTER_PORT: hosted, joined, and told from what else may listen there.
+
+Tested in process/test_peers.py by test_a_program_that_holds_the_port_and_is_mute_is_named.
+"""
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+from .ranks import rank
+
+MUTE = 60.0  # seconds that what listens at the address of the store may take to answer as one
+_PATIENCE = 20.0  # seconds that a connection may take
+
+
+def hosted_store() -> Any:
+    """The store of the job, in this process of rank 0. Raises ValueError if it cannot be reached from here, as by other
+    ranks."""
+    try:
+        return in_time(MUTE, partial(_store, is_master=True))
+    except RuntimeError as error:
+        if "EADDRINUSE" in str(error):
+            raise ValueError(
+                f"MASTER_PORT={os.environ['MASTER_PORT']} is in use on {socket.gethostname()}, where rank 0 runs, by "
+                "another job or program; give another MASTER_PORT"
+            ) from None
+        raise ValueError(
+            f"rank 0 runs on {socket.gethostname()}, but does not reach itself at {address()}; MASTER_ADDR must name "
+            "the host of rank 0, and MASTER_PORT a port that may be opened there"
+        ) from error
+
+
+def joined_store() -> Any:
+    """The store of the job, which rank 0 or torchrun hosts. Raises RuntimeError or ValueError if none answers there."""
+    return _store(is_master=False)
+
+
+def _store(is_master: bool) -> Any:
+    """The store of the job; a job that torchrun starts again has another prefix."""
+    import torch.distributed as dist
+
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=is_master,
+        wait_for_workers=False,
+        multi_tenant=True,
+        timeout=timedelta(seconds=MUTE),
+    )
+    prefix = f"seq1f1b/{os.environ['WORLD_SIZE']} ranks/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    return dist.PrefixStore(prefix, store)
+
+
+def is_first_of_its_rank(store: Any) -> bool:
+    """Whether no other process has joined this store as this rank; torchrun's outlives those that it starts anew."""
+    here = f"{socket.gethostname()}:{os.getpid()}"
+    return bool(str(store.compare_set(f"process of rank {rank()}", "", here), "utf-8") == here)
+
+
+def address() -> str:
+    return f"MASTER_ADDR={os.environ['MASTER_ADDR']}, MASTER_PORT={os.environ['MASTER_PORT']}"
+
+
+def in_time(seconds: float, call: Callable[[], Any]) -> Any:
+    """The result of `call()`; raises RuntimeError if it takes longer: a store whose process is stopped never answers,
+    and its clients have no time-out for that."""
+    result: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(call())
+        except Exception as error:
+            result.set_exception(error)
+
+    threading.Thread(target=run, name="store", daemon=True).start()
+    try:
+        return result.result(seconds)
+    except TimeoutError:
+        raise RuntimeError(f"the store of the job has not answered for {seconds:g} s") from None
+
+
+class Listener:
+    """What listens at the address of the store, seen by a connection that waits beside those of torch: torch itself
+    waits for ever for the answer of a program that accepts connections and is mute."""
+
+    def __init__(self) -> None:
+        self._connection: socket.socket | None = None
+        self._since = 0.0
+
+    def __enter__(self) -> "Listener":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._close()
+
+    def silence(self) -> float:
+        """For how many seconds a connection has been open; 0 if none is accepted, as where rank 0 has not started."""
+        if self._connection is not None and _is_closed(self._connection):
+            self._close()
+        if self._connection is None:
+            with suppress(OSError):
+                address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+                self._connection = socket.create_connection(address, timeout=_PATIENCE)
+                self._connection.setblocking(False)
+                self._since = time.monotonic()
+        return 0.0 if self._connection is None else time.monotonic() - self._since
+
+    def _close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+
+def _is_closed(connection: socket.socket) -> bool:
+    """Whether the other end has closed the connection, by which it has received nothing."""
+    try:
+        return not connection.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
