@@ -102,7 +102,7 @@ def check_sizes(args: Namespace) -> None:
             f"{args.world_size}; change one"
         )
     batch = args.global_batch_size
-    has_steps = args.step_batch_size_schedule or args.decrease_batch_size_if_needed
+    has_steps = getattr(args, "step_batch_size_schedule", None) or args.decrease_batch_size_if_needed
     if batch is None or args.micro_batch_size is None or has_steps:
         return
     replicas = args.world_size // model_ranks

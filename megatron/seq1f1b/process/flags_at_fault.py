@@ -5,6 +5,7 @@ Tested in process/test_net.py by test_a_check_with_words_names_the_flags_that_th
 
 import ast
 import linecache
+import sys
 import traceback
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -36,8 +37,12 @@ def flags_of_check(error: BaseException, flags: Mapping[str, str], words: str) -
 
 def flags_of_path(error: BaseException, path: str, flags: Mapping[str, str]) -> str:
     """The path of a file at fault, with the flag that names it or a folder above it."""
-    for frame, _ in reversed([*traceback.walk_tb(error.__traceback__)]):
-        values = getattr(frame.f_locals.get("args"), "__dict__", {})
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    parsed = [frame.f_locals.get("args") for frame in reversed(frames)]
+    # The traceback of a cause starts where it was caught.
+    parsed.append(getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None))
+    for args in parsed:
+        values = getattr(args, "__dict__", {})
         for name, flag in flags.items():
             given = values.get(name)
             if not isinstance(given, (str, Path)) or not str(given):
