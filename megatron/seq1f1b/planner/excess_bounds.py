@@ -7,8 +7,8 @@ from ..costs.layer_bytes import moved_bytes
 from ..costs.machine import Machine
 from ..costs.stage_times import Row, stage_rows, step_end
 from ..costs.training_setup import TrainingSetup
-from .bounds import least_bytes
 from .first_backward import backwards_like_the_first, units_at_first_backward
+from .memory_bounds import least_bytes
 from .pair_bounds import most_hidden
 from .rank_ends import CopyTimes
 from .space import MemoryBudget

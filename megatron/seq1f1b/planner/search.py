@@ -16,17 +16,13 @@ from ..schedule import build
 from . import moved_layers
 from .bounds import (
     least_seconds,
-    least_seconds_away,
     least_seconds_copying,
     least_seconds_cut,
-    least_seconds_in_chunks,
     least_seconds_in_time,
-    least_seconds_of,
-    least_seconds_of_any,
-    may_fit,
 )
 from .excess_bounds import copy_times, least_seconds_with_copies
 from .fitting import fits, fitted, host_in_flight, layers_leaving
+from .memory_bounds import least_seconds_away, may_fit
 from .rank_ends import CopyTimes
 from .space import (
     Candidate,
@@ -45,6 +41,7 @@ from .space import (
     spread_in_chunks,
     ways_to_move,
 )
+from .spread_bounds import least_seconds_in_chunks, least_seconds_of, least_seconds_of_any
 
 # `auto` plans at the granularity of units, which takes too long beyond this many actions.
 MOST_ACTIONS_OF_AUTO = 30_000
@@ -223,7 +220,7 @@ class Search:
                     yield least_seconds_of_any(sizes, question, more[0]), _Sizes(sizes, tuple(more))
                 setups = tuple(recomputed(question, sizes, segments))
                 for splits in sorted(set(map(splits_backward, question.families))):
-                    for fastest, alike in _by_fastest(self._likely(setups, splits)):
+                    for fastest, alike in _by_fastest(self._likely(setups, segments, splits)):
                         yield least_seconds_of(fastest, machine, segments, splits), _Open(alike, segments, splits)
             case _Open():
                 yield from self._numbers_of_chunks(item)
@@ -269,13 +266,13 @@ class Search:
         """A lower bound by the order of actions."""
         return least_seconds_in_time(setup, self.question.machine)
 
-    def _likely(self, setups: Iterable[TrainingSetup], splits: bool) -> Iterator[TrainingSetup]:
+    def _likely(self, setups: Iterable[TrainingSetup], segments: int, splits: bool) -> Iterator[TrainingSetup]:
         """The set-ups that may fit under schedules that split backwards, or under those that do not. Some of the latter
         depend on the number of chunks, so they are looked for later."""
         question = self.question
         for setup in setups:
             has_family = not splits or any(map(splits_backward, families(question, setup)))
-            if has_family and may_fit(setup, question, splits):
+            if has_family and may_fit(setup, question, segments, splits):
                 yield setup
 
     def _numbers_of_chunks(self, item: _Open) -> Iterator[tuple[float, _OfChunks]]:

@@ -339,6 +339,13 @@ def lengths_of(setup: TrainingSetup, strategy: str, segments: int) -> tuple[int,
     return _cut(setup.model, setup.sequence_length, multiple, strategy, segments, time)
 
 
+def evenly_cut(setup: TrainingSetup, segments: int) -> TrainingSetup | None:
+    """The set-up cut into segments of equal lengths; None if a sequence is too short."""
+    lengths = lengths_of(setup, "even", segments)
+    way = setup.cp_comm_type if segments == 1 else None
+    return None if lengths is None else setup.but(segments=lengths, cp_comm_type=way)
+
+
 # Equal costs give the same function, by which `_cut` caches lengths.
 _slowest_stage = lru_cache(maxsize=1024)(bottleneck_time)
 

@@ -23,8 +23,8 @@ from ..costs.step_memory import memory_of_order
 from ..costs.training_setup import TrainingSetup
 from ..partition import packs_of_step, segment_multiple, work_by_flops
 from ..schedule import FAMILIES
-from .bounds import least_bytes
 from .fitting import fullest_ranks
+from .memory_bounds import least_bytes
 from .packed_steps import Order, PackedSteps, Steps, packed_steps
 from .search import Plan, Search
 from .space import Candidate, Question, partitioned, powers_of_two

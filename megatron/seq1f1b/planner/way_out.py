@@ -10,8 +10,8 @@ from itertools import islice, takewhile
 from ..costs.machine import GIB
 from ..costs.step_memory import Memory
 from ..costs.training_setup import TrainingSetup
-from .bounds import least_bytes
 from .fitting import host_in_flight, memory_in_flight
+from .memory_bounds import least_bytes
 from .search import Search
 from .space import MemoryBudget, Question, cuts, numbers_of_segments, setups
 

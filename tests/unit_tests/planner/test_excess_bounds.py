@@ -8,9 +8,10 @@ import pytest
 
 from megatron.seq1f1b.costs.model_shape import Experts
 from megatron.seq1f1b.costs.training_setup import Moves, TrainingSetup
-from megatron.seq1f1b.planner.bounds import least_bytes, least_seconds_in_time
+from megatron.seq1f1b.planner.bounds import least_seconds_in_time
 from megatron.seq1f1b.planner.excess_bounds import copy_times, least_seconds_with_copies
 from megatron.seq1f1b.planner.fitting import fitted, layers_leaving
+from megatron.seq1f1b.planner.memory_bounds import least_bytes
 from megatron.seq1f1b.planner.search import first_that_fits, predict_candidate
 from megatron.seq1f1b.planner.space import Candidate, MemoryBudget
 from megatron.seq1f1b.schedule import Placement

@@ -1,0 +1,244 @@
+"""Lower bounds of the seconds of a step before its layers are spread over stages, or before its sequences are cut.
+
+Tested in planner/test_search.py.
+"""
+
+from collections.abc import Iterable
+from functools import lru_cache
+from heapq import heapify, heapreplace
+from math import inf
+from typing import NamedTuple
+
+from ..costs.machine import Machine
+from ..costs.pair_times import pair_row
+from ..costs.stage_times import rows_of_stage, step_end, sums_of_stage
+from ..costs.training_setup import Fsdp, StageLayers, TrainingSetup, of_stages, splits_backward
+from ..schedule import Placement
+from .bounds import of_any_cut
+from .memory_bounds import on_one_rank
+from .space import Question, evenly_cut, may_hide, ways_to_take_the_loss
+
+
+def least_seconds_of(sizes: TrainingSetup, machine: Machine, segments: int, splits: bool) -> float:
+    """A lower bound for all spreads of layers and cuts, and all schedules that split backwards, or that do not; inf
+    where there is no even cut. The mean rank waits for half of the other ranks, which run a layer at least of the first
+    unit before it and of the last one after it, and so does the busiest rank, which has whole layers. Schedules that
+    split backwards fill the time after it."""
+    return _least_pipeline(sizes, machine, segments, splits) + _least_end(sizes, machine)
+
+
+def _least_pipeline(sizes: TrainingSetup, machine: Machine, segments: int, splits: bool) -> float:
+    """The same without what follows the pipeline."""
+    passing = _least_passing(sizes.alone, machine, segments, splits)
+    of_mean = _mean_seconds(sizes, machine, segments) + (sizes.pipeline_parallel - 1) / 2 * passing
+    return max(of_mean, _least_of_busiest(sizes, machine, segments, passing))
+
+
+def least_seconds_in_chunks(
+    sizes: TrainingSetup,
+    machine: Machine,
+    segments: int,
+    splits: bool,
+    spreads: Iterable[tuple[int, ...]],
+) -> float:
+    """As `least_seconds_of`, if stages have the layers of one of some spreads. The mean rank and each single one wait
+    for the layers before them; sharded gradients are summed beside layers, so there only the single layers of
+    `least_seconds_of` count."""
+    if sizes.shards_gradients:
+        return least_seconds_of(sizes, machine, segments, splits)
+    return min(_least_of_spread(sizes, machine, segments, splits, layers) for layers in spreads)
+
+
+def _least_of_spread(
+    sizes: TrainingSetup, machine: Machine, segments: int, splits: bool, layers: tuple[int, ...]
+) -> float:
+    alone = sizes.alone
+    ranks = sizes.pipeline_parallel
+    placement = Placement(ranks, len(layers) // ranks)
+    stages = of_stages(alone.model, layers, lambda stage: _least_of_stage(alone, machine, segments, stage))
+    exchanged = _most_exchanged(alone, machine, segments) if sizes.hides_experts else 0.0
+    longest = 0.0
+    wait = waits = 0.0
+    for rank in range(ranks):
+        of_rank = placement.stages_of(rank)
+        work = sum(stages[stage].work - exchanged * stages[stage].num_layers for stage in of_rank)
+        longest = max(longest, wait + sizes.num_microbatches * work)
+        waits += wait
+        wait += stages[rank].passing(splits)
+    of_mean = _mean_seconds(sizes, machine, segments) + waits / ranks
+    return max(of_mean, longest) + _least_end(sizes, machine)
+
+
+def _least_passing(alone: TrainingSetup, machine: Machine, segments: int, splits: bool) -> float:
+    """Seconds at least in which the first unit, and the last one back, pass a layer."""
+    evenly = evenly_cut(alone, segments)
+    if evenly is None:
+        return 0.0
+    return min(
+        _least_of_stage(alone, machine, segments, _layers_alone(layer)).passing(splits)
+        for layer, _ in evenly.stages[0].layers
+    )
+
+
+def _layers_alone(layer: int) -> StageLayers:
+    """One layer of a kind, without embedding and loss."""
+    return StageLayers(((layer, 1),), is_first=False, is_last=False)
+
+
+def _least_of_busiest(sizes: TrainingSetup, machine: Machine, segments: int, passing: float) -> float:
+    """Seconds at least of one of the ranks, which have whole layers, embedding and loss. A rank waits for those before
+    it, the time of `passing` for each."""
+    exchanged = _most_exchanged(sizes.alone, machine, segments) if sizes.hides_experts else 0.0
+    last = sizes.pipeline_parallel - 1
+    longest = 0.0
+    for least in _least_loads(sizes.alone, machine, segments):
+        layer = sizes.num_microbatches * (least.layer - exchanged)
+        ends = [rank * passing for rank in range(last + 1)]
+        ends[0] += sizes.num_microbatches * least.embedding
+        ends[last] += sizes.num_microbatches * least.head
+        with_another = [end + layer for end in ends]  # the least first, which takes the next layer
+        heapify(with_another)
+        for _ in range(least.num_layers - 1):
+            heapreplace(with_another, with_another[0] + layer)
+        longest = max(longest, with_another[0], *ends)
+    return longest
+
+
+class _LeastLoads(NamedTuple):
+    """Seconds of a micro-batch at least, however it is cut: of each of `num_layers` layers, of the embedding and of the
+    loss."""
+
+    num_layers: int
+    layer: float
+    embedding: float
+    head: float
+
+
+@lru_cache(maxsize=1 << 16)
+def _least_loads(alone: TrainingSetup, machine: Machine, segments: int) -> list[_LeastLoads]:
+    """Loads that add up to what a rank takes at least, for all layers that take as long as those of a kind, or longer.
+    A rank takes at least as long as its device computes, and as its host launches, forward and backward. Sums are of
+    the device alone, and of what a single layer takes longer in."""
+    evenly = evenly_cut(alone, segments)
+    if evenly is None:
+        return []
+    of_any = of_any_cut(machine, segments)
+    actions = segments * machine.host.action  # a part of all sums, however many layers there are
+
+    def device_and_host(stage: StageLayers) -> list[list[float]]:
+        """Forward and backward."""
+        return [[seconds - actions for seconds in sums[:2]] for sums in sums_of_stage(evenly, of_any, stage)]
+
+    embedding = device_and_host(StageLayers((), is_first=True, is_last=False))
+    head = device_and_host(StageLayers((), is_first=False, is_last=True))
+    of_kinds = [(count, device_and_host(_layers_alone(layer))) for layer, count in evenly.stages[0].layers]
+    found = []
+    for _, of_layer in of_kinds:
+        of_device = (0, 0)
+        longer = tuple(seconds.index(max(seconds)) for seconds in of_layer)
+        for chosen in {of_device, longer}:
+
+            def load(passes: list[list[float]], chosen: tuple[int, ...] = chosen) -> float:
+                return sum(seconds[which] for seconds, which in zip(passes, chosen, strict=True))
+
+            layer = load(of_layer)
+            num_layers = sum(count for count, other in of_kinds if load(other) >= layer)
+            found.append(_LeastLoads(num_layers, layer, load(embedding), load(head)))
+    return found
+
+
+def least_seconds_of_any(sizes: TrainingSetup, question: Question, segments: int) -> float:
+    """A lower bound for all spreads of layers, cuts, recomputations, losses and schedules, and for more segments, too:
+    none takes less than no recomputation, with logits kept if they may be. Segments may be so many that no rank
+    waits."""
+    least = sizes.without_recomputation().but(
+        hides_experts=may_hide(question, sizes, segments, "none"),
+        keeps_logits=ways_to_take_the_loss(sizes)[-1],
+    )
+    may_shard = question.by_megatron and sizes.data_group.size > 1
+    end = _least_end(sizes.but(fsdp=Fsdp.GRADIENTS) if may_shard else sizes, question.machine)
+    if segments > 1:
+        return _mean_seconds(least, question.machine, segments) + end
+    splits = any(map(splits_backward, question.families))
+    return _least_pipeline(least, question.machine, segments, splits) + end
+
+
+def _mean_seconds(sizes: TrainingSetup, machine: Machine, segments: int) -> float:
+    """The compute of the mean rank in an even cut; inf where there is no such cut."""
+    work = _least_work(sizes.alone, machine, segments)
+    if sizes.hides_experts:
+        # All forwards of the first micro-batch come before the first backward.
+        paired = 1 - 1 / sizes.num_microbatches
+        work -= paired * _most_hidden(sizes.alone, machine, segments)
+    return sizes.num_microbatches * work / sizes.pipeline_parallel
+
+
+def _least_end(sizes: TrainingSetup, machine: Machine) -> float:
+    """Seconds at least from the last sum of gradients on: the slowest rank updates as many parameters as the mean rank,
+    or more, and the host does something once in a step."""
+    return _whole_update(sizes.with_its_state, machine) / sizes.pipeline_parallel + machine.host.step
+
+
+@lru_cache(maxsize=1 << 14)
+def _whole_update(sizes: TrainingSetup, machine: Machine) -> float:
+    """Seconds in which the optimizer updates the whole model on one pipeline rank."""
+    return step_end(on_one_rank(sizes), machine, 0).update
+
+
+@lru_cache(maxsize=1 << 16)
+def _least_work(alone: TrainingSetup, machine: Machine, segments: int) -> float:
+    """Seconds of a micro-batch on all stages, if it is cut evenly; inf where it cannot be."""
+    evenly = evenly_cut(alone, segments)
+    if evenly is None:
+        return inf
+    return sum(map(max, sums_of_stage(evenly, of_any_cut(machine, segments), evenly.stages[0])))
+
+
+class _LeastStage(NamedTuple):
+    """Layers of a stage, and its seconds at least, however sequences are cut: of a micro-batch, and of its first
+    segment."""
+
+    num_layers: int
+    work: float
+    first_forward: float
+    first_backward: float
+
+    def passing(self, splits: bool) -> float:
+        """In which the first unit, and the last one back, pass the stage. A schedule that splits backwards fills the
+        time of the latter."""
+        return self.first_forward if splits else self.first_forward + self.first_backward
+
+
+@lru_cache(maxsize=1 << 16)
+def _least_of_stage(alone: TrainingSetup, machine: Machine, segments: int, stage: StageLayers) -> _LeastStage:
+    evenly = evenly_cut(alone, segments)
+    num_layers = sum(count for _, count in stage.layers)
+    if evenly is None:
+        return _LeastStage(num_layers, 0.0, 0.0, 0.0)
+    of_any = of_any_cut(machine, segments)
+    f, i, w = rows_of_stage(evenly, of_any, stage)
+    work = sum(map(max, sums_of_stage(evenly, of_any, stage)))
+    return _LeastStage(num_layers, work, f[0], i[0] + w[0])
+
+
+@lru_cache(maxsize=1 << 16)
+def _most_exchanged(alone: TrainingSetup, machine: Machine, segments: int) -> float:
+    """Seconds of the exchange of experts of a micro-batch on a layer: no pair hides more of it."""
+    evenly = evenly_cut(alone, segments)
+    if evenly is None:
+        return 0.0
+    most = 0.0
+    for layer, _ in evenly.stages[0].layers:
+        row = pair_row(evenly, machine, _layers_alone(layer))
+        most = max(most, sum(row.exchange_f) + sum(row.exchange_b))
+    return most
+
+
+@lru_cache(maxsize=1 << 16)
+def _most_hidden(alone: TrainingSetup, machine: Machine, segments: int) -> float:
+    """The most seconds of a micro-batch that pairs hide, if all of its units are in pairs."""
+    evenly = evenly_cut(alone, segments)
+    if evenly is None:
+        return 0.0
+    row = pair_row(evenly, machine, evenly.stages[0])
+    return min(sum(row.exchange_f), sum(row.compute_b)) + min(sum(row.exchange_b), sum(row.compute_f))
