@@ -76,11 +76,12 @@ class Link(NamedTuple):
 
 
 class Result(NamedTuple):
-    """A method at one rate of the link, in seconds a step."""
+    """A method at one rate of the link, in seconds a step; `uncertain` is the standard error of the measured mean."""
 
     share: float
     method: str
     measured: float
+    uncertain: float
     predicted: float
 
 
@@ -170,12 +171,19 @@ def compare(args: argparse.Namespace, num_chunks: int, interface: str, rates: di
         profile = profile_of(profiled)
         for (name, segments), variant in zip(METHODS[num_chunks], variants, strict=True):
             message = link.seconds(bytes_of_token * args.seq_length // segments)
-            yield Result(share, name, statistics.mean(variant.seconds), predicted_seconds(variant, profile, message))
+            yield Result(
+                share=share,
+                method=name,
+                measured=statistics.mean(variant.seconds),
+                uncertain=statistics.stdev(variant.seconds) / len(variant.seconds) ** 0.5,
+                predicted=predicted_seconds(variant, profile, message),
+            )
     limit(interface, None)
 
 
 def table(results: list[Result]) -> str:
-    """Each method at each rate, with its step as a part of that of 1F1B at the same rate."""
+    """Each method at each rate, with its step, the mean and its standard error, as a part of that of 1F1B at the same
+    rate."""
     head = ("message of a forward", "method", "step s", "predicted", "to 1F1B", "predicted", "error")
     lines = [f"| {' | '.join(head)} |", len(head) * "|---" + "|"]
     errors = []
@@ -189,8 +197,8 @@ def table(results: list[Result]) -> str:
             if result is not first:
                 errors.append(abs(error))
             lines.append(
-                f"| {share:g} | {result.method} | {result.measured:.2f} | {result.predicted:.2f} | {measured:.2f} | "
-                f"{predicted:.2f} | {100 * error:+.1f} % |"
+                f"| {share:g} | {result.method} | {result.measured:.2f} ± {result.uncertain:.2f} | "
+                f"{result.predicted:.2f} | {measured:.2f} | {predicted:.2f} | {100 * error:+.1f} % |"
             )
     off = f"{100 * statistics.mean(errors):.1f} % off in the mean, {100 * max(errors):.1f} % at worst"
     return "\n".join([*lines, "", f"The ratios are predicted {off}."])
