@@ -20,7 +20,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -76,12 +76,13 @@ class Link(NamedTuple):
 
 
 class Result(NamedTuple):
-    """A method at one rate of the link, in seconds a step; `uncertain` is the standard error of the measured mean."""
+    """A method at one rate of the link, in seconds a step. `uncertain` is the standard error of what was measured; None
+    for a single step."""
 
     share: float
     method: str
     measured: float
-    uncertain: float
+    uncertain: float | None
     predicted: float
 
 
@@ -137,6 +138,11 @@ def timed(variants: list[Variant], repeats: int) -> None:
             del values[:1]
 
 
+def standard_error(seconds: Sequence[float]) -> float | None:
+    """That of the mean of steps; None for a single one."""
+    return statistics.stdev(seconds) / len(seconds) ** 0.5 if len(seconds) > 1 else None
+
+
 def forward_seconds(profile: Profile, length: int) -> float:
     """The forward of a whole sequence on the slowest stage."""
     return max(segment_times((length,), stage)[0] for stage in profile.times[Kind.F])
@@ -175,7 +181,7 @@ def compare(args: argparse.Namespace, num_chunks: int, interface: str, rates: di
                 share=share,
                 method=name,
                 measured=statistics.mean(variant.seconds),
-                uncertain=statistics.stdev(variant.seconds) / len(variant.seconds) ** 0.5,
+                uncertain=standard_error(variant.seconds),
                 predicted=predicted_seconds(variant, profile, message),
             )
     limit(interface, None)
@@ -196,8 +202,9 @@ def table(results: list[Result]) -> str:
             error = predicted / measured - 1
             if result is not first:
                 errors.append(abs(error))
+            uncertain = "" if result.uncertain is None else f" ± {result.uncertain:.2f}"
             lines.append(
-                f"| {share:g} | {result.method} | {result.measured:.2f} ± {result.uncertain:.2f} | "
+                f"| {share:g} | {result.method} | {result.measured:.2f}{uncertain} | "
                 f"{result.predicted:.2f} | {measured:.2f} | {predicted:.2f} | {100 * error:+.1f} % |"
             )
     off = f"{100 * statistics.mean(errors):.1f} % off in the mean, {100 * max(errors):.1f} % at worst"
