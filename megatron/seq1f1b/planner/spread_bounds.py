@@ -92,7 +92,7 @@ def _least_of_busiest(sizes: TrainingSetup, machine: Machine, segments: int, pas
     last = sizes.pipeline_parallel - 1
     longest = 0.0
     for least in _least_loads(sizes.alone, machine, segments):
-        layer = sizes.num_microbatches * (least.layer - exchanged)
+        layer = sizes.num_microbatches * max(0.0, least.layer - exchanged)
         ends = [rank * passing for rank in range(last + 1)]
         ends[0] += sizes.num_microbatches * least.embedding
         ends[last] += sizes.num_microbatches * least.head
