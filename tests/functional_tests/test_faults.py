@@ -141,7 +141,9 @@ def soak(flags: list[str]) -> None:
             seen.add(iteration)
             pages = int(Path("/proc/self/statm").read_text().split()[1])
             threads, files = (len(os.listdir(f"/proc/self/{what}")) for what in ("task", "fd"))
-            print(f"\nheld {dist.get_rank()}: {threads} {files} {pages * os.sysconf('SC_PAGE_SIZE')}", flush=True)
+            size = pages * os.sysconf("SC_PAGE_SIZE")
+            # In one write, so that no other rank writes between a line and its end.
+            print(f"\nheld {dist.get_rank()}: {threads} {files} {size}\n", end="", flush=True)
         if random.random() < 0.03:
             time.sleep(0.1 * random.random())
         return own(*args, **kwargs)
