@@ -64,7 +64,7 @@ def _compute_by_placement(
 
 
 @lru_cache(maxsize=1 << 14)
-def _least_compute_by_placement(
+def least_compute_of_ranks(
     alone: TrainingSetup, machine: Machine, placement: Placement, layers_per_stage: tuple[int, ...]
 ) -> Sequence[_RankCompute]:
     """Seconds at least for every cut into as many segments, by an even one: no first segment is shorter there."""
@@ -108,7 +108,7 @@ def least_seconds_cut(setup: TrainingSetup, machine: Machine, segments: int) -> 
     if evenly is None:
         return 0.0
     of_any = of_any_cut(machine, segments)
-    least = _least_compute_by_placement(evenly.alone, of_any, evenly.placement, evenly.layers_per_stage)
+    least = least_compute_of_ranks(evenly.alone, of_any, evenly.placement, evenly.layers_per_stage)
     return _least_by_compute(evenly, of_any, least)
 
 

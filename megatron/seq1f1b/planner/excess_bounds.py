@@ -7,7 +7,7 @@ from ..costs.layer_bytes import moved_bytes
 from ..costs.machine import Machine
 from ..costs.stage_times import Row, stage_rows, step_end
 from ..costs.training_setup import TrainingSetup
-from .first_backward import backwards_like_the_first, units_at_first_backward
+from .first_backward import backwards_like_the_first, of_first_units, units_at_first_backward
 from .memory_bounds import least_bytes
 from .pair_bounds import most_hidden
 from .rank_ends import CopyTimes
@@ -53,7 +53,7 @@ def least_seconds_with_copies(setup: TrainingSetup, machine: Machine, copies: Co
     seconds = setup.num_microbatches * sum(sum(chunk.forward) + sum(chunk.backward) for chunk in chunks)
     seconds -= most_hidden(setup, machine)[0]
     if copies is not None:
-        forwards_before = sum(_of_first_units(chunk.forward, chunk.held) for chunk in chunks)
+        forwards_before = sum(of_first_units(chunk.forward, chunk.held) for chunk in chunks)
         seconds += max(0.0, copies.leaving[0] - forwards_before)
         seconds += max(0.0, copies.returning - _compute_after_last_full(setup, chunks))
     return seconds + end.reduce + end.update + end.gather + machine.host.step
@@ -84,12 +84,6 @@ def _compute_after_last_full(setup: TrainingSetup, chunks: list[_Chunk]) -> floa
     num_units = setup.shape.num_units
     seconds = -chunks[-1].backward[-1]
     for chunk in chunks:
-        seconds += _of_first_units(chunk.forward, num_units) - _of_first_units(chunk.forward, units_before + chunk.held)
-        seconds += _of_first_units(chunk.backward, num_units) - _of_first_units(chunk.backward, units_before)
+        seconds += of_first_units(chunk.forward, num_units) - of_first_units(chunk.forward, units_before + chunk.held)
+        seconds += of_first_units(chunk.backward, num_units) - of_first_units(chunk.backward, units_before)
     return seconds
-
-
-def _of_first_units(seconds: Row, number: int) -> float:
-    """The time of the first units of a step, from that of the segments of a micro-batch."""
-    microbatches, segments = divmod(number, len(seconds))
-    return microbatches * sum(seconds) + sum(seconds[:segments])

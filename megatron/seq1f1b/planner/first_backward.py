@@ -4,6 +4,7 @@ Tested in planner/test_search.py by test_the_first_rank_holds_these_units.
 """
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from functools import lru_cache, partial
 from math import ceil
 
@@ -21,6 +22,12 @@ def units_at_first_backward(family: str, shape: Shape, has_pairs: bool) -> tuple
     before = first_backward - 1 if has_pairs else first_backward
     units = range(shape.num_units)
     return tuple(bisect_left(units, before, key=partial(_tick_of_unit, clock, stage)) for stage in stages)
+
+
+def of_first_units(segments: Sequence[float], number: int) -> float:
+    """The seconds or bytes of the first units of a stage, from those of the segments of a micro-batch."""
+    microbatches, more = divmod(number, len(segments))
+    return microbatches * sum(segments) + sum(segments[:more])
 
 
 def _tick_of_unit(clock: Clock, stage: int, unit: int) -> int:

@@ -7,14 +7,12 @@ from functools import lru_cache
 from math import ceil, inf
 from typing import NamedTuple
 
-import numpy as np
-
 from ..costs.blocks import BYTES
 from ..costs.layer_bytes import unit_bytes
 from ..costs.step_memory import static_memory
 from ..costs.training_setup import StageLayers, TrainingSetup
 from ..schedule import Placement, Shape
-from .first_backward import backwards_like_the_first, units_at_first_backward
+from .first_backward import backwards_like_the_first, of_first_units, units_at_first_backward
 from .space import MemoryBudget, Question, evenly_cut, may_move
 
 # Families that run all forwards before the first backward.
@@ -33,7 +31,8 @@ def may_fit(sizes: TrainingSetup, question: Question, segments: int, splits: boo
     the state under `breadth-first` alone, which runs all forwards before the first backward, and moves nothing
     either."""
     device, host, _ = question.budget
-    kept = _kept_of_model(sizes.alone, segments) / sizes.pipeline_parallel
+    alone = sizes.alone
+    kept = sum(_kept(alone, alone.stages[0], segments)) / sizes.pipeline_parallel
     state = _mean_state(sizes)
     if state <= device and state + kept <= device + (0.0 if splits else host):
         return True
@@ -53,13 +52,6 @@ def _whole_state(sizes: TrainingSetup) -> float:
     return float(sum(static_memory(on_one_rank(sizes), 0)))
 
 
-@lru_cache(maxsize=1 << 14)
-def _kept_of_model(alone: TrainingSetup, segments: int) -> float:
-    """The bytes that a micro-batch in so many segments keeps on all stages; 0 where it cannot be cut."""
-    evenly = evenly_cut(alone, segments)
-    return 0.0 if evenly is None else float(unit_bytes(evenly, evenly.stages[0]).sum())
-
-
 def least_bytes(setup: TrainingSetup, segments: float = inf) -> float:
     """A lower bound on the fullest rank, on its device and host together: its state, and on the first rank what it
     holds beside that at a first backward, with as many segments, or however many there are if that is inf."""
@@ -69,7 +61,7 @@ def least_bytes(setup: TrainingSetup, segments: float = inf) -> float:
 
 class _LeastParts(NamedTuple):
     """Bytes: the state of the first rank, that of the fullest, and for each chunk of the first rank what the units of a
-    micro-batch keep, up to each of them (`of_chunks`), and the number of its parameters."""
+    micro-batch keep (`of_chunks`), and the number of its parameters."""
 
     first: float
     fullest: float
@@ -79,7 +71,7 @@ class _LeastParts(NamedTuple):
     @property
     def microbatch(self) -> float:
         """What a micro-batch keeps on all chunks of the first rank."""
-        return sum(kept[-1] for kept in self.of_chunks)
+        return sum(map(sum, self.of_chunks))
 
 
 def _least_parts_of(setup: TrainingSetup, segments: float) -> _LeastParts:
@@ -111,15 +103,15 @@ def _states(setup: TrainingSetup) -> tuple[float, float, tuple[float, ...]]:
 
 @lru_cache(maxsize=1 << 16)
 def _kept(alone: TrainingSetup, stage: StageLayers, segments: float) -> tuple[float, ...]:
-    """What a micro-batch keeps on a stage, up to each of its units, in an even cut: its first units have no fewer
-    tokens in any other cut. If `segments` is inf it is not cut."""
+    """What the units of a micro-batch keep on a stage in an even cut: its first units have no fewer tokens in any other
+    cut. If `segments` is inf it is not cut; 0 where it cannot be."""
     stays = alone.but(offloads=0.0)
     if segments == inf:
         return (float(unit_bytes(stays.but(segments=()), stage).sum()),)
     evenly = evenly_cut(stays, int(segments))
     if evenly is None:
         return (0.0,) * int(segments)
-    return tuple(np.cumsum(unit_bytes(evenly, stage).sum(axis=1)).tolist())
+    return tuple(unit_bytes(evenly, stage).sum(axis=1).tolist())
 
 
 def _held_at_once(setup: TrainingSetup, parts: _LeastParts, segments: float) -> float:
@@ -128,17 +120,11 @@ def _held_at_once(setup: TrainingSetup, parts: _LeastParts, segments: float) -> 
     if segments == inf:
         return _microbatches_at_once(setup, inf) * parts.microbatch
     numbers = units_at_first_backward(setup.family, _shape_of(setup, int(segments)), setup.has_pairs)
-    of_chunks = [_of_units(kept, number) for kept, number in zip(parts.of_chunks, numbers, strict=True)]
+    of_chunks = [of_first_units(kept, number) for kept, number in zip(parts.of_chunks, numbers, strict=True)]
     if not (setup.moves_state and setup.family in _FORWARDS_FIRST):
         return sum(of_chunks)
     whole = _whole_chunks(parts.parameters, setup.gradient_bytes)
     return max(sum(of_chunks[: chunk + 1]) + bytes_of_whole for chunk, bytes_of_whole in enumerate(whole))
-
-
-def _of_units(kept: tuple[float, ...], number: int) -> float:
-    """What the first `number` units of a stage keep: whole micro-batches, and the first segments of another."""
-    microbatches, segments = divmod(number, len(kept))
-    return microbatches * kept[-1] + (kept[segments - 1] if segments else 0.0)
 
 
 def _whole_chunks(parameters: tuple[float, ...], gradient_bytes: int) -> list[float]:

@@ -339,6 +339,7 @@ def lengths_of(setup: TrainingSetup, strategy: str, segments: int) -> tuple[int,
     return _cut(setup.model, setup.sequence_length, multiple, strategy, segments, time)
 
 
+@lru_cache(maxsize=1 << 14)  # many bounds cut the same set-up
 def evenly_cut(setup: TrainingSetup, segments: int) -> TrainingSetup | None:
     """The set-up cut into segments of equal lengths; None if a sequence is too short."""
     lengths = lengths_of(setup, "even", segments)

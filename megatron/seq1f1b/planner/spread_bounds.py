@@ -12,9 +12,9 @@ from typing import NamedTuple
 from ..costs.machine import Machine
 from ..costs.pair_times import pair_row
 from ..costs.stage_times import rows_of_stage, step_end, sums_of_stage
-from ..costs.training_setup import Fsdp, StageLayers, TrainingSetup, of_stages, splits_backward
+from ..costs.training_setup import Fsdp, StageLayers, TrainingSetup, splits_backward, stages_of
 from ..schedule import Placement
-from .bounds import of_any_cut
+from .bounds import least_compute_of_ranks, of_any_cut
 from .memory_bounds import on_one_rank
 from .space import Question, evenly_cut, may_hide, ways_to_take_the_loss
 
@@ -52,35 +52,46 @@ def least_seconds_in_chunks(
 def _least_of_spread(
     sizes: TrainingSetup, machine: Machine, segments: int, splits: bool, layers: tuple[int, ...]
 ) -> float:
-    alone = sizes.alone
+    evenly = evenly_cut(sizes.alone, segments)
+    if evenly is None:
+        return inf
     ranks = sizes.pipeline_parallel
     placement = Placement(ranks, len(layers) // ranks)
-    stages = of_stages(alone.model, layers, lambda stage: _least_of_stage(alone, machine, segments, stage))
-    exchanged = _most_exchanged(alone, machine, segments) if sizes.hides_experts else 0.0
+    of_ranks = least_compute_of_ranks(evenly.alone, of_any_cut(machine, segments), placement, layers)
+    exchanged = _most_exchanged(sizes.alone, machine, segments) if sizes.hides_experts else 0.0
+    stages = stages_of(sizes.model, layers)
     longest = 0.0
     wait = waits = 0.0
-    for rank in range(ranks):
-        of_rank = placement.stages_of(rank)
-        work = sum(stages[stage].work - exchanged * stages[stage].num_layers for stage in of_rank)
+    for rank, compute in enumerate(of_ranks):
+        num_layers = sum(count for stage in placement.stages_of(rank) for _, count in stages[stage].layers)
+        work = compute.work - exchanged * num_layers
         longest = max(longest, wait + sizes.num_microbatches * work)
         waits += wait
-        wait += stages[rank].passing(splits)
+        wait += _passing(compute.first_forward, compute.first_backward, splits)
     of_mean = _mean_seconds(sizes, machine, segments) + waits / ranks
     return max(of_mean, longest) + _least_end(sizes, machine)
 
 
+def _passing(forward: float, backward: float, splits: bool) -> float:
+    """Seconds in which the first unit, and the last one back, pass a stage. A schedule that splits backwards fills the
+    time of the latter."""
+    return forward if splits else forward + backward
+
+
+@lru_cache(maxsize=1 << 16)
 def _least_passing(alone: TrainingSetup, machine: Machine, segments: int, splits: bool) -> float:
     """Seconds at least in which the first unit, and the last one back, pass a layer."""
     evenly = evenly_cut(alone, segments)
     if evenly is None:
         return 0.0
-    return min(
-        _least_of_stage(alone, machine, segments, _layers_alone(layer)).passing(splits)
-        for layer, _ in evenly.stages[0].layers
-    )
+    passing = []
+    for layer, _ in evenly.stages[0].layers:
+        f, i, w = rows_of_stage(evenly, of_any_cut(machine, segments), _layer_alone(layer))
+        passing.append(_passing(f[0], i[0] + w[0], splits))
+    return min(passing)
 
 
-def _layers_alone(layer: int) -> StageLayers:
+def _layer_alone(layer: int) -> StageLayers:
     """One layer of a kind, without embedding and loss."""
     return StageLayers(((layer, 1),), is_first=False, is_last=False)
 
@@ -131,7 +142,7 @@ def _least_loads(alone: TrainingSetup, machine: Machine, segments: int) -> list[
 
     embedding = device_and_host(StageLayers((), is_first=True, is_last=False))
     head = device_and_host(StageLayers((), is_first=False, is_last=True))
-    of_kinds = [(count, device_and_host(_layers_alone(layer))) for layer, count in evenly.stages[0].layers]
+    of_kinds = [(count, device_and_host(_layer_alone(layer))) for layer, count in evenly.stages[0].layers]
     found = []
     for _, of_layer in of_kinds:
         of_device = (0, 0)
@@ -194,33 +205,6 @@ def _least_work(alone: TrainingSetup, machine: Machine, segments: int) -> float:
     return sum(map(max, sums_of_stage(evenly, of_any_cut(machine, segments), evenly.stages[0])))
 
 
-class _LeastStage(NamedTuple):
-    """Layers of a stage, and its seconds at least, however sequences are cut: of a micro-batch, and of its first
-    segment."""
-
-    num_layers: int
-    work: float
-    first_forward: float
-    first_backward: float
-
-    def passing(self, splits: bool) -> float:
-        """In which the first unit, and the last one back, pass the stage. A schedule that splits backwards fills the
-        time of the latter."""
-        return self.first_forward if splits else self.first_forward + self.first_backward
-
-
-@lru_cache(maxsize=1 << 16)
-def _least_of_stage(alone: TrainingSetup, machine: Machine, segments: int, stage: StageLayers) -> _LeastStage:
-    evenly = evenly_cut(alone, segments)
-    num_layers = sum(count for _, count in stage.layers)
-    if evenly is None:
-        return _LeastStage(num_layers, 0.0, 0.0, 0.0)
-    of_any = of_any_cut(machine, segments)
-    f, i, w = rows_of_stage(evenly, of_any, stage)
-    work = sum(map(max, sums_of_stage(evenly, of_any, stage)))
-    return _LeastStage(num_layers, work, f[0], i[0] + w[0])
-
-
 @lru_cache(maxsize=1 << 16)
 def _most_exchanged(alone: TrainingSetup, machine: Machine, segments: int) -> float:
     """Seconds of the exchange of experts of a micro-batch on a layer: no pair hides more of it."""
@@ -229,7 +213,7 @@ def _most_exchanged(alone: TrainingSetup, machine: Machine, segments: int) -> fl
         return 0.0
     most = 0.0
     for layer, _ in evenly.stages[0].layers:
-        row = pair_row(evenly, machine, _layers_alone(layer))
+        row = pair_row(evenly, machine, _layer_alone(layer))
         most = max(most, sum(row.exchange_f) + sum(row.exchange_b))
     return most
 
