@@ -150,12 +150,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 def columns_of(days: float, plan: Plan) -> dict[str, str]:
     """The columns of the table for a plan that trains in so many days."""
     setup = plan.candidate.setup
-    of_plan = row(plan)
-    return {
+    columns = {
         "GPUs": f"{setup.num_devices}",
         "days": f"{days:.2f}",
         "GPU hours": f"{24 * days * setup.num_devices:.0f}",
         "batch": f"{setup.global_batch_size}",
         "steps": f"{_SECONDS_OF_A_DAY * days / plan.seconds:.0f}",
-        **{name: of_plan[name] for name in _OF_PLAN},
     }
+    of_plan = row(plan)
+    for name in _OF_PLAN:
+        columns[name] = of_plan[name]
+    return columns

@@ -12,7 +12,7 @@ import re
 import shutil
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from importlib.metadata import distribution, packages_distributions
 from pathlib import Path
@@ -67,8 +67,8 @@ def name_file(error: BaseException) -> None:
     """Give an error of a full disk the name of the file that was being written, which Python leaves out."""
     if not isinstance(error, OSError) or error.filename or error.errno not in _OF_DISKS:
         return
-    for frame, _ in reversed([*traceback.walk_tb(error.__traceback__)]):
-        if written := [*filter(_is_written, frame.f_locals.values())]:
+    for values in _locals_of(error):
+        if written := [*filter(_is_written, values)]:
             error.filename = min((file.name for file in written), key=_free_bytes)
             return
 
@@ -77,18 +77,30 @@ def read_file(error: BaseException) -> str:
     """The file whose content is at fault, which the words of a parser leave out; empty if there is none."""
     if not isinstance(error, (json.JSONDecodeError, UnicodeDecodeError, EOFError, pickle.UnpicklingError)):
         return ""
-    for frame, _ in reversed([*traceback.walk_tb(error.__traceback__)]):
-        for value in frame.f_locals.values():
-            is_file = isinstance(value, io.IOBase) and isinstance(getattr(value, "name", None), str)
-            if is_file and getattr(value, "mode", "w") in ("r", "rb"):
-                return str(value.name)
+    for values in _locals_of(error):
+        for file in filter(_is_read, values):
+            return str(file.name)
     return ""
+
+
+def _locals_of(error: BaseException) -> Iterator[Sequence[Any]]:
+    """The values of the local variables of each function in the traceback, the innermost first."""
+    for frame, _ in reversed([*traceback.walk_tb(error.__traceback__)]):
+        yield [*frame.f_locals.values()]
+
+
+def _is_named_file(value: Any) -> bool:
+    return isinstance(value, io.IOBase) and isinstance(getattr(value, "name", None), str)
+
+
+def _is_read(value: Any) -> bool:
+    """Whether a value is a file with a name that is open for reading only, or was."""
+    return _is_named_file(value) and getattr(value, "mode", "w") in ("r", "rb")
 
 
 def _is_written(value: Any) -> bool:
     """Whether a value is a file with a name that is open for writing, or was."""
-    is_file = isinstance(value, io.IOBase) and isinstance(getattr(value, "name", None), str)
-    return is_file and getattr(value, "mode", "w") not in ("r", "rb")
+    return _is_named_file(value) and not _is_read(value)
 
 
 def _free_bytes(file: str) -> float:

@@ -14,7 +14,7 @@ _LIMITS: Mapping[str, tuple[int, int | None]] = MappingProxyType(
         "MASTER_PORT": (1, 2**16 - 1),
     }
 )
-_WAY_OUT = "what starts the ranks, such as torchrun, sets it; unset it for a single rank"
+_SETS_BOTH = "what starts the ranks, such as torchrun, sets both"
 
 
 def check_job_variables(environ: Mapping[str, str], argv: Sequence[str]) -> None:
@@ -28,19 +28,18 @@ def check_job_variables(environ: Mapping[str, str], argv: Sequence[str]) -> None
         is_number = re.fullmatch("[0-9]{1,9}", text) is not None
         if not is_number or int(text) < least or (most is not None and int(text) > most):
             expected = f"from {least} on" if most is None else f"from {least} to {most}"
-            raise ValueError(f"{name}={text} in the environment is not a whole number {expected}; {_WAY_OUT}")
-        numbers[name] = int(text)
-    for name, bound in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
-        size = numbers.get(bound, 1 if bound == "WORLD_SIZE" else None)
-        if size is not None and numbers.get(name, 0) >= size:
             raise ValueError(
-                f"{name}={numbers[name]} in the environment must be below {bound}={size}; what starts the ranks, such "
-                "as torchrun, sets both"
+                f"{name}={text} in the environment is not a whole number {expected}; what starts the ranks, such as "
+                "torchrun, sets it; unset it for a single rank"
             )
+        numbers[name] = int(text)
+    bounds = {"RANK": ("WORLD_SIZE", numbers.get("WORLD_SIZE", 1))}
+    if "LOCAL_WORLD_SIZE" in numbers:
+        bounds["LOCAL_RANK"] = ("LOCAL_WORLD_SIZE", numbers["LOCAL_WORLD_SIZE"])
+    for name, (bound, size) in bounds.items():
+        if numbers.get(name, 0) >= size:
+            raise ValueError(f"{name}={numbers[name]} in the environment must be below {bound}={size}; {_SETS_BOTH}")
     plays_all_ranks = "--dry-run" in argv or "--fake-process-group" in argv
     is_named = "RANK" in numbers or plays_all_ranks
     if numbers.get("WORLD_SIZE", 1) > 1 and not is_named:  # Megatron would take every process for rank 0
-        raise ValueError(
-            f"WORLD_SIZE={numbers['WORLD_SIZE']} in the environment, but RANK is not set; what starts the ranks, such "
-            "as torchrun, sets both"
-        )
+        raise ValueError(f"WORLD_SIZE={numbers['WORLD_SIZE']} in the environment, but RANK is not set; {_SETS_BOTH}")

@@ -127,7 +127,8 @@ def _words(error: BaseException, flags: Mapping[str, str]) -> str:
     elif isinstance(error, ZeroDivisionError):
         text = f"{text} in {_failed_statement(error)}{values}"
     elif " " not in text:  # such as that of a KeyError
-        text = (f"{type(error).__name__}: {text}" if text else type(error).__name__) + values
+        kind = type(error).__name__
+        text = f"{kind}: {text}{values}" if text else f"{kind}{values}"
     elif values and len(text) <= _LONGEST:
         text = text.rstrip(".") + values
     if file := read_file(error):
