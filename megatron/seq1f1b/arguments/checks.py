@@ -12,6 +12,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from ..process.flag_names import flag_of
+
 # Sizes of a model, a batch and a cluster.
 _SIZES = (
     "num_layers",
@@ -58,7 +60,7 @@ def check_late_mistakes(args: Namespace) -> None:
     """Raise ValueError for mistakes in flags that would show late, or never."""
     for name, value in vars(args).items():
         if isinstance(value, float) and math.isnan(value):  # Megatron would train on NaN losses
-            raise ValueError(f"--{name.replace('_', '-')} nan must be a number")
+            raise ValueError(f"{flag_of(name)} nan must be a number")
     given = vars(args).get
     if given("ckpt_step") is not None and not given("load") and not given("pretrained_checkpoint"):
         raise ValueError(f"--ckpt-step {given('ckpt_step')} needs --load")  # Megatron would start anew
@@ -89,10 +91,10 @@ def check_sizes(args: Namespace) -> None:
     for name in _SIZES:
         size = getattr(args, name, None)
         if size is not None and size < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {size} must be a whole number from 1 on")
+            raise ValueError(f"{flag_of(name)} {size} must be a whole number from 1 on")
     for name in _CORPORA:
         if getattr(args, name, None) == []:
-            raise ValueError(f"--{name.replace('_', '-')} has no value; give it the path of a .bin and .idx pair")
+            raise ValueError(f"{flag_of(name)} has no value; give it the path of a .bin and .idx pair")
     sizes = (args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size)
     model_ranks = prod(sizes)
     if args.world_size % model_ranks:
@@ -124,7 +126,7 @@ def check_places(args: Namespace) -> None:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             # Megatron fails at the first save only; a trace is written after the third step.
             for name in _FOLDERS_OF_NODES:
-                written[f"--{name.replace('_', '-')}"] = given(name)
+                written[flag_of(name)] = given(name)
         if args.rank == args.world_size - 1:  # which alone writes these
             written["--tensorboard-dir"] = given("tensorboard_dir")
             if given("wandb_project"):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ..partition import STRATEGIES
+from ..process.flag_names import flag_of
 from ..process.near_names import did_you_mean
 from ..process.ranks import warn_on_rank_0
 from ..schedule import FAMILY_NAMES, PLACEMENTS, splitting_families
@@ -256,7 +257,7 @@ def parse_options(options: Mapping[str, Any]) -> argparse.Namespace:
     """Our flags, given as keywords (`sequence_splits=4` for `--sequence-splits 4`); raises ValueError."""
     words: list[str] = []
     for name, given in options.items():
-        words.append(f"--{name.replace('_', '-')}")
+        words.append(flag_of(name))
         if isinstance(given, (list, tuple)):
             words += map(str, given)
         elif given is not True:

@@ -11,6 +11,7 @@ from ..costs.training_setup import ALL_BUT_ATTENTION, Fsdp, Moves, TrainingSetup
 from ..partition import DEFAULT_STRATEGY, STRATEGIES
 from ..planner.given import NOT_PREDICTED
 from ..planner.space import Candidate
+from ..process.flag_names import flag_of
 from ..schedule import FAMILY_NAMES
 from .model_flags import add_every_model_flag
 from .parsing import Parser, count, name_of, with_values
@@ -76,7 +77,7 @@ def _add_decided(parser: argparse.ArgumentParser) -> None:
         "megatron_fsdp_main_grads_dtype",
         "megatron_fsdp_grad_comm_dtype",
     ):
-        add(f"--{name.replace('_', '-')}")
+        add(flag_of(name))
     add("--pipeline-schedule", choices=sorted(FAMILY_NAMES))
     add("--sequence-splits", *EQUAL_SPLITS, type=count)
     add("--sequence-split-strategy", "--pipe-sp-strategy", choices=sorted(STRATEGIES), default=DEFAULT_STRATEGY)

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..arguments.megatron_run import hybrid_stages
 from ..costs.model_shape import ModelShape, model_shape
+from ..process.flag_names import flag_of
 from .parsing import MOST_LAYERS, Parser, count, count_up_to
 
 # From a name to flags of Megatron.
@@ -146,7 +147,7 @@ def settings_of(launch: argparse.Namespace) -> dict[str, Any]:
     sizes = sizes | {"num_layers": len("".join(hybrid_stages(sizes))) or sizes["num_layers"]}
     for name in ("num_layers", "hidden_size", "num_attention_heads"):
         if sizes[name] is None:
-            raise ValueError(f"--{name.replace('_', '-')} is missing: give the sizes of the model, or --model")
+            raise ValueError(f"{flag_of(name)} is missing: give the sizes of the model, or --model")
     hidden = launch.hidden_size
     heads = launch.num_attention_heads
     groups = launch.num_query_groups

@@ -27,6 +27,7 @@ from ..files.costs_file import read_costs
 from ..files.schedule_file import read_schedule, write_schedule
 from ..files.timeline_file import read_timeline, write_timeline
 from ..files.typed import named_by
+from ..process.flag_names import flag_of
 from ..report import plot_timelines, write_trace
 from ..schedule import (
     FAMILY_NAMES,
@@ -104,7 +105,7 @@ def _refuse_without_effect(args: argparse.Namespace) -> None:
         return
     for name in without_effect:
         if getattr(args, name) is not None:
-            raise ValueError(f"--{name.replace('_', '-')} has no effect beside {file}; drop one of them")
+            raise ValueError(f"{flag_of(name)} has no effect beside {file}; drop one of them")
 
 
 def _schedule_and_costs(args: argparse.Namespace) -> tuple[Schedule, Costs, float]:

@@ -17,6 +17,7 @@ from ..arguments import PipelineConfig, add_arguments
 from ..arguments.checks import check_places, check_sizes
 from ..arguments.config import refuse_unsupported
 from ..costs.run_costs import RunCosts
+from ..process.flag_names import flag_of
 from ..process.net import Net
 from ..process.patches import Patch, patched, wrapping
 from ..process.ranks import is_rank_0
@@ -191,7 +192,7 @@ def _megatron_args() -> Namespace:
 def _equal_on_all_ranks(args: Namespace) -> dict[str, str]:
     """The values that must be equal on all ranks; folders and the numbers of ranks may differ."""
     facts = {
-        f"--{name.replace('_', '-')}": str(value)
+        flag_of(name): str(value)
         for name, value in vars(args).items()
         if name not in ("rank", "local_rank") and isinstance(value, _VALUES) and os.sep not in str(value)
     }

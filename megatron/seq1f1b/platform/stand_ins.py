@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import default_pg_timeout
 
+from ..process.flag_names import flag_of
 from ..process.ranks import warn_on_rank_0
 
 _CLEAR_REFS = Path("/proc/self/clear_refs")
@@ -201,7 +202,7 @@ def parse_with_cpu_defaults(parse_args, *args, **kwargs):
         raise ValueError("--profile marks steps for Nsight, which needs a GPU; add --use-pytorch-profiler, or drop it")
     for name, value, reason in FLAGS:
         given = getattr(parsed, name)
-        flag = f"--{name.replace('_', '-')}"
+        flag = flag_of(name)
         if given != value and flag in flags_given and not is_rehearsal:
             if name == "transformer_impl":
                 raise ValueError(f"{flag} {given} needs a GPU: {reason}; use {flag} {value}")
