@@ -179,17 +179,20 @@ What is off, and why, as far as we found:
 - Mixtures, more than 10 % off. gpt-oss-120b (14 to 19 % too fast): a layer takes 15 ms where we count 13 on the
   device and as many on the host, and most of what is missing grows with tokens, as runs on Blackwell show. Two rows
   in 16 bit with 16 experts a rank wait for their host: with `alltoall` (18 % too fast) it does more than with DeepEP
-  (16 % too slow), and one constant stands between them. CUDA graphs are not counted: with routers in them, in a later
-  version, qwen3-235b-a22b with DeepEP took 14 % less, and is predicted 17 % too slow. 64K and 128K tokens of
-  qwen3-235b-a22b (12 and 18 % too fast) are four and eight times as many for a ring of attention as 16K (6 %), for
-  the same experts. Mixtral-8x22B in 16 bit is 11 % too slow; its products, which are 87 % of its layers by
+  (16 % too slow), and one constant stands between them. CUDA graphs of routers alone are not counted: with them, in a
+  later version, qwen3-235b-a22b with DeepEP took 14 % less, and is predicted 17 % too slow, though by our count it does
+  not wait for its host. 64K and 128K tokens of it (12 and 18 % too fast) are four and eight times as many for a ring of
+  attention as 16K (6 %), for the same experts. Mixtral-8x22B in 16 bit is 11 % too slow; its products, which are 87 % of its layers by
   prediction, are faster than those of the dense models that their rate is fitted to. `alltoall` of qwen3-30b-a3b,
   without fused sorting, is 13 % too fast, and DeepSeek-V3 in 8 bits with a scale for each tensor 11 %.
 - Blackwell: machine files of data sheets, with the efficiencies of H100. DeepSeek-V3 on GB200 is predicted 9 % too
-  fast, but gpt-oss-120b on B200 by 16 to 48 and on GB200 by 42 to 49 %. Its attention has heads of 64 and sinks, its
-  experts biases; which of these young kernels take the time, the source does not tell. With fused kernels for biases
-  and activation functions of experts, in 8 bits, NVIDIA's page has 28,672 tokens/s a GB200 (26.08) where it has 16,640
-  in 16 bit, and 18,304 in the release in which such a kernel was ten times as slow (cudnn-frontend, issue 256).
+  fast, Qwen3-235B at most 3 % off, with CUDA graphs of all of a layer but its experts: without graphs one of its two
+  runs, with 16 experts a rank, would wait for its host, and be predicted 26 % too slow. But gpt-oss-120b is predicted
+  16 to 48 % too fast on B200, and 42 to 49 % on GB200, as on H100, where it is 14 to 19 %. Its attention has heads of
+  64 and sinks, its experts biases; which of these young kernels take the time, the source does not tell. With fused
+  kernels for biases and activation functions of experts, in 8 bits, NVIDIA's page has 28,672 tokens/s a GB200 (26.08)
+  where it has 16,640 in 16 bit, and 18,304 in the release in which such a kernel was ten times as slow
+  (cudnn-frontend, issue 256).
 - No rows, since another program ran: torchtitan's runs of 8B and 70B on 8 to 256 H100 with slower memory and 500 W
   (pytorch/torchtitan, benchmarks) would be predicted 16 to 35 % too fast, with tensor parallelism of 8B 30 to 55 %.
 - Llama 3 405B: nothing is fitted to it, though its network is RoCE and its program not Megatron. With 4 chunks in place

@@ -18,6 +18,15 @@ from .parsing import Parser, count, name_of, with_values
 
 # The modules of attention for --offload-modules, its norm included.
 _OF_ATTENTION = "attn_norm qkv_linear core_attn attn_proj"
+# Megatron's modules for CUDA graphs, by the symbols of blocks; of experts what comes before their products.
+_IN_GRAPHS = {
+    "*": "attn",
+    "+": "attn",
+    "G": "attn",
+    "M": "mamba",
+    "-": "mlp",
+    "E": "moe_router moe_preprocess",
+}
 # The flags that a plan decides.
 _COUNTS = """
     seq-length micro-batch-size global-batch-size tensor-model-parallel-size pipeline-model-parallel-size
@@ -76,6 +85,7 @@ def _add_decided(parser: argparse.ArgumentParser) -> None:
         "data_parallel_sharding_strategy",
         "megatron_fsdp_main_grads_dtype",
         "megatron_fsdp_grad_comm_dtype",
+        "cuda_graph_impl",
     ):
         add(flag_of(name))
     add("--pipeline-schedule", choices=sorted(FAMILY_NAMES))
@@ -83,6 +93,7 @@ def _add_decided(parser: argparse.ArgumentParser) -> None:
     add("--sequence-split-strategy", "--pipe-sp-strategy", choices=sorted(STRATEGIES), default=DEFAULT_STRATEGY)
     add("--recompute-granularity", choices=("full", "selective"))
     add("--recompute-modules", nargs="+")
+    add("--cuda-graph-modules", "--cuda-graph-scope", nargs="*")
     add("--offload-modules", nargs="+")
     add("--offload-activations", type=share_or_auto, default=0.0)
     add("--offload-layers-leaving", type=int, default=0)
@@ -102,7 +113,7 @@ def decided_flags(candidate: Candidate, by_megatron: bool = False) -> list[str]:
         f"--global-batch-size {setup.global_batch_size}",
         "--use-distributed-optimizer",
     ]
-    flags += [*_replicas(setup), *_exchanges(setup), *_memory(setup), *_layout(setup, by_megatron)]
+    flags += [*_replicas(setup), *_exchanges(setup), *_memory(setup), *_graphs(setup), *_layout(setup, by_megatron)]
     if not by_megatron:
         flags.append(f"--pipeline-schedule {setup.family}")
         if setup.keeps_logits:
@@ -182,6 +193,16 @@ def _memory(setup: TrainingSetup) -> Iterator[str]:
             yield f"--offload-layers-leaving {setup.layers_leaving}"
         if setup.overlaps_data_parallel:
             yield "--no-gradient-accumulation-fusion"
+
+
+def _graphs(setup: TrainingSetup) -> Iterator[str]:
+    """The CUDA graphs of all parts of layers but experts."""
+    if not setup.replays_layers:
+        return
+    model = setup.model
+    modules = dict.fromkeys(_IN_GRAPHS[symbol] for layer in range(model.num_layers) for symbol in model.blocks(layer))
+    yield "--cuda-graph-impl transformer_engine"
+    yield f"--cuda-graph-modules {' '.join(modules)}"
 
 
 def _layout(setup: TrainingSetup, by_megatron: bool) -> Iterator[str]:

@@ -60,6 +60,8 @@ def short_name(plan: Plan) -> str:
     if setup.partitions_state:
         words.append("partitioned")
     words += _fsdp(setup)
+    if setup.replays_layers:
+        words.append("graphs")
     if setup.offloads > 0:
         words.append("offload")
     return " ".join(words)
@@ -112,6 +114,8 @@ def _schedule(setup: TrainingSetup) -> str:
     if setup.partitions_state:
         words.append("shares")
     words += _fsdp(setup)
+    if setup.replays_layers:
+        words.append("graphs")
     return ", ".join(words) or "-"
 
 

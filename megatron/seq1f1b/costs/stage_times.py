@@ -59,8 +59,8 @@ def _seconds_of_layer(setup: TrainingSetup, machine: Machine, layer: int) -> tup
 
 
 def launch_times(setup: TrainingSetup, machine: Machine, stage: StageLayers) -> tuple[float, float]:
-    """What the host needs for the kernels of a forward and of a backward of a stage."""
-    num_layers = sum(count for _, count in stage.layers)
+    """What the host needs for the kernels of a forward and of a backward of a stage; graphs take it no time."""
+    num_layers = 0 if setup.replays_layers else sum(count for _, count in stage.layers)
     experts_forward, experts_backward = _launches_of_experts(setup, machine, stage)
     forward = num_layers * machine.host.layer_forward + experts_forward
     backward = num_layers * machine.host.layer_backward + experts_backward
@@ -125,6 +125,18 @@ def _passes_of_stage(setup: TrainingSetup, machine: Machine, stage: StageLayers)
             backward=(back + weight, launch_b, copying, gather + reduce),
             weight=weight,
         )
+
+
+@lru_cache(maxsize=1 << 14)
+def waits_for_launches(alone: TrainingSetup, machine: Machine) -> bool:
+    """Whether the device waits for its host in some layer: launches take longest of all that it does at once."""
+    (all_layers,) = alone.stages
+    for layer, _ in all_layers.layers:
+        launches = launch_times(alone, machine, StageLayers.of_layer(layer))
+        for passes in _passes_of_stage(alone, machine, StageLayers.of_layer(layer)):
+            if launches[0] >= max(passes.forward) or launches[1] >= max(passes.backward):
+                return True
+    return False
 
 
 @lru_cache(maxsize=1 << 15)

@@ -70,9 +70,20 @@ def choices_of(settings: Mapping[str, Any], layers_per_stage: tuple[int, ...], k
         "distributed_optimizer": bool(settings.get("use_distributed_optimizer")),
         "hides_tensor_exchange": bool(settings.get("tp_comm_overlap")),
         "dispatches_once": settings.get("moe_token_dispatcher_type") == "flex",
+        "replays_layers": _replays_layers(settings),
         "fuses_loss": bool(settings.get("cross_entropy_loss_fusion"))
         and settings.get("cross_entropy_fusion_impl") == "te",
     }
+
+
+def _replays_layers(settings: Mapping[str, Any]) -> bool:
+    """Whether CUDA graphs have attention and what follows it, but for experts. No module stands for whole layers."""
+    if settings.get("cuda_graph_impl") in (None, "none"):
+        return False
+    modules = settings.get("cuda_graph_modules") or settings.get("cuda_graph_scope") or []
+    names = {getattr(module, "name", module) for module in ([modules] if isinstance(modules, str) else modules)}
+    others = {"moe_router", "moe"} if settings.get("num_experts") else {"mlp"}
+    return not names or "full" in names or ("attn" in names and bool(names & others))
 
 
 class StageLayers(NamedTuple):
@@ -81,6 +92,11 @@ class StageLayers(NamedTuple):
     layers: tuple[tuple[int, int], ...]  # each kind, as the number of its first layer in the model, with its count
     is_first: bool  # has the embedding
     is_last: bool  # has the projection to the vocabulary and the loss
+
+    @classmethod
+    def of_layer(cls, layer: int) -> Self:
+        """One layer, without embedding and loss."""
+        return cls(((layer, 1),), is_first=False, is_last=False)
 
 
 @lru_cache(maxsize=4096)
@@ -142,6 +158,8 @@ class TrainingSetup:
     dispatches_once: bool = False  # a token goes once to a node or rank (--moe-token-dispatcher-type flex)
     hides_experts: bool = False  # --overlap-moe-expert-parallel-comm
     hides_tensor_exchange: bool = False  # --tp-comm-overlap, for segments of one length; needs `sequence_parallel`
+    # CUDA graphs replay all of a layer but its experts (--cuda-graph-impl): the host launches these alone.
+    replays_layers: bool = False
     recomputed_share: float = 1.0  # the part of the layers of a stage, with FULL (--recompute-method block)
     offloads: float = 0.0  # the share of what `moves` to the host
     moves: Moves = Moves.UNITS
@@ -323,6 +341,7 @@ class TrainingSetup:
             cp_comm_type=None,
             hides_experts=False,
             hides_tensor_exchange=False,
+            replays_layers=False,
             offloads=0.0,
             moves=Moves.UNITS,
             layers_leaving=0,

@@ -94,8 +94,11 @@ def fitted(setup: TrainingSetup, budget: MemoryBudget, moves: Moves) -> Training
         parts = setup.model.num_layers
         most = parts - 1
 
+    # Megatron refuses graphs of layers that move as a whole.
+    replays = setup.replays_layers and moves is not Moves.LAYERS
+
     def moving(number: int) -> TrainingSetup:
-        return setup.but(offloads=number / parts, moves=moves) if number else stays
+        return setup.but(offloads=number / parts, moves=moves, replays_layers=replays) if number else stays
 
     least = 0  # that ranks so far need
     for rank in fullest_ranks(setup):

@@ -16,7 +16,7 @@ from ..costs.layer_times import fastest_cp_comm_type
 from ..costs.machine import GIB, OUTSIDE_GIB, Machine
 from ..costs.model_shape import ModelShape
 from ..costs.stage_costs import A100, bottleneck_time, setup_costs
-from ..costs.stage_times import balanced_layers
+from ..costs.stage_times import balanced_layers, waits_for_launches
 from ..costs.training_setup import ALL_BUT_ATTENTION, FULL, Fsdp, Moves, TrainingSetup, splits_backward
 from ..partition import SegmentTime, Task, cut_sequence, segment_multiple
 from ..schedule import FAMILY_NAMES, PAIRED, Placement
@@ -159,13 +159,25 @@ def recomputed(question: Question, sizes: TrainingSetup, segments: int = 1) -> I
         hiding = (True, False) if may_hide(question, sizes, segments, recompute) else (False,)
         shares = _SHARES if question.by_megatron and recompute == FULL else (1.0,)
         for hides, share, fsdp, keeps in product(hiding, shares, ways_to_shard, ways_to_take_the_loss(sizes)):
-            yield sizes.but(
+            setup = sizes.but(
                 recompute=recompute,
                 hides_experts=hides,
                 recomputed_share=share,
                 fsdp=fsdp,
                 keeps_logits=keeps,
             )
+            yield setup.but(replays_layers=True) if should_replay(question, setup) else setup
+
+
+def should_replay(question: Question, setup: TrainingSetup) -> bool:
+    """Whether CUDA graphs replay layers: in Megatron's own schedules, where a device would wait for its host. A graph
+    of a layer cannot gather parameters (FSDP), take documents of a pack, or compute a layer or its experts again as a
+    whole."""
+    if not question.by_megatron or setup.fsdp is not Fsdp.OFF or setup.seen:
+        return False
+    if setup.recomputes_layers or setup.repeats("E"):
+        return False
+    return waits_for_launches(setup.alone, question.machine)
 
 
 def ways_to_take_the_loss(sizes: TrainingSetup) -> tuple[bool, ...]:

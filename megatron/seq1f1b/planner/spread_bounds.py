@@ -86,14 +86,9 @@ def _least_passing(alone: TrainingSetup, machine: Machine, segments: int, splits
         return 0.0
     passing = []
     for layer, _ in evenly.stages[0].layers:
-        f, i, w = rows_of_stage(evenly, of_any_cut(machine, segments), _layer_alone(layer))
+        f, i, w = rows_of_stage(evenly, of_any_cut(machine, segments), StageLayers.of_layer(layer))
         passing.append(_passing(f[0], i[0] + w[0], splits))
     return min(passing)
-
-
-def _layer_alone(layer: int) -> StageLayers:
-    """One layer of a kind, without embedding and loss."""
-    return StageLayers(((layer, 1),), is_first=False, is_last=False)
 
 
 def _least_of_busiest(sizes: TrainingSetup, machine: Machine, segments: int, passing: float) -> float:
@@ -142,7 +137,7 @@ def _least_loads(alone: TrainingSetup, machine: Machine, segments: int) -> list[
 
     embedding = device_and_host(StageLayers((), is_first=True, is_last=False))
     head = device_and_host(StageLayers((), is_first=False, is_last=True))
-    of_kinds = [(count, device_and_host(_layer_alone(layer))) for layer, count in evenly.stages[0].layers]
+    of_kinds = [(count, device_and_host(StageLayers.of_layer(layer))) for layer, count in evenly.stages[0].layers]
     found = []
     for _, of_layer in of_kinds:
         of_device = (0, 0)
@@ -164,6 +159,7 @@ def least_seconds_of_any(sizes: TrainingSetup, question: Question, segments: int
     waits."""
     least = sizes.without_recomputation().but(
         hides_experts=may_hide(question, sizes, segments, "none"),
+        replays_layers=question.by_megatron,
         keeps_logits=ways_to_take_the_loss(sizes)[-1],
     )
     may_shard = question.by_megatron and sizes.data_group.size > 1
@@ -213,7 +209,7 @@ def _most_exchanged(alone: TrainingSetup, machine: Machine, segments: int) -> fl
         return 0.0
     most = 0.0
     for layer, _ in evenly.stages[0].layers:
-        row = pair_row(evenly, machine, _layer_alone(layer))
+        row = pair_row(evenly, machine, StageLayers.of_layer(layer))
         most = max(most, sum(row.exchange_f) + sum(row.exchange_b))
     return most
 

@@ -186,6 +186,7 @@ FLAGS = (
     ("moe_permute_fusion", False, "a kernel of Transformer Engine"),
     ("moe_router_fusion", False, "a kernel of Transformer Engine"),
     ("ddp_average_in_collective", False, "gloo sums only; the same mean is taken before the sum"),
+    ("cuda_graph_impl", "none", "only a GPU replays its launches"),
 )
 
 

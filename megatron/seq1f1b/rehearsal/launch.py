@@ -115,6 +115,10 @@ def stood_for(args: Namespace) -> list[str]:
             "fused weight gradients by a temporary as large as the weight, which no GPU needs",
         ),
         (
+            is_on_gpu and args.replaced_on_cpu["cuda_graph_impl"] != "none",
+            "CUDA graphs by what they replay, which keeps as much; their buffers stay allocated, and are not counted",
+        ),
+        (
             args.fp8 or args.fp4,
             f"--{'fp8' if args.fp8 else 'fp4'}-format, which is not modelled: everything is computed and counted in "
             f"{_precision(args)}, without copies of weights in fewer bits or their scales",

@@ -1,10 +1,12 @@
 """The flags of a plan mean what was planned, to the planner and to a training."""
 
+import argparse
 import shlex
 from collections import Counter
 from dataclasses import replace
 
 import pytest
+from megatron.training.arguments import add_megatron_arguments
 
 from megatron.seq1f1b.arguments import pipeline_config, run_of_arguments
 from megatron.seq1f1b.arguments.config import refuse_unsupported
@@ -15,10 +17,10 @@ from megatron.seq1f1b.commands.model_flags import PRESETS, model_of, preset, rea
 from megatron.seq1f1b.commands.parsing import with_values
 from megatron.seq1f1b.costs.model_shape import DeltaNet, Experts, LatentAttention
 from megatron.seq1f1b.costs.run_costs import RunCosts
-from megatron.seq1f1b.costs.training_setup import Fsdp, Moves, TrainingSetup
+from megatron.seq1f1b.costs.training_setup import Fsdp, Moves, TrainingSetup, choices_of
 from megatron.seq1f1b.planner.given import as_given
 from megatron.seq1f1b.planner.search import Search
-from megatron.seq1f1b.planner.space import Candidate, recomputes
+from megatron.seq1f1b.planner.space import Candidate, recomputes, setups
 from megatron.seq1f1b.schedule import Placement
 from unit_tests.arguments.parsed import parsed
 from unit_tests.planner.question import WORDS, candidates, linked, small
@@ -91,6 +93,28 @@ def test_what_moves_to_the_host_is_read_back():
         launch = read_launch(words_of(candidate, by_megatron=True))
         assert launch.offload_activations == 0 and as_given(launch, question) == candidate
     assert {each.candidate.setup.moves for each in found} >= {Moves.MODULES, Moves.LAYERS}
+
+
+@pytest.mark.parametrize(
+    "name, modules",
+    [
+        ("llama3-8b", ["attn", "mlp"]),
+        ("deepseek-v3", ["attn", "mlp", "moe_router", "moe_preprocess"]),
+        ("qwen3-next-80b", ["attn", "moe_router", "moe_preprocess"]),
+    ],
+)
+def test_graphs_are_read_back_and_parsed_by_megatron(name, modules):
+    question = small(model=preset(name), micro_batches=(1,)).megatron_baseline()
+    setup = next(each for each in setups(question) if each.recompute == "none" and not each.hides_experts)
+    candidate = Candidate(replace(setup, replays_layers=True, fsdp=Fsdp.OFF))
+    flags = [flag for flag in decided_flags(candidate, by_megatron=True) if "cuda-graph" in flag]
+    launch = read_launch(shlex.split(" ".join(flags)))
+    assert choices_of(vars(launch) | {"num_experts": question.model.experts}, (1,), False)["replays_layers"]
+    assert not read_launch(["--cuda-graph-impl", "transformer_engine"]).passed_through, "of Megatron's plans alone"
+    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    parsed_flags = parser.parse_args(shlex.split(" ".join(flags)))
+    assert parsed_flags.cuda_graph_impl == "transformer_engine"
+    assert {getattr(module, "name", module) for module in parsed_flags.cuda_graph_modules} == {*modules}
 
 
 def test_the_checkpoints_of_fsdp_are_those_of_its_runs_only():

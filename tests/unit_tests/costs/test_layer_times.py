@@ -24,7 +24,7 @@ from megatron.seq1f1b.costs.machine import read_machine
 from megatron.seq1f1b.costs.model_shape import Experts
 from megatron.seq1f1b.costs.simulator import predict
 from megatron.seq1f1b.costs.stage_costs import analytic_costs
-from megatron.seq1f1b.costs.stage_times import launch_times, rows_of_stage
+from megatron.seq1f1b.costs.stage_times import launch_times, rows_of_stage, waits_for_launches
 from megatron.seq1f1b.costs.step_memory import rank_memory
 from megatron.seq1f1b.costs.training_setup import Moves, TrainingSetup
 from megatron.seq1f1b.schedule import Placement, build
@@ -129,6 +129,23 @@ def test_the_device_hides_launches_of_experts():
             assert f[0] == pytest.approx(launch_times(setup, MACHINE, stage)[0] + MACHINE.host.action)
         else:
             assert f == free
+
+
+def test_graphs_leave_the_launches_of_experts_to_the_host():
+    short = TrainingSetup(preset("qwen3-30b-a3b"), 256, 8, expert_parallel=8, data_parallel=8)
+    (stage,) = short.stages
+    experts = 48 * 128 / 8 * MACHINE.host.expert
+    replayed = short.but(replays_layers=True)
+    assert launch_times(replayed, MACHINE, stage) == pytest.approx((experts, 2 * experts))
+    dense = TrainingSetup(preset("llama3-8b"), 256, 8, replays_layers=True)
+    assert launch_times(dense, MACHINE, dense.stages[0]) == (0.0, 0.0)
+    for tokens in (256, 65536):
+        setup = short.but(sequence_length=tokens, segments=(tokens,))
+        waits = waits_for_launches(setup.alone, MACHINE)
+        assert waits == (tokens == 256)
+        f, _, _ = rows_of_stage(setup.alone, MACHINE, stage)
+        of_graphs, _, _ = rows_of_stage(setup.but(replays_layers=True).alone, MACHINE, stage)
+        assert of_graphs < f if waits else of_graphs == f
 
 
 def test_biases_of_experts_are_launches():

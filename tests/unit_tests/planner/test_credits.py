@@ -7,16 +7,17 @@ from pathlib import Path
 from megatron.training.arguments import add_megatron_arguments
 
 PAGE = Path(__file__).parents[3] / "docs" / "planning.md"
-# Words of flags that save memory of training, or hide messages of it.
+# Words of flags that save memory of training, or hide messages or launches of it.
 SAVES = re.compile(
     r"offload|overlap|recompute|fsdp|shard|stash|(delay|embedding|experts)-wgrad|checkpoint-act|precision-aware"
     r"|param-gather|param-ag|hierarchical|hybrid-context|grad-reduce|grads-in|-dtype|reduce-scatter|nccl-ub|sharp|all-gather"
     r"|optimizer-instances|loss-fusion|empty-unused|high-priority|deepep|hybridep|dispatcher|cp-comm-type|capacity"
     r"|saved-act|chunks-for-training|lm-cross-entropy|tp-comm-(bulk|split)|ddp-bucket|ddp-num|ddp-pad|dp-mapping|microbatch-group"
+    r"|cuda-graph"
 )
 # What has these words and is of inference, checkpoints, data or orders of launches.
 OTHERS = re.compile(
-    r"^--(no-)?rl-|inference|ckpt|dist-|distrib-|load|data-sharding|align-param-gather|save-|ssm-states|router-dtype"
+    r"^--(no-)?rl-|inference|ckpt|dist-|distrib-|load|data-sharding|align-param-gather|save-|ssm-states|router-dtype|decode-only"
 )
 
 

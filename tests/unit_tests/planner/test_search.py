@@ -14,7 +14,14 @@ from megatron.seq1f1b.costs.execution import execute_lowered
 from megatron.seq1f1b.costs.model_shape import DeltaNet, Experts, Mamba
 from megatron.seq1f1b.costs.pair_times import PairRow, PairTimes
 from megatron.seq1f1b.costs.simulator import predict
-from megatron.seq1f1b.costs.training_setup import ALL_BUT_ATTENTION, FULL, Moves, TrainingSetup, splits_backward
+from megatron.seq1f1b.costs.training_setup import (
+    ALL_BUT_ATTENTION,
+    FULL,
+    Fsdp,
+    Moves,
+    TrainingSetup,
+    splits_backward,
+)
 from megatron.seq1f1b.planner import bounds, memory_bounds, search, spread_bounds
 from megatron.seq1f1b.planner.breakdown import breakdown
 from megatron.seq1f1b.planner.first_backward import backwards_like_the_first, units_at_first_backward
@@ -357,6 +364,26 @@ def test_what_the_bounds_leave_out_is_no_answer(monkeypatch, by_megatron, limit)
     assert len(pruned.plans) < len(exhaustive.plans)
 
 
+def test_megatron_replays_layers_where_its_host_is_slow():
+    """Not beside FSDP, and not with whole layers or experts computed again. Segments have no graphs."""
+    for seconds, is_slow in ((1e-6, False), (0.2, True)):
+        question = mixture(recomputes=("none", "layernorm moe", FULL), memory_gib=8)
+        host = structs.replace(question.machine.host, layer_forward=seconds, layer_backward=2 * seconds)
+        question = replace(question, machine=replace(question.machine, host=host))
+        assert not any(plan.candidate.setup.replays_layers for plan in Search(question).best())
+        question = question.megatron_baseline()
+        found = [*chain.from_iterable(recomputed(question, sizes) for sizes in parallel_sizes(question))]
+        assert {setup.fsdp for setup in found} > {Fsdp.OFF}
+        assert {setup.recompute for setup in found} == {*question.recomputes}
+        for setup in found:
+            may = setup.fsdp is Fsdp.OFF and setup.recompute == "none"
+            assert setup.replays_layers == (is_slow and may)
+        (best,) = Search(question).best(1)
+        launched = best.candidate.setup.but(replays_layers=False)
+        assert best.candidate.setup.replays_layers == is_slow
+        assert (best.seconds < predict(launched, question.machine).seconds) == is_slow
+
+
 def test_the_state_is_partitioned_where_that_is_faster():
     """A deep model, where weights and gradients fill a device, and where they do not."""
     changes = {"model": replace(MODEL, num_layers=24, vocab_size=1024), "num_devices": 8, "global_batch_size": 16}
@@ -435,6 +462,7 @@ def test_megatron_moves_whole_layers_without_a_pipeline():
     found = Search(question).best(20)
     moving = [each for each in found if each.candidate.setup.moves is Moves.LAYERS]
     assert moving and moving[0].seconds == found[0].seconds
+    assert not any(each.candidate.setup.replays_layers for each in moving)
     for plan in moving:
         setup = plan.candidate.setup
         assert (setup.pipeline_parallel, setup.recompute) == (1, "none") and 0 < setup.offloads < 1

@@ -117,6 +117,8 @@ def test_what_needs_a_gpu_is_replaced_or_refused(monkeypatch, caplog):
     assert parse(monkeypatch).transformer_impl == "local"
     parse(monkeypatch, "--distributed-backend", "nccl", distributed_backend="nccl")
     assert caplog.text.count("--distributed-backend nccl becomes gloo on the CPU") == 1
+    parse(monkeypatch, "--cuda-graph-impl", "local", cuda_graph_impl="local")
+    assert "--cuda-graph-impl local becomes none on the CPU" in caplog.text
     needs = "^--transformer-impl transformer_engine needs a GPU: .*; use --transformer-impl"
     with pytest.raises(ValueError, match=needs):  # but in a rehearsal, whose cluster has one
         parse(monkeypatch, "--transformer-impl", "transformer_engine")
