@@ -5,8 +5,8 @@
 
 1F1B, its interleaved form, Seq1F1B and Seq1F1B-I run at rates of the link at which the output of a stage takes a
 tenth, a half and all of the time of its forward. Times of actions come from other runs in one, four and eight segments,
-latency and bandwidth of the limited link from messages of two sizes; steps are simulated by these, and timed in turn
-with those runs. Needs root, and `ip`, `tc` and `sysctl`. The namespaces are gone at the end.
+latency and bandwidth of the limited link from messages of two sizes; steps are simulated by these. All runs at one rate
+are timed in turn. Needs root, and `ip`, `tc` and `sysctl`. The namespaces are gone at the end.
 """
 
 from benchmarking.device import parser_of, start  # before Megatron
@@ -20,8 +20,9 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -42,10 +43,10 @@ _PORT = "29511"
 # Of the time of a forward, what its output takes on the link.
 SHARES = (0.1, 0.5, 1.0)
 _MICROBATCHES = 4
-# By number of model chunks: the name of a method and its segments.
+# By number of model chunks: the names of methods, each with its segments.
 METHODS = {
-    1: (("1F1B", 1), ("Seq1F1B, k = 4", 4)),
-    2: (("interleaved 1F1B, C = 2", 1), ("Seq1F1B-I, k = 4, C = 2", 4)),
+    1: {"1F1B": 1, "Seq1F1B, k = 4": 4},
+    2: {"interleaved 1F1B, C = 2": 1, "Seq1F1B-I, k = 4, C = 2": 4},
 }
 # Segments of the runs that are the profile. They have as many micro-batches as the methods: with fewer, both ranks
 # would less often compute at once, and each would more often have the memory's bandwidth for itself.
@@ -76,14 +77,14 @@ class Link(NamedTuple):
 
 
 class Result(NamedTuple):
-    """A method at one rate of the link, in seconds a step. `uncertain` is the standard error of what was measured; None
-    for a single step."""
+    """A method at one rate of the link: seconds of each of its steps, which were timed in turn with those of other
+    methods, and of a step as predicted."""
 
     share: float
     method: str
-    measured: float
-    uncertain: float | None
+    measured: Sequence[float]
     predicted: float
+    rate: float  # bytes/s
 
 
 def parse() -> argparse.Namespace:
@@ -138,9 +139,27 @@ def timed(variants: list[Variant], repeats: int) -> None:
             del values[:1]
 
 
-def standard_error(seconds: Sequence[float]) -> float | None:
-    """That of the mean of steps; None for a single one."""
-    return statistics.stdev(seconds) / len(seconds) ** 0.5 if len(seconds) > 1 else None
+class Ratio(NamedTuple):
+    """A mean step as a part of another, with its standard error: None for single steps."""
+
+    value: float
+    uncertain: float | None
+
+
+def ratio_of_means(steps: Sequence[float], others: Sequence[float]) -> Ratio:
+    """Of steps and others that were timed in turn: what slows both in one turn does not make the ratio uncertain."""
+    value = statistics.mean(steps) / statistics.mean(others)
+    if len(steps) == 1:
+        return Ratio(value, None)
+    apart = [step - value * other for step, other in zip(steps, others, strict=True)]
+    return Ratio(value, statistics.stdev(apart) / len(steps) ** 0.5 / statistics.mean(others))
+
+
+def rates_of_shares(size: int, forward: float) -> dict[float, float]:
+    """Bytes/s at which `size` bytes take each of SHARES of the seconds of a forward on the first rank."""
+    found = [{share: size / (share * forward) for share in SHARES}]
+    dist.broadcast_object_list(found, src=0)
+    return found[0]
 
 
 def forward_seconds(profile: Profile, length: int) -> float:
@@ -148,48 +167,42 @@ def forward_seconds(profile: Profile, length: int) -> float:
     return max(segment_times((length,), stage)[0] for stage in profile.times[Kind.F])
 
 
-def compare(args: argparse.Namespace, num_chunks: int, interface: str, rates: dict[float, float]) -> Iterator[Result]:
-    """The methods with this number of chunks. `rates` are bytes/s by share, and found where it is empty."""
-    limit(interface, None)
-    use_ranks(num_chunks)
-    model = build_model(args, num_chunks)
+def compare(args: argparse.Namespace, interface: str) -> Iterator[Result]:
+    """All methods at each rate of the link, with the runs of their profiles. All of them are timed in turn, so that
+    none has a slower machine than another."""
+    use_ranks(1)
     batch = Batch(args)
+    models = {num_chunks: build_model(args, num_chunks) for num_chunks in METHODS}
 
-    def variant(segments: int) -> Variant:
-        return ours(args, "1f1b", "even", even(args.seq_length, segments), model, batch, _MICROBATCHES)
+    def variants(num_chunks: int, segments: Iterable[int]) -> list[Variant]:
+        model = models[num_chunks]
+        cuts = (even(args.seq_length, number) for number in segments)
+        return [ours(args, "1f1b", "even", cut, model, batch, _MICROBATCHES) for cut in cuts]
 
-    profiled = [variant(segments) for segments in _PROFILED]
-    variants = [variant(segments) for _, segments in METHODS[num_chunks]]
-    bytes_of_token = 4 * args.hidden_size
-    if not rates:
-        timed(profiled, args.repeats)
-        forward = forward_seconds(profile_of(profiled), args.seq_length)
-        found = [{share: bytes_of_token * args.seq_length / (share * forward) for share in SHARES}]
-        dist.broadcast_object_list(found, src=0)
-        rates.update(found[0])
+    profiled = {num_chunks: variants(num_chunks, _PROFILED) for num_chunks in METHODS}
+    compared = {num_chunks: variants(num_chunks, methods.values()) for num_chunks, methods in METHODS.items()}
+    in_turn = [*chain(*profiled.values()), *chain(*compared.values())]
+    bytes_of_output = 4 * args.hidden_size * args.seq_length
+    limit(interface, None)
+    timed(profiled[1], args.repeats)
+    rates = rates_of_shares(bytes_of_output, forward_seconds(profile_of(profiled[1]), args.seq_length))
     for share, rate in rates.items():
         limit(interface, rate)
         dist.barrier()
         if dist.get_rank() == 0:
-            print(f"{num_chunks} model chunks on a rank, {rate / 1e6:.3g} MB/s ...", file=sys.stderr, flush=True)
-        link = measured_link(bytes_of_token * args.seq_length)
-        timed([*profiled, *variants], args.repeats)
-        profile = profile_of(profiled)
-        for (name, segments), variant in zip(METHODS[num_chunks], variants, strict=True):
-            message = link.seconds(bytes_of_token * args.seq_length // segments)
-            yield Result(
-                share=share,
-                method=name,
-                measured=statistics.mean(variant.seconds),
-                uncertain=standard_error(variant.seconds),
-                predicted=predicted_seconds(variant, profile, message),
-            )
+            print(f"{rate / 1e6:.3g} MB/s ...", file=sys.stderr, flush=True)
+        link = measured_link(bytes_of_output)
+        timed(in_turn, args.repeats)
+        for num_chunks, methods in METHODS.items():
+            profile = profile_of(profiled[num_chunks])
+            for (name, segments), variant in zip(methods.items(), compared[num_chunks], strict=True):
+                message = link.seconds(bytes_of_output // segments)
+                yield Result(share, name, tuple(variant.seconds), predicted_seconds(variant, profile, message), rate)
     limit(interface, None)
 
 
 def table(results: list[Result]) -> str:
-    """Each method at each rate, with its step, the mean and its standard error, as a part of that of 1F1B at the same
-    rate."""
+    """Each method at each rate, with its step, and as a part of that of 1F1B at the same rate."""
     head = ("message of a forward", "method", "step s", "predicted", "to 1F1B", "predicted", "error")
     lines = [f"| {' | '.join(head)} |", len(head) * "|---" + "|"]
     errors = []
@@ -197,15 +210,16 @@ def table(results: list[Result]) -> str:
         of_share = [result for result in results if result.share == share]
         first = of_share[0]
         for result in of_share:
-            measured = result.measured / first.measured
+            measured = ratio_of_means(result.measured, first.measured)
             predicted = result.predicted / first.predicted
-            error = predicted / measured - 1
+            error = predicted / measured.value - 1
+            uncertain = ""
             if result is not first:
                 errors.append(abs(error))
-            uncertain = "" if result.uncertain is None else f" ± {result.uncertain:.2f}"
+                uncertain = "" if measured.uncertain is None else f" ± {measured.uncertain:.2f}"
             lines.append(
-                f"| {share:g} | {result.method} | {result.measured:.2f}{uncertain} | "
-                f"{result.predicted:.2f} | {measured:.2f} | {predicted:.2f} | {100 * error:+.1f} % |"
+                f"| {share:g} | {result.method} | {statistics.mean(result.measured):.2f} | {result.predicted:.2f} | "
+                f"{measured.value:.2f}{uncertain} | {predicted:.2f} | {100 * error:+.1f} % |"
             )
     off = f"{100 * statistics.mean(errors):.1f} % off in the mean, {100 * max(errors):.1f} % at worst"
     return "\n".join([*lines, "", f"The ratios are predicted {off}."])
@@ -216,13 +230,13 @@ def run_rank() -> None:
     logging.disable(logging.INFO)
     start()
     interface = _INTERFACES[dist.get_rank()]
-    rates: dict[float, float] = {}
-    results = [result for chunks in METHODS for result in compare(args, chunks, interface, rates)]
+    results = [*compare(args, interface)]
     if dist.get_rank() == 0:
+        rates = dict.fromkeys(result.rate for result in results)
         print(
             f"2 ranks, {_MICROBATCHES} micro-batches of one sequence of {args.seq_length} tokens, {args.num_layers} "
             f"layers, hidden {args.hidden_size}; means of {args.repeats}; links of "
-            f"{', '.join(f'{rate / 1e6:.3g}' for rate in rates.values())} MB/s\n\n{table(results)}"
+            f"{', '.join(f'{rate / 1e6:.3g}' for rate in rates)} MB/s\n\n{table(results)}"
         )
     dist.destroy_process_group()
 
