@@ -102,7 +102,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def _missing(args: argparse.Namespace, words: Sequence[str]) -> list[str]:
     """The names of flags without which nothing can be planned."""
     missing = []
-    if args.model is None and not any(word.startswith("--num-layers") for word in words):
+    # A pattern has a symbol for each layer, so Megatron needs no number beside it.
+    counts_layers = any(word.startswith(("--num-layers", "--hybrid-layer-pattern")) for word in words)
+    if args.model is None and not counts_layers:
         missing.append("--model (or the sizes of one, --num-layers and its kin)")
     if args.gpus is None:
         missing.append("--gpus")

@@ -13,7 +13,7 @@ import pytest
 from megatron.seq1f1b import commands
 from megatron.seq1f1b.commands import gain_map, plan, plan_text
 from megatron.seq1f1b.commands.gain_cells import read_cells
-from megatron.seq1f1b.commands.model_flags import preset
+from megatron.seq1f1b.commands.model_flags import model_of, preset
 from megatron.seq1f1b.commands.parsing import output_path
 from megatron.seq1f1b.commands.plan_answer import Answer
 from megatron.seq1f1b.commands.train_time import LAWS, soonest
@@ -97,6 +97,13 @@ def test_the_objects_of_a_plan_are_hardly_looked_through(capsys):
     before = sum(each["collections"] for each in gc.get_stats())
     assert commands.main(["plan", *SMALL.split(), "--best", "1"]) == 0
     assert sum(each["collections"] for each in gc.get_stats()) - before < 100
+
+
+def test_a_pattern_is_a_number_of_layers_too():
+    """Megatron takes --hybrid-layer-pattern without --num-layers."""
+    words = "--hybrid-layer-pattern *-|*-| --hidden-size 64 --num-attention-heads 4 --gpus 2 --seq-length 1024"
+    args = plan.parse([*words.split(), "--global-batch-size", "4"])
+    assert model_of(args.launch).num_layers == 4
 
 
 def test_what_every_run_refuses_is_in_no_plan(capsys):
