@@ -176,16 +176,15 @@ What is off, and why, as far as we found:
   kernels of its recurrence; fused losses. For qwen3-30b-a3b on 16 GPUs HybridEP was measured 40 % faster a step than
   `alltoall`, which sorted tokens without fused kernels, and is predicted 29 %; the exchange beside other
   micro-batches 15 %, and 18 % predicted; for qwen3-235b-a22b with DeepEP 11, and 15 %.
-- Mixtures, more than 10 % off. gpt-oss-120b (14 to 19 % too fast): a layer takes 15 ms where we count 13 on the
-  device and as many on the host, and most of what is missing grows with tokens, as runs on Blackwell show. Two rows
-  in 16 bit with 16 experts a rank wait for their host: with `alltoall` (18 % too fast) it does more than with DeepEP
-  (16 % too slow), and one constant stands between them. CUDA graphs of routers alone are not counted: with them, in a
-  later version, qwen3-235b-a22b with DeepEP took 14 % less, and is predicted 17 % too slow, though by our count it does
-  not wait for its host. 64K and 128K tokens of it (12 and 18 % too fast) are four and eight times as many for a ring
-  of attention as 16K (6 %), for the same experts. Mixtral-8x22B in 16 bit is 11 % too slow; its products, which are
-  87 % of its layers by prediction, are faster than those of the dense models that their rate is fitted to. `alltoall`
-  of qwen3-30b-a3b, without fused sorting, is 13 % too fast, and DeepSeek-V3 in 8 bits with a scale for each tensor 11
-  %.
+- Mixtures, more than 10 % off. gpt-oss-120b (14 to 19 % too fast): a layer takes 15 ms where we count 13 on the device
+  and as many on the host, and most of what is missing grows with tokens, as runs on Blackwell show. Two rows in 16 bit
+  with 16 experts a rank wait for their host: with `alltoall` (18 % too fast) it does more than with DeepEP (16 % too
+  slow), and one constant stands between them. CUDA graphs of routers alone are not counted: with them, in a later
+  version, qwen3-235b-a22b with DeepEP took 14 % less, and is predicted 17 % too slow, though by our count it does not
+  wait for its host. 64K and 128K tokens of it (12 and 18 % too fast) are four and eight times as many for a ring of
+  attention as 16K (6 %), for the same experts. Mixtral-8x22B in 16 bit is 11 % too slow; its products, which are 87 %
+  of its layers by prediction, are faster than those of the dense models that their rate is fitted to. `alltoall` of
+  qwen3-30b-a3b, without fused sorting, is 13 % too fast, and DeepSeek-V3 in 8 bits with a scale for each tensor 11 %.
 - Blackwell: machine files of data sheets, with the efficiencies of H100. DeepSeek-V3 on GB200 is predicted 9 % too
   fast, Qwen3-235B at most 3 % off, with CUDA graphs of all of a layer but its experts: without graphs one of its two
   runs, with 16 experts a rank, would wait for its host, and be predicted 26 % too slow. But gpt-oss-120b is predicted
