@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -88,11 +87,12 @@ def in_time(seconds: float, call: Callable[[], Any]) -> Any:
 
 class Listener:
     """What listens at the address of the store, seen by a connection that waits beside those of torch: torch itself
-    waits for ever for the answer of a program that accepts connections and is mute."""
+    waits for ever for the answer of a program that accepts connections and is mute, and tries again for as long as one
+    that closes them at once."""
 
     def __init__(self) -> None:
         self._connection: socket.socket | None = None
-        self._since = 0.0
+        self._since: float | None = None  # when the first of the connections was accepted, if all later ones were
 
     def __enter__(self) -> "Listener":
         return self
@@ -101,16 +101,21 @@ class Listener:
         self._close()
 
     def silence(self) -> float:
-        """For how many seconds a connection has been open; 0 if none is accepted, as where rank 0 has not started."""
+        """For how many seconds connections have been accepted, be they closed again; 0 if the latest was not, as where
+        rank 0 has not started."""
         if self._connection is not None and _is_closed(self._connection):
             self._close()
         if self._connection is None:
-            with suppress(OSError):
+            try:
                 address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
                 self._connection = socket.create_connection(address, timeout=_PATIENCE)
                 self._connection.setblocking(False)
-                self._since = time.monotonic()
-        return 0.0 if self._connection is None else time.monotonic() - self._since
+            except OSError:
+                self._since = None
+                return 0.0
+        if self._since is None:
+            self._since = time.monotonic()
+        return time.monotonic() - self._since
 
     def _close(self) -> None:
         if self._connection is not None:

@@ -2,6 +2,7 @@
 
 import socket
 import threading
+from contextlib import suppress
 from datetime import timedelta
 
 import pytest
@@ -97,6 +98,24 @@ def test_a_program_that_holds_the_port_and_is_mute_is_named(joining):
             waiting.share("flags", timedelta(minutes=5))
     assert waiting.report("mine") == "mine", "to nobody"
     end.set()
+
+
+def test_a_program_that_closes_connections_at_once_is_named(joining):
+    def refused() -> None:
+        raise RuntimeError("connection reset by peer")
+
+    def close_all(server: socket.socket) -> None:
+        with suppress(OSError):  # at the end of the test
+            while True:
+                server.accept()[0].close()
+
+    with socket.create_server(("localhost", 0)) as closing:
+        threading.Thread(target=close_all, args=[closing], daemon=True).start()
+        port = closing.getsockname()[1]
+        waiting = joining(refused, port)
+        with pytest.raises(ValueError, match=rf"MASTER_ADDR=localhost, MASTER_PORT={port} accepts connections, but "):
+            waiting.share("flags", timedelta(minutes=5))
+        closing.shutdown(socket.SHUT_RDWR)
 
 
 def test_a_rank_0_that_does_not_start_is_not_waited_for(joining):
