@@ -7,7 +7,8 @@ import argparse
 import re
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from functools import partial
+from enum import Enum
+from functools import partial, wraps
 from math import inf
 from pathlib import Path
 from typing import Any, NoReturn
@@ -59,6 +60,14 @@ def _in_digits(text: str) -> str:
     return f" (did you mean {number}?)"
 
 
+def given_path(text: str) -> Path:
+    """An argparse type: the path of a file or folder. An empty one, as of a variable of the shell that is not set,
+    would be the folder in which the program runs."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("the path is empty; drop the flag, or name a file or folder")
+    return Path(text)
+
+
 share_or_auto = number_type(float, lambda share: 0 <= share <= 1, "neither a fraction from 0 to 1 nor 'auto'", AUTO)
 
 
@@ -81,8 +90,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     for action in parser._actions:
         if action.help is not None:  # Megatron 0.19 has a bare percent sign in a help text, so --help fails
             action.help = re.sub(r"(?<!%)%(?![%(])", "%%", action.help)
+        if callable(action.type) and not isinstance(action.type, type):
+            action.type = _with_errors_of_flags(action)
     parser.error = partial(refuse, parser)  # type: ignore[method-assign]
     return parser
+
+
+def _with_errors_of_flags(action: argparse.Action) -> Callable[[str], Any]:
+    """The type of a flag, whose errors all become those of the flag: argparse names it for some kinds only, and not for
+    the KeyError of a name that an enumeration lacks, or for the SyntaxError of a pattern that Megatron evaluates."""
+    convert: Any = action.type
+
+    @wraps(convert)  # argparse shows its name
+    def value_of(text: str) -> Any:
+        try:
+            return convert(text)
+        except (argparse.ArgumentTypeError, TypeError, ValueError):
+            raise
+        except Exception as error:
+            known = [choice.name for choice in action.choices or () if isinstance(choice, Enum)]
+            names = did_you_mean(text, known) or f"the names are {', '.join(known)}"
+            way_out = names if known else f"{type(error).__name__}: {error}".rstrip(": ")
+            raise argparse.ArgumentTypeError(f"invalid value: {text!r} ({way_out})") from None
+
+    return value_of
 
 
 def _add_flags_of_schedules(add: Callable[..., Any]) -> None:
@@ -93,7 +124,7 @@ def _add_flags_of_schedules(add: Callable[..., Any]) -> None:
     )
     add(
         "--pipeline-schedule-file",
-        type=Path,
+        type=given_path,
         metavar="FILE.csv",
         help="A schedule: a row for each pipeline rank, an action such as 2F3.1 (stage, micro-batch, segment) in each "
         "cell.",
@@ -140,13 +171,13 @@ def _add_flags_of_cuts(add: Callable[..., Any]) -> None:
     )
     add(
         "--sequence-split-profile",
-        type=Path,
+        type=given_path,
         metavar="FILE.json",
         help="Times of segments for 'profile', 'balanced' and 'terapipe': what --pipeline-trace wrote in a short run.",
     )
     add(
         "--sequence-split-file",
-        type=Path,
+        type=given_path,
         metavar="FILE",
         help="Lengths of the segments, as a JSON list or as text such as '4096 2048 2048'.",
     )
@@ -186,7 +217,7 @@ def _add_flags_of_traces(add: Callable[..., Any]) -> None:
     iteration = number_type(int, lambda number: number >= 1, "no iteration, which are counted from 1")
     add(
         "--pipeline-trace",
-        type=Path,
+        type=given_path,
         metavar="DIR",
         help="Write when each action ran, and the peak memory of each rank, to DIR; seq1f1b plot draws it.",
     )
@@ -210,7 +241,7 @@ def _add_flags_of_rehearsals(add: Callable[..., Any]) -> None:
         metavar="GIB",
         help="Memory of a GPU that --dry-run compares with. Default: 80.",
     )
-    add("--dry-run-output", type=Path, metavar="DIR", help="Write what --dry-run finds to DIR, with a picture.")
+    add("--dry-run-output", type=given_path, metavar="DIR", help="Write what --dry-run finds to DIR, with a picture.")
 
 
 def _add_removed_flags(add: Callable[..., Any], known: Collection[str]) -> None:

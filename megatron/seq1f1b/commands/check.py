@@ -7,8 +7,7 @@ Prints its sizes, bubble ratio and memory if it can run; otherwise shows what is
 
 # Tested in commands/test_schedule_commands.py.
 
-from pathlib import Path
-
+from ..arguments.flags import given_path
 from ..files.schedule_file import read_schedule
 from ..schedule import sequences_held, simulate
 from .parsing import Parser
@@ -16,7 +15,9 @@ from .parsing import Parser
 
 def make_parser() -> Parser:
     parser = Parser(__doc__)
-    parser.add_argument("schedule", type=Path, metavar="FILE.csv", help="one row for each rank, cells such as 2F3.1")
+    parser.add_argument(
+        "schedule", type=given_path, metavar="FILE.csv", help="one row for each rank, cells such as 2F3.1"
+    )
     return parser
 
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
+from ..arguments.flags import given_path
 from ..files.reading import read_bytes
 from ..files.timeline_file import Trace, read_trace
 from ..files.typed import Count, Positive, converted
@@ -49,7 +50,7 @@ class TrainingLog(NamedTuple):
 
 def make_parser() -> Parser:
     parser = Parser(__doc__)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="DIR", help="folders of runs")
+    parser.add_argument("runs", nargs="+", type=given_path, metavar="DIR", help="folders of runs")
     output = output_path(*PICTURES)
     parser.add_argument("--output", type=output, required=True, metavar="FILE", help="the picture of the timelines")
     return parser

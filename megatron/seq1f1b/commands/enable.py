@@ -13,6 +13,7 @@ Without the variable nothing changes.
 import sysconfig
 from pathlib import Path
 
+from ..arguments.flags import given_path
 from .parsing import Parser
 
 # What Python runs when it starts, as a line of a .pth file.
@@ -26,7 +27,7 @@ def make_parser() -> Parser:
     parser.add_argument("--remove", action="store_true", help="remove the file again")
     parser.add_argument(
         "--folder",
-        type=Path,
+        type=given_path,
         metavar="DIR",
         default=sysconfig.get_path("purelib"),
         help="another folder whose .pth files Python reads (default: site-packages of this Python)",

@@ -49,11 +49,9 @@ def read_launch(words: Sequence[str], preset: Sequence[str] = ()) -> argparse.Na
     `passed_through` has those that a plan leaves as they are, each with its values; `unread` those of the launch that
     change no prediction; `of_model` the names of those of the launch that belong to a model.
     """
-    parser = Parser(None, add_help=False)
-    add_every_model_flag(parser)
-    of_model = set(parser.flags)
-    _add_decided(parser)
+    parser = launch_parser()
     read = set(parser.flags)
+    of_model = set(_model_parser().flags)
     launch = parser.parse_known_args([*preset, *words])[0]
     if launch.recompute_activations:  # as Megatron does
         launch.recompute_granularity = "selective"
@@ -70,6 +68,19 @@ def read_launch(words: Sequence[str], preset: Sequence[str] = ()) -> argparse.Na
     if launch.num_experts and not is_flex:
         launch.passed_through.append("--moe-token-dispatcher-type alltoall")
     return launch
+
+
+def launch_parser() -> Parser:
+    """The flags of a launch that a prediction reads."""
+    parser = _model_parser()
+    _add_decided(parser)
+    return parser
+
+
+def _model_parser() -> Parser:
+    parser = Parser(None, add_help=False)
+    add_every_model_flag(parser)
+    return parser
 
 
 def _add_decided(parser: argparse.ArgumentParser) -> None:

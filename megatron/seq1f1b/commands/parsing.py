@@ -34,12 +34,39 @@ class Parser(argparse.ArgumentParser):
         """All spellings of the flags that it reads."""
         return list(self._option_string_actions)
 
+    def refuse_stray(self, words: Sequence[str], *others: argparse.ArgumentParser) -> None:
+        """Refuse a word that is no value of the flag before it, which `parse_known_args` would let pass. Flags are
+        those of this parser and of `others`; one that none of them knows may have any number of values."""
+        actions: dict[str, argparse.Action] = {}
+        for parser in (*others, self):
+            actions |= parser._option_string_actions
+        most = 0.0  # values that may follow
+        flag = ""
+        for word in words:
+            if word.startswith("--") and word != "--":
+                flag, is_joined, _ = word.partition("=")
+                most = 0.0 if is_joined else _most_values(actions.get(flag))
+            elif most < 1 or word == "--":
+                behind = f"behind {flag} " if flag else ""
+                self.error(f"the word {word!r} {behind}is the value of no flag; drop it, or name its flag")
+            else:
+                most -= 1
+
     def add_machine(self, default: str) -> None:
         """Add --machine, the machine of a prediction."""
         from ..costs.machine import machine_names  # imports numpy, which most commands do without
 
         names = ", ".join(machine_names())
         self.add_argument("--machine", default=default, help=f"{names}, or your own file; default: {default}")
+
+
+def _most_values(action: argparse.Action | None) -> float:
+    """How many values may follow a flag; any number may follow one that is not known."""
+    if action is None or action.nargs in ("+", "*"):
+        return inf
+    if action.nargs in (None, "?"):
+        return 1
+    return float(action.nargs)
 
 
 # The types of flags that count or measure something.

@@ -20,14 +20,17 @@ from difflib import get_close_matches
 from math import ceil
 from pathlib import Path
 
+from ..arguments.flags import given_path
 from ..arguments.unsupported import OurFeature
 from ..costs.machine import OUTSIDE_GIB, read_machine
 from ..files.lengths import read_histogram
+from ..files.reading import check_program
+from ..files.typed import named_by
 from ..planner.gain import Gain
 from ..planner.search import Plan
 from ..planner.space import Question
 from . import plan_text
-from .launch_flags import decided_flags, read_launch
+from .launch_flags import decided_flags, launch_parser, read_launch
 from .launch_rules import LaunchRules
 from .model_flags import PRESETS, model_of, preset_words, without_heads
 from .parsing import PICTURES, Parser, amount, amount_or_0, count, count_up_to, name_of, output_path
@@ -50,7 +53,7 @@ def make_parser() -> Parser:
     add("--gpus", type=count_up_to(10**6), default=size, metavar="N", help="default: WORLD_SIZE")
     add("--seq-length", type=count, metavar="TOKENS", help="of a sequence; required without --lengths")
     lengths = "plan for unequal lengths, cut off at --seq-length: a CSV of 'tokens,sequences', or the .idx of a corpus"
-    add("--lengths", type=Path, metavar="FILE", help=lengths)
+    add("--lengths", type=given_path, metavar="FILE", help=lengths)
     add("--global-batch-size", type=count_up_to(2**16), metavar="N", help="in sequences; required")
     parser.add_machine("a100-80gb")
     add("--device-memory", type=amount, metavar="GIB", help="default: what a device of the machine has")
@@ -62,7 +65,7 @@ def make_parser() -> Parser:
     add("--output", type=output_path(*PICTURES), metavar="FILE", help=picture)
     add("--json", type=output_path(".json"), metavar="FILE.json", help="the same answer for programs")
     what = "rehearse what is advised on this machine (--dry-run) with your training script; default: pretrain_gpt.py"
-    add("--rehearse", type=Path, nargs="?", const=Path("pretrain_gpt.py"), metavar="FILE.py", help=what)
+    add("--rehearse", type=given_path, nargs="?", const=Path("pretrain_gpt.py"), metavar="FILE.py", help=what)
     return parser
 
 
@@ -75,6 +78,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         own = [flag for flag in parser.flags if abs(len(flag) - len(name)) <= 2]
         if near := get_close_matches(name, own, n=1, cutoff=0.83):
             parser.error(f"{name} is unknown; did you mean {near[0]}?")
+    parser.refuse_stray(sys.argv[1:] if argv is None else argv, launch_parser())
     missing = _missing(args, words)
     if missing:
         *first, last = missing
@@ -90,6 +94,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         args.seq_length = args.seq_length or _ROUND * ceil(max(args.histogram) / _ROUND)
     if args.rehearse is not None and not args.rehearse.is_file():
         parser.error(f"--rehearse {args.rehearse}: there is no such script; name your own")
+    if args.rehearse is not None:
+        with named_by("--rehearse"):
+            check_program(args.rehearse)
     model = preset_words(args.model, args.seq_length) if args.model else []
     planned = model if args.lengths is None else without_heads(model)
     args.launch = read_launch(words, planned)

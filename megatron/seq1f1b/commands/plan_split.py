@@ -15,9 +15,9 @@ import argparse
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from statistics import fmean
 
+from ..arguments.flags import given_path
 from ..arguments.megatron_run import run_of_settings
 from ..arguments.sequence_partition import SequencePartition
 from ..costs.run_costs import RunCosts
@@ -48,8 +48,8 @@ def make_parser() -> Parser:
     add("--pipeline-schedule", choices=sorted(FAMILIES), default="1f1b", help="default: 1f1b")
     add("--recompute", action="store_true", help="full recomputation of the activations of layers")
     add("--device", choices=("a100", "cpu"), default="a100", help="whose throughput; default: a100")
-    add("--sequence-split-profile", type=Path, metavar="FILE.json", help="measured costs")
-    add("--sequence-split-file", type=Path, metavar="FILE", help="lengths of your own, to be compared")
+    add("--sequence-split-profile", type=given_path, metavar="FILE.json", help="measured costs")
+    add("--sequence-split-file", type=given_path, metavar="FILE", help="lengths of your own, to be compared")
     picture = "a picture: .png, .svg or .pdf (needs matplotlib)"
     add("--output", type=output_path(*PICTURES), metavar="FILE", help=picture)
     # Flags of training that costs depend on.

@@ -17,10 +17,9 @@ has ZB-2p, DualPipe and others.
 import argparse
 from dataclasses import replace
 from math import inf
-from pathlib import Path
 from typing import Any
 
-from ..arguments.flags import number_type
+from ..arguments.flags import given_path, number_type
 from ..costs.execution import execute_lowered
 from ..costs.simulator import check_size
 from ..files.costs_file import read_costs
@@ -56,8 +55,10 @@ def make_parser() -> Parser:
     add = parser.add_argument
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--pipeline-schedule", choices=FAMILY_NAMES, help="a named schedule; default: 1f1b")
-    source.add_argument("--pipeline-schedule-file", type=Path, metavar="FILE.csv", help="a schedule of your own")
-    source.add_argument("--timeline", type=Path, nargs="+", metavar="FILE.json", help="one panel for each timeline")
+    source.add_argument("--pipeline-schedule-file", type=given_path, metavar="FILE.csv", help="a schedule of your own")
+    source.add_argument(
+        "--timeline", type=given_path, nargs="+", metavar="FILE.json", help="one panel for each timeline"
+    )
     add("--pipeline-model-parallel-size", type=count, metavar="P", help="ranks; default: 4")
     add("--num-microbatches", type=count, metavar="M", help="default: 8")
     add("--sequence-splits", type=count, metavar="K", help="segments of each sequence; default: 1")

@@ -55,7 +55,8 @@ def make_parser() -> Parser:
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """Our own flags, with those of Megatron's tokenizers."""
-    args, of_tokenizer = make_parser().parse_known_args(argv)
+    own = make_parser()
+    args, of_tokenizer = own.parse_known_args(argv)
     # Megatron's imports warn of optional packages and of a missing GPU; neither is used here.
     warnings.simplefilter("ignore")
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
@@ -65,6 +66,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(None)
     ArgumentGroupFactory(TokenizerConfig).build_group(parser, "tokenizer")
     parser.set_defaults(tokenizer_type="HuggingFaceTokenizer", pad_vocab_size=False)
+    own.refuse_stray(sys.argv[1:] if argv is None else argv, parser)
     return parser.parse_args(of_tokenizer, args)
 
 

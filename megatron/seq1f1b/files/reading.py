@@ -3,7 +3,9 @@
 Tested in commands/test_bad_input.py by test_one_sentence.
 """
 
+import ast
 import json
+import warnings
 from pathlib import Path
 
 _MOST = 2**30  # bytes of a pipe or device, which may have no end
@@ -32,6 +34,18 @@ def read_text(path: str | Path, content: bytes | None = None) -> str:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: {reason(error)}") from error
+
+
+def check_program(path: str | Path) -> None:
+    """Raise ValueError, with the name of the file, unless it can be read and is a Python program."""
+    content = read_bytes(path)
+    try:
+        with warnings.catch_warnings(action="ignore"):  # the program prints its own
+            ast.parse(content)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        place = f"line {error.lineno}: " if isinstance(error, SyntaxError) and error.lineno else ""
+        words = error.msg if isinstance(error, SyntaxError) else reason(error)
+        raise ValueError(f"{path}: it is not a Python program: {place}{words}; name the training script") from None
 
 
 def reason(error: BaseException) -> str:
