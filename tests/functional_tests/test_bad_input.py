@@ -53,7 +53,7 @@ FILES = {
     f"gone/{LATEST}": "7",
     f"half/{LATEST}": "4",
     f"garbage/{LATEST}": "4",
-    **{f"{name}/iter_0000002/empty": "" for name in ("words_for_a_number", "gone", "half", "garbage")},
+    **{f"{name}/iter_0000002/empty": "" for name in ("words_for_a_number", "gone", "half", "garbage", "untracked")},
     "half/iter_0000004/.metadata": "garbage",
     **{f"garbage/iter_0000004/{name}": "garbage" for name in (".metadata", "metadata.json", "common.pt")},
 }
@@ -105,6 +105,24 @@ def test_a_checkpoint_without_metadata_ends_with_one_sentence(start, folder, nam
     job = start(f"{MOCK}--load {folder / name}")
     last = job.log.splitlines()[-1]
     assert job.code == 2 and last.startswith(f"error: loading the checkpoint in {folder / name} failed: "), last
+
+
+@pytest.mark.parametrize("flags, warned", [("--load {}/none", True), ("--load {}/new --save {}/new/", False)])
+def test_a_load_without_a_checkpoint_is_warned_of(start, flags, warned):
+    """But for the first start of a job that saves there."""
+    job = start(f"{MOCK}{flags} --save-interval 9 --train-iters 1").check()
+    sentence = "none holds no checkpoint, so training starts from random weights: there is no such folder."
+    assert (sentence in job.log) == warned, job.log[-4000:]
+
+
+def test_a_script_that_is_no_program_is_one_sentence(launch, folder):
+    job = launch(2, [folder / "words"], script=ROOT / "megatron" / "seq1f1b" / "__main__.py")
+    last = job.log.splitlines()[-1]
+    assert job.codes == (2, 2) and "Traceback" not in job.log
+    assert (
+        last
+        == f"error: {folder / 'words'}: it is not a Python program: line 1: invalid syntax; name the training script."
+    )
 
 
 @pytest.mark.parametrize(

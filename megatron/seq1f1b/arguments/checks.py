@@ -12,6 +12,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from ..files.reading import read_text
+from ..files.typed import named_by, read_json
 from ..process.flag_names import flag_of
 
 # Sizes of a model, a batch and a cluster.
@@ -43,7 +45,10 @@ _SIZES = (
     "mamba_num_groups",
     "log_interval",
     "distributed_timeout_minutes",
+    "ckpt_step",
 )
+# Those of Megatron that take the files --vocab-file and --merge-file.
+_TOKENIZERS_OF_FILES = ("BertWordPieceCase", "BertWordPieceLowerCase", "GPT2BPETokenizer", "HuggingFaceTokenizer")
 _CORPORA = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 # Folders into which a rank of every node writes.
 _FOLDERS_OF_NODES = (
@@ -59,8 +64,9 @@ _FOLDERS_OF_NODES = (
 def check_late_mistakes(args: Namespace) -> None:
     """Raise ValueError for mistakes in flags that would show late, or never."""
     for name, value in vars(args).items():
-        if isinstance(value, float) and math.isnan(value):  # Megatron would train on NaN losses
-            raise ValueError(f"{flag_of(name)} nan must be a number")
+        is_number = not isinstance(value, float) or math.isfinite(value) or (name == "clip_grad" and value == math.inf)
+        if not is_number:  # Megatron would train on NaN losses
+            raise ValueError(f"{flag_of(name)} {value} must be a number")
     given = vars(args).get
     if given("ckpt_step") is not None and not given("load") and not given("pretrained_checkpoint"):
         raise ValueError(f"--ckpt-step {given('ckpt_step')} needs --load")  # Megatron would start anew
@@ -119,14 +125,22 @@ def check_sizes(args: Namespace) -> None:
 
 
 def check_places(args: Namespace) -> None:
-    """Raise ValueError for a folder, by the flag that names it, into which this rank will not be able to write."""
+    """Raise ValueError for a folder, by the flag that names it, into which this rank will not be able to write, and for
+    a tokenizer's file that it cannot read."""
     given = vars(args).get
+    for name in ("save", "load", "pretrained_checkpoint"):
+        if given(name) == "":  # of a variable that is not set: Megatron would save nothing, and load from here
+            raise ValueError(f"{flag_of(name)} has no value; drop it, or name a folder")
     written = {"--dry-run-output": args.dry_run_output}
     if not args.dry_run:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             # Megatron fails at the first save only; a trace is written after the third step.
             for name in _FOLDERS_OF_NODES:
                 written[flag_of(name)] = given(name)
+            recorder = given("flight_recorder_dump_path")
+            if recorder:  # a folder, or what the names of its files begin with
+                is_folder = os.path.isdir(recorder)
+                written["--flight-recorder-dump-path"] = recorder if is_folder else Path(recorder).absolute().parent
         if args.rank == args.world_size - 1:  # which alone writes these
             written["--tensorboard-dir"] = given("tensorboard_dir")
             if given("wandb_project"):
@@ -134,8 +148,23 @@ def check_places(args: Namespace) -> None:
             if given("record_memory_history"):
                 written["--memory-snapshot-path"] = Path(args.memory_snapshot_path).absolute().parent
     _require_writable(written)
+    if not args.dry_run and given("tokenizer_type") in _TOKENIZERS_OF_FILES:
+        _check_tokenizer_files(args)
     if given("wandb_project") and not given("wandb_save_dir") and not given("save"):
         raise ValueError(f"--wandb-project {given('wandb_project')} needs a folder to write to; add --wandb-save-dir")
+
+
+def _check_tokenizer_files(args: Namespace) -> None:
+    """Raise ValueError for a file of the tokenizer that cannot be read: its library would first look for its name at a
+    hub, for most of a minute where there is no network."""
+    for name in ("vocab_file", "merge_file"):
+        file = getattr(args, name)
+        if file:
+            with named_by(flag_of(name)):
+                read_text(file)
+    if args.vocab_file and args.tokenizer_type == "GPT2BPETokenizer":
+        with named_by("--vocab-file"):
+            read_json(args.vocab_file, dict[str, int])
 
 
 def _require_writable(folders: Mapping[str, Any]) -> None:

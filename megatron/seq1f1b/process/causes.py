@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from importlib.metadata import distribution, packages_distributions
+from itertools import islice
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -74,10 +75,12 @@ def name_file(error: BaseException) -> None:
 
 
 def read_file(error: BaseException) -> str:
-    """The file whose content is at fault, which the words of a parser leave out; empty if there is none."""
-    if not isinstance(error, (json.JSONDecodeError, UnicodeDecodeError, EOFError, pickle.UnpicklingError)):
+    """The file whose content is at fault, which the words of a parser leave out; empty if there is none. Of other
+    errors, the one that the function at fault, or its caller, has read."""
+    is_of_parser = isinstance(error, (json.JSONDecodeError, UnicodeDecodeError, EOFError, pickle.UnpicklingError))
+    if not is_of_parser and not isinstance(error, (ValueError, TypeError, LookupError, AttributeError)):
         return ""
-    for values in _locals_of(error):
+    for values in islice(_locals_of(error), None if is_of_parser else 2):
         for file in filter(_is_read, values):
             return str(file.name)
     return ""

@@ -7,27 +7,30 @@ import ast
 import linecache
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import dropwhile
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+_OF_CHECKS = (AssertionError, ValueError, TypeError, LookupError, ZeroDivisionError, OSError)
+_CALLS_OF_SYSTEM = 4  # from the one of the system on, in which a flag is looked for
+
 
 def flags_of_check(error: BaseException, flags: Mapping[str, str], words: str) -> str:
     """The values, in brackets, of the flags that a failed check of Megatron's compares, but for those that the `words`
-    of the error have; empty if there are none. `flags` are spellings by names."""
-    if error.__traceback__ is None or not isinstance(
-        error, (AssertionError, ValueError, TypeError, LookupError, ZeroDivisionError)
-    ):
+    of the error have; empty if there are none. `flags` are spellings by names. The operating system, whose words
+    say least, gets its values from functions of Python's."""
+    if error.__traceback__ is None or not isinstance(error, _OF_CHECKS):
         return ""
-    frame, line = [*traceback.walk_tb(error.__traceback__)][-1]
-    if str(frame.f_globals.get("__name__")).startswith("torch"):
+    calls = [*traceback.walk_tb(error.__traceback__)][::-1]
+    calls = [*dropwhile(lambda call: _package(call[0]) in sys.stdlib_module_names, calls)]
+    if not calls or _package(calls[0][0]) == "torch":
         return ""
-    args = frame.f_locals.get("args")
+    parsed = _parsed_flags(error)
     values: dict[str, Any] = {}
-    for name, is_of_args in _names(frame, line):
-        if name in flags:
-            values[flags[name]] = getattr(args, name, None) if is_of_args else frame.f_locals.get(name)
+    for frame, line in calls[: _CALLS_OF_SYSTEM if isinstance(error, OSError) else 1]:
+        values = values or _values_at(frame, line, flags, parsed)
     said = [_given(flag, value) for flag, value in values.items() if flag not in words]
     if not words:
         said += [f"without {flag}" for flag, value in values.items() if value is None]
@@ -35,14 +38,38 @@ def flags_of_check(error: BaseException, flags: Mapping[str, str], words: str) -
     return f" ({named})" if named else ""
 
 
-def flags_of_path(error: BaseException, path: str, flags: Mapping[str, str]) -> str:
-    """The path of a file at fault, with the flag that names it or a folder above it."""
+def _values_at(
+    frame: FrameType, line: int, flags: Mapping[str, str], parsed: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """The flags that a line names, with their values. A variable with the name of a flag has its value, too, unless it
+    is of another subject, as the `split` of a data set."""
+    args = frame.f_locals.get("args")
+    values: dict[str, Any] = {}
+    for name, is_of_args in _names(frame, line):
+        if name not in flags:
+            continue
+        value = getattr(args, name, None) if is_of_args else frame.f_locals.get(name)
+        if is_of_args or all(given.get(name, value) == value for given in parsed):
+            values[flags[name]] = value
+    return values
+
+
+def _parsed_flags(error: BaseException) -> list[Mapping[str, Any]]:
+    """The parsed flags, by names, of the functions in a traceback, the innermost first, and those of the program."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     parsed = [frame.f_locals.get("args") for frame in reversed(frames)]
     # The traceback of a cause starts where it was caught.
     parsed.append(getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None))
-    for args in parsed:
-        values = getattr(args, "__dict__", {})
+    return [args.__dict__ for args in parsed if hasattr(args, "__dict__")]
+
+
+def _package(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__")).partition(".")[0]
+
+
+def flags_of_path(error: BaseException, path: str, flags: Mapping[str, str]) -> str:
+    """The path of a file at fault, with the flag that names it or a folder above it."""
+    for values in _parsed_flags(error):
         for name, flag in flags.items():
             given = values.get(name)
             if not isinstance(given, (str, Path)) or not str(given):
@@ -84,5 +111,7 @@ def _given(flag: str, value: Any) -> str:
     """A flag as it is written on a command line; empty if it was not given, or has several values."""
     if value is True:
         return flag
+    if isinstance(value, tuple) and all(isinstance(part, (int, float)) for part in value):  # Megatron's, of one word
+        value = ",".join(map(str, value))
     is_one_value = isinstance(value, (int, float, str)) and value is not False
     return f"{flag} {value}" if is_one_value else ""

@@ -86,7 +86,8 @@ def sentence_of(error: BaseException, flags: Mapping[str, str] = MappingProxyTyp
         return words
     while root.__cause__ is not None:
         root = root.__cause__
-    if root is not error and _words(root, flags) not in words:
+    says_more = root is not error and not isinstance(root, SystemExit)
+    if says_more and _words(root, flags) not in words:
         words = f"{words} ({_words(root, flags)})"
     for frame in reversed(_frames(error)):
         if action := _ACTIONS.get(frame.f_code.co_name):
@@ -111,7 +112,7 @@ def _words(error: BaseException, flags: Mapping[str, str]) -> str:
     if isinstance(error, OSError) and error.strerror:
         file = os.fsdecode(error.filename) if error.filename else ""
         of_file = file and f"{flags_of_path(error, file, flags)}: {error.strerror}{way_out(error)}"
-        return of_file or f"{error.strerror}{_full_disks()}"
+        return of_file or f"{error.strerror}{flags_of_check(error, flags, error.strerror)}{_full_disks()}"
     if getattr(error, "has_picture", False):  # such as a schedule's, which shows the ranks below each other
         return str(error)
     if isinstance(error, StopIteration):

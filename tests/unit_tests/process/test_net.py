@@ -98,7 +98,7 @@ def validate_args(args, hidden_size):
         )
 def read(args):
     with open(args.load) as file:
-        json.load(file)
+        (value,) = json.load(file)
 """
 
 
@@ -109,12 +109,30 @@ def test_a_check_with_words_names_the_flags_that_these_lack(tmp_path):
     assert sentence_of(error, FLAGS) == f"checking the flags failed: {named}"
 
 
+def test_the_system_says_nothing_so_flags_around_it_are_named(tmp_path):
+    (tmp_path / "checks.py").write_text("import signal\ndef handle(load):\n    signal.signal(load, print)\n")
+    handle = runpy.run_path(tmp_path / "checks.py")["handle"]
+    assert sentence_of(raised(handle, 9), FLAGS) == "Invalid argument (--load 9)"
+
+
+def test_a_variable_with_the_name_of_a_flag_may_be_another(tmp_path):
+    (tmp_path / "checks.py").write_text("def look_up(args, load):\n    return {}[load]\n")
+    look_up = runpy.run_path(tmp_path / "checks.py")["look_up"]
+    assert sentence_of(raised(look_up, ARGS, "/saved"), FLAGS) == "KeyError: '/saved' (--load /saved)"
+    assert sentence_of(raised(look_up, ARGS, "train"), FLAGS) == "KeyError: 'train'"
+
+
 def test_a_file_is_named_with_its_flag(tmp_path):
     """Also one whose content is at fault, which parsers do not name."""
     (tmp_path / "checks.py").write_text(CHECKS)
     read = runpy.run_path(tmp_path / "checks.py")["read"]
     (tmp_path / "words").write_text("words")
-    for file, words in (("none", "No such file or directory"), ("words", "Expecting value: line 1 column 1 (char 0)")):
+    (tmp_path / "empty").write_text("[]")
+    for file, words in (
+        ("none", "No such file or directory"),
+        ("words", "Expecting value: line 1 column 1 (char 0)"),
+        ("empty", "not enough values to unpack (expected 1, got 0)"),
+    ):
         args = Namespace(load=str(tmp_path / file))
         assert sentence_of(raised(read, args), FLAGS) == f"--load {args.load}: {words}"
 

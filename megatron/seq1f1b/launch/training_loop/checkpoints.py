@@ -3,6 +3,7 @@
 Tested in functional_tests/test_checkpoints.py by test_losses_go_on.
 """
 
+import re
 import shutil
 from argparse import Namespace
 from collections.abc import Callable
@@ -11,6 +12,9 @@ from typing import Any
 
 from ...process.patches import PatchTable, wrapping
 from ...process.ranks import warn_on_rank_0
+
+_LATEST = "latest_checkpointed_iteration.txt"
+_NONE = -1  # Megatron's number for an iteration that was looked for, and not found
 
 
 class Checkpoints:
@@ -37,7 +41,7 @@ class Checkpoints:
         try:
             upstream(iteration, *rest, **more)
         except BaseException as error:  # torch's CheckpointException is not an Exception
-            last = Path(folder, "latest_checkpointed_iteration.txt")
+            last = Path(folder, _LATEST)
             free = shutil.disk_usage(folder).free / 2**20
             complete = last.read_text().strip() if last.is_file() else "none"
             kept = f"the last complete one is {complete}; {folder} has {free:.0f} MiB free"
@@ -45,12 +49,27 @@ class Checkpoints:
             raise
 
     def load(self, upstream: Callable, *rest: Any, **more: Any) -> Any:
-        """Megatron prints the reason and exits with code 0 for some bad checkpoints."""
+        """Megatron prints the reason and exits with code 0 for some bad checkpoints, and trains random weights without
+        one. That is as it should be where --load and --save name one folder, which the first start of a job finds
+        empty."""
+        from megatron.training.checkpointing import get_loaded_iteration  # not before all patches are bound
+
+        args = self._args()
+        folder = args.load or args.pretrained_checkpoint
         try:
-            return upstream(*rest, **more)
+            result = upstream(*rest, **more)
         except SystemExit as error:
-            folder = self._args().load or self._args().pretrained_checkpoint
+            if get_loaded_iteration() == _NONE:
+                raise ValueError(f"--load {folder} holds no checkpoint: {_what_is_in(folder)}") from error
             raise RuntimeError(f"Megatron cannot load {folder}; what it printed last is the reason") from error
+        if args.load is not None and get_loaded_iteration() == _NONE and result[0] == 0:
+            is_first_start = Path(args.load) == Path(args.save or "") and not _iterations_in(args.load)
+            if not is_first_start:
+                warn_on_rank_0(
+                    f"--load {args.load} holds no checkpoint, so training starts from random weights: "
+                    f"{_what_is_in(args.load)}. --exit-on-missing-checkpoint makes this an error."
+                )
+        return result
 
     def metadata(self, upstream: Callable, *rest: Any, preloaded_state_dict: Any, **more: Any) -> Any:
         """Raises ValueError for a checkpoint of a run with the distributed optimizer if this run is without it, or the
@@ -70,3 +89,20 @@ class Checkpoints:
                 "or go on from the weights with --no-load-optim"
             )
         return content
+
+
+def _iterations_in(folder: str) -> list[Path]:
+    """The folders of single checkpoints in that of --load, in the order of their iterations."""
+    return sorted(path for path in Path(folder).glob("iter_*") if re.fullmatch(r"iter_\d+", path.name))
+
+
+def _what_is_in(folder: str) -> str:
+    """What the folder of --load has in place of a checkpoint, and the way out if there is one."""
+    place = Path(folder).absolute()
+    number = re.fullmatch(r"iter_(\d+)", place.name)
+    if number is not None and place.is_dir():
+        return f"it is one itself; give --load {place.parent} --ckpt-step {int(number[1])}"
+    if iterations := _iterations_in(folder):
+        last = int(iterations[-1].name.removeprefix("iter_"))
+        return f"it has {iterations[-1].name}, but no {_LATEST}; --ckpt-step {last} loads that one"
+    return f"it has no {_LATEST}" if place.is_dir() else "there is no such folder"
