@@ -111,7 +111,7 @@ def _refuse_without_effect(args: argparse.Namespace) -> None:
 
 def _schedule_and_costs(args: argparse.Namespace) -> tuple[Schedule, Costs, float]:
     """A schedule, from a file or built, its costs, and the time to copy a unit to the host."""
-    text = args.costs or EQUAL_COSTS
+    text = EQUAL_COSTS if args.costs is None else args.costs
     if args.pipeline_schedule_file:
         with named_by("--pipeline-schedule-file"):
             schedule = read_schedule(args.pipeline_schedule_file)
@@ -123,8 +123,8 @@ def _schedule_and_costs(args: argparse.Namespace) -> tuple[Schedule, Costs, floa
         style=sizes["pipeline_placement"],
     )
     shape = Shape(placement, sizes["num_microbatches"], sizes["sequence_splits"])
-    costs, copy_time = read_costs(shape, text)
     check_size(shape, MOST_ACTIONS)
+    costs, copy_time = read_costs(shape, text)
     family = args.pipeline_schedule or "1f1b"
     has_pairs = bool(args.overlap_moe_expert_parallel_comm)
     built = build(family, shape, costs, args.memory_limit, has_pairs)
@@ -137,7 +137,7 @@ def _simulated(args: argparse.Namespace, schedule: Schedule, costs: Costs, copy_
         timeline = execute_lowered(lower(schedule), costs, dict.fromkeys(MOVE_KINDS, copies))
     else:
         timeline = simulate(schedule, costs)
-    text = args.costs or EQUAL_COSTS
+    text = EQUAL_COSTS if args.costs is None else args.costs
     if not 0 < timeline.makespan < inf:
         raise ValueError(f"--costs {text}: a step must take some time, and not {timeline.makespan:g}")
     own = args.pipeline_schedule_file

@@ -33,8 +33,11 @@ def read_costs(shape: Shape, text: str) -> tuple[Costs, float]:
     if Path(text).suffix == ".json" or Path(text).exists():
         costs = read_json(text, _Costs)
     else:
-        pairs = (part.partition("=") for part in text.split(","))
-        named: dict[str, Any] = {name.strip(): number.strip() for name, _, number in pairs}
+        named: dict[str, Any] = {}
+        for name, _, number in (part.partition("=") for part in text.split(",")):
+            if name.strip() in named:
+                raise ValueError(f"--costs {text}: {name.strip()!r} is given twice")
+            named[name.strip()] = number.strip()
         costs = converted(f"--costs {text}", named, _Costs, is_text=True)
     given = {name: value for name, value in structs.asdict(costs).items() if name != "move" and value is not UNSET}
     try:

@@ -132,7 +132,8 @@ def _words(error: BaseException, flags: Mapping[str, str]) -> str:
         text = f"{kind}: {text}{values}" if text else f"{kind}{values}"
     elif values and len(text) <= _LONGEST:
         text = text.rstrip(".") + values
-    if file := read_file(error):
+    file = read_file(error)
+    if file and file not in text:
         text = f"{flags_of_path(error, file, flags)}: {text}"
     return text if len(text) <= _LONGEST + len(values) else f"{text[:_LONGEST]} ..."
 
