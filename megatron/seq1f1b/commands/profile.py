@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import warnings
 from dataclasses import replace
 from itertools import takewhile
@@ -24,6 +25,7 @@ from msgspec import structs
 from ..costs.blocks import pairs
 from ..costs.machine import Device, Link, Machine, machine_names, read_machine
 from ..files.writing import written_whole
+from ..process.job_variables import check_job_variables
 from .parsing import Parser, output_path
 
 if TYPE_CHECKING:
@@ -51,6 +53,7 @@ def make_parser() -> Parser:
 
 def main(argv: list[str] | None = None) -> None:
     args = make_parser().parse_args(argv)
+    check_job_variables(os.environ, ())
     named = read_machine(args.machine) if args.machine else None
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     with warnings.catch_warnings(action="ignore"):  # of the packages that Megatron does without

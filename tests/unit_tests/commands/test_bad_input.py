@@ -134,3 +134,11 @@ def test_one_sentence(words, sentence, folder, capsys, tmp_path, monkeypatch):
     assert output.err.count("\n") == 1 or tool == "check", "only what is wrong in a schedule is shown in its place"
     assert sentence.replace("{}", str(folder)) in output.err and len(output.err) < 1000
     assert {*folder.rglob("*")} == before, "nothing is written"
+
+
+def test_a_profile_of_ranks_without_numbers_is_one_sentence(capsys, tmp_path, monkeypatch):
+    """They would wait for each other."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("RANK", raising=False)
+    assert run("profile", ["--output", str(tmp_path / "mine.toml")]) == 2
+    assert capsys.readouterr().err.startswith("error: WORLD_SIZE=2 in the environment, but RANK is not set; what ")
