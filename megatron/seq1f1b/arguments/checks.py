@@ -109,6 +109,7 @@ def check_sizes(args: Namespace) -> None:
             f"--context-parallel-size {sizes[2]} is {model_ranks}, which does not divide the number of ranks, "
             f"{args.world_size}; change one"
         )
+    _check_virtual_stages(args)
     batch = args.global_batch_size
     has_steps = getattr(args, "step_batch_size_schedule", None) or args.decrease_batch_size_if_needed
     if batch is None or args.micro_batch_size is None or has_steps:
@@ -121,6 +122,18 @@ def check_sizes(args: Namespace) -> None:
         raise ValueError(
             f"--global-batch-size {batch} is no multiple of --micro-batch-size {args.micro_batch_size} times "
             f"{replicas} data-parallel rank(s); take {near}, or another --micro-batch-size"
+        )
+
+
+def _check_virtual_stages(args: Namespace) -> None:
+    """Raise ValueError for more stages than there are layers, embedding and loss, of which Megatron would build all."""
+    chunks = args.num_virtual_stages_per_pipeline_rank or 1
+    stages = chunks * args.pipeline_model_parallel_size
+    most = (args.num_layers or stages) + 2
+    if chunks > 1 and stages > most:
+        raise ValueError(
+            f"--num-virtual-stages-per-pipeline-rank {chunks} makes {stages} stages of --num-layers {args.num_layers}; "
+            f"take {max(1, args.num_layers // args.pipeline_model_parallel_size)} or fewer"
         )
 
 
