@@ -20,7 +20,7 @@ from .attention.head_exchange import HeadExchange
 from .attention.latents import keep_latents
 from .attention.segment_attention import SegmentAttention
 from .kernels import KernelChoice
-from .layers import experts, gated_delta_net, mamba
+from .layers import experts, gated_delta_net, mamba, replayed_routes
 from .segment import SegmentContext
 
 # Modules that depend on the running segment, with their patches.
@@ -28,6 +28,7 @@ _PATCHES = (
     *experts.SEGMENT_PATCHES,
     *gated_delta_net.SEGMENT_PATCHES,
     *mamba.SEGMENT_PATCHES,
+    *replayed_routes.SEGMENT_PATCHES,
     *rotary.SEGMENT_PATCHES,
 )
 _PATCHED = tuple({owner_of(patch.target)[0] for patch in _PATCHES})

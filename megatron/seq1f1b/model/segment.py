@@ -3,7 +3,7 @@
 Tested in model/test_segment_attention.py by test_segments_equal_one_softmax.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -80,6 +80,7 @@ class SegmentContext:
         self.kept_attention: KeptAttention | None = {} if keeps_attention else None
         self.masks = MaskCheck()
         self._carried: dict[tuple[Hashable, int], Carried] = {}  # by layer and micro-batch
+        self._routes: dict[tuple[Hashable, int], Any] = {}  # by router and micro-batch
 
     @property
     def running_segment(self) -> Segment:
@@ -134,9 +135,21 @@ class SegmentContext:
         """What all layers carry for the micro-batches in flight."""
         return list(self._carried.values())
 
+    def take_routes(self, microbatch: int, by_router: Mapping[Any, Any]) -> None:
+        """Note what routers replay or record for a micro-batch (layers/replayed_routes.py), until the step ends."""
+        for router, routes in by_router.items():
+            self._routes[router, microbatch] = routes
+
+    def routes_of(self, router: Hashable) -> Any:
+        """What a router replays or records in the running segment; None if nothing, or if no segment runs."""
+        if self.segment is None or not self._routes:
+            return None
+        return self._routes.get((router, self.segment.microbatch))
+
     def clear(self) -> None:
-        """Forget everything, after a step that failed."""
+        """Forget everything, at the end of a step, also of one that failed."""
         self._carried.clear()
+        self._routes.clear()
         self.masks = MaskCheck()
         if self.kept_attention:
             self.kept_attention.clear()

@@ -19,6 +19,7 @@ from greenlet import getcurrent, greenlet
 
 from .context_shares import ContextShares
 from .cut import Arguments
+from .routes_of_call import RoutesOfCall
 from .thread_state import ThreadState
 
 _NO_ARGUMENTS = Arguments((), {}, ())
@@ -54,7 +55,9 @@ class Call(greenlet):
         self.num_references = 0  # that the program has called
         self.arguments = _NO_ARGUMENTS
         self.shares: ContextShares | None = None  # where the arguments were divided among context-parallel ranks
+        self.routes: RoutesOfCall | None = None  # that its routers replay or record
         self._where = where
+        self._ends = _ends_of(model)
         self._state: ThreadState | None = None  # of the program, if it differs from that of the interpreter
 
     def start(self, needs_gradients: bool) -> None:
@@ -101,6 +104,12 @@ class Call(greenlet):
             )
         has_gradients = self._state is None or self._state.has_gradients
         is_own = asked.model is self.model
+        if is_own and _ends_of(self.model) != self._ends:
+            raise ValueError(
+                f"the forward step of {self._where} changes pre_process or post_process of its model around the call, "
+                "and others are under way meanwhile; leave them as they are (in SkyRL, set "
+                "trainer.fused_lm_head_logprob=false for hybrid models), or drop --sequence-splits"
+            )
         if has_gradients and not is_own and any(weight.requires_grad for weight in asked.model.parameters()):
             raise ValueError(
                 f"the forward step of {self._where} calls another model than the schedule was given, and with "
@@ -156,6 +165,11 @@ class Call(greenlet):
             left = ThreadState.now()
             self._state = left if left != own else None
             own.make_current(instead_of=left)
+
+
+def _ends_of(model: torch.nn.Module) -> tuple[Any, ...]:
+    """Whether a model has the embedding, and whether it has the head, as far as it says so."""
+    return getattr(model, "pre_process", None), getattr(model, "post_process", None)
 
 
 def data_ended(where: str) -> ValueError:

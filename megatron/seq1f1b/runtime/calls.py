@@ -13,6 +13,7 @@ from .context_shares import whole_arguments
 from .cut import Arguments, gather_embeddings
 from .doors import make_doors, model_of
 from .program_contract import ProgramContract
+from .routes_of_call import RoutesOfCall
 from .step import Step
 
 
@@ -88,6 +89,7 @@ class Calls:
         """Let the call of a reference return `output`, and the program go on to its next call. If it ends instead, the
         result of its forward step, else None."""
         call = self._started[chunk][microbatch]
+        self._return_routes(call, microbatch)
         with self._around(chunk, microbatch):
             result = call.go_on(output, needs_gradients=not self._step.forward_only)
         if not call.dead:
@@ -103,8 +105,10 @@ class Calls:
 
     def finish(self, chunk: int, microbatch: int, output: Any) -> Any:
         """Let the model of a micro-batch return `output`; the result of its forward step."""
+        call = self._started[chunk][microbatch]
+        self._return_routes(call, microbatch)
         with self._around(chunk, microbatch):
-            return self._started[chunk][microbatch].finish(output)
+            return call.finish(output)
 
     def _start(self, chunk: int, microbatch: int) -> None:
         step = self._step
@@ -140,6 +144,18 @@ class Calls:
             call.arguments, call.shares = whole_arguments(
                 call.arguments, step.groups.cp, self._contract.divides_documents, step.device
             )
+
+        if not getattr(step.config, "moe_enable_routing_replay", False):
+            return
+        call.routes = RoutesOfCall(
+            model=call.reference or call.model,
+            shares=call.shares,
+            sequence_parallel=step.sequence_parallel,
+        )
+
+    def _return_routes(self, call: Call, microbatch: int) -> None:
+        if call.routes is not None:
+            call.routes.return_recorded(self._step.segments[microbatch])
 
     def _around(self, chunk: int, microbatch: int) -> AbstractContextManager:
         stage = self._step.placement.stage_of(self._step.rank, chunk)

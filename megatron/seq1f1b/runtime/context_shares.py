@@ -19,10 +19,10 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import all_to_all
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_unflatten
 
 from ..model import Segment
-from .cut import Arguments, bounds_of, size_of, token_dimensions
+from .cut import Arguments, bounds_of, flattened, size_of, token_dimensions
 
 Runs = Sequence[tuple[int, int]]  # start and end of consecutive tokens
 
@@ -52,6 +52,7 @@ class ContextShares:
                     f"needs; pad sequences or documents to a multiple of {2 * self._size}"
                 )
         self._of_program = [zigzag(runs, rank, self._size) for rank in range(self._size)]
+        self.num_own = len(self._of_program[group.rank()])  # tokens of each sequence on this rank
         self._order = np.argsort(np.concatenate(self._of_program))
 
     def gathered(self, own: Tensor, dimension: int) -> Tensor:
@@ -135,10 +136,10 @@ def whole_arguments(
     if is_packed and by_document:
         runs = list(pairwise(sorted({*bounds_of(packed), length})))
     shares = ContextShares(group, runs, device)
-    leaves, tree = tree_flatten((list(arguments.positional), arguments.named))
+    leaves, tree = flattened(arguments.positional, arguments.named)
     for place, leaf in enumerate(leaves):
         dimensions = token_dimensions(leaf, number, length // group.size())
         if dimensions:
             leaves[place] = shares.gathered(leaf, dimensions[0])
     positional, options = tree_unflatten(leaves, tree)
-    return Arguments(tuple(positional), options, arguments.names), shares
+    return Arguments(positional, options, arguments.names), shares

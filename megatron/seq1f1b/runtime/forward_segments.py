@@ -150,6 +150,8 @@ class SegmentForwards:
                 sequence_parallel=self._step.sequence_parallel,
             )
             self._arguments[key] = cut
+            if call.routes is not None:
+                self._context.take_routes(segment.microbatch, call.routes.by_router)
             if cut.gradients is not None and not self._step.forward_only:
                 self._argument_gradients[key] = cut.gradients
         return self._arguments[key]

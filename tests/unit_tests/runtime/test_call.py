@@ -25,6 +25,7 @@ def started(program, model=None):
         forward_step_func=lambda _, model: program(model),
         placement=SimpleNamespace(stage_of=lambda rank, chunk: 0),
         rank=0,
+        config=SimpleNamespace(),
         groups=SimpleNamespace(cp=SimpleNamespace(size=lambda: 1)),
         sequence_parallel=None,
         length_of=lambda microbatch: 8,
@@ -81,6 +82,20 @@ def test_inference_mode_is_refused_and_left():
     with pytest.raises(ValueError, match="under torch.inference_mode, .* use torch.no_grad"), started(program) as calls:
         calls.at(0, 0)
     assert not torch.is_inference_mode_enabled()
+
+
+def test_a_model_that_is_another_stage_for_a_call_is_refused():
+    def program(model):
+        model.post_process = False  # to get hidden states
+        try:
+            return model("tokens"), None
+        finally:
+            model.post_process = True
+
+    calls = started(program)
+    calls.models[0].post_process = True
+    with calls, pytest.raises(ValueError, match="changes pre_process or post_process of its model"):
+        calls.at(0, 0)
 
 
 def test_a_training_step_without_gradients_is_refused():

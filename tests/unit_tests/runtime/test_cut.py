@@ -40,6 +40,15 @@ def test_all_else_passes_through():
         assert all(part.named[name] is value for name, value in given.items())
 
 
+def test_what_a_model_fills_in_reaches_its_program():
+    """A program that takes the weight of the head from the model hands it a dict (SkyRL's fused head)."""
+    context = {}
+    notes = {"sizes": [1, 2], "context": context}
+    for part in parts(arguments(TOKENS, output_processor_context=context, notes=notes)):
+        assert part.named["output_processor_context"] is context
+        assert part.named["notes"] is notes
+
+
 def test_structures_are_cut_within():
     first, second = parts(arguments(TOKENS, extra={"pair": (TOKENS + 1, "text")}))
     assert torch.equal(second.named["extra"]["pair"][0], TOKENS[:, 5:] + 1)

@@ -43,12 +43,6 @@ EXPERTS = (
         way_out="use --moe-router-load-balancing-type aux_loss",
     ),
     *rows(
-        OurFeature.SEGMENTS,
-        given("--moe-enable-routing-replay"),
-        because="replays the routes of whole micro-batches",
-        way_out="drop it",
-    ),
-    *rows(
         OurFeature.PAIRS,
         {
             "a run without --moe-token-dispatcher-type alltoall, flex": without(
