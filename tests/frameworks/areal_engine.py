@@ -189,9 +189,8 @@ def config_of(folder: Path, case: Case) -> Any:
         options["megatron"].recompute_method = "uniform"
         options["megatron"].recompute_num_layers = 1
     if case.engine == "MegatronPPOActor":
-        return cli_args.PPOActorConfig(
-            **options, ppo_n_minibatches=1, kl_ctl=0.1, use_decoupled_loss=options.pop("use_decoupled_loss", False)
-        )
+        algorithm = {"ppo_n_minibatches": 1, "kl_ctl": 0.1, "use_decoupled_loss": False}
+        return cli_args.PPOActorConfig(**(algorithm | options))
     if case.engine == "MegatronDPOEngine":
         return cli_args.DPOEngineConfig(**options)
     return cli_args.TrainEngineConfig(**options)
