@@ -57,7 +57,8 @@ class Call(greenlet):
         self.shares: ContextShares | None = None  # where the arguments were divided among context-parallel ranks
         self.routes: RoutesOfCall | None = None  # that its routers replay or record
         self._where = where
-        self._ends = _ends_of(model)
+        state = model.__dict__
+        self._has_head = state["post_process"] if "post_process" in state else None
         self._state: ThreadState | None = None  # of the program, if it differs from that of the interpreter
 
     def start(self, needs_gradients: bool) -> None:
@@ -104,11 +105,12 @@ class Call(greenlet):
             )
         has_gradients = self._state is None or self._state.has_gradients
         is_own = asked.model is self.model
-        if is_own and _ends_of(self.model) != self._ends:
+        state = self.model.__dict__
+        if is_own and "post_process" in state and state["post_process"] != self._has_head:
             raise ValueError(
-                f"the forward step of {self._where} changes pre_process or post_process of its model around the call, "
-                "and others are under way meanwhile; leave them as they are (in SkyRL, set "
-                "trainer.fused_lm_head_logprob=false for hybrid models), or drop --sequence-splits"
+                f"the forward step of {self._where} changes post_process of its model around the call, and others are "
+                "under way meanwhile; leave it as it is (in SkyRL, set trainer.fused_lm_head_logprob=false for hybrid "
+                "models), or drop --sequence-splits"
             )
         if has_gradients and not is_own and any(weight.requires_grad for weight in asked.model.parameters()):
             raise ValueError(
@@ -165,11 +167,6 @@ class Call(greenlet):
             left = ThreadState.now()
             self._state = left if left != own else None
             own.make_current(instead_of=left)
-
-
-def _ends_of(model: torch.nn.Module) -> tuple[Any, ...]:
-    """Whether a model has the embedding, and whether it has the head, as far as it says so."""
-    return getattr(model, "pre_process", None), getattr(model, "post_process", None)
 
 
 def data_ended(where: str) -> ValueError:

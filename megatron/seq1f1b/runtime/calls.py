@@ -29,6 +29,7 @@ class Calls:
         self._started: list[list[Call]] = [[] for _ in step.chunks]
         self._doors = ExitStack()
         self._takes_references = True
+        self._replays_routes = getattr(step.config, "moe_enable_routing_replay", False)
 
     def __enter__(self) -> Self:
         self._forwards = [model.forward for model in self.models]
@@ -89,7 +90,8 @@ class Calls:
         """Let the call of a reference return `output`, and the program go on to its next call. If it ends instead, the
         result of its forward step, else None."""
         call = self._started[chunk][microbatch]
-        self._return_routes(call, microbatch)
+        if call.routes is not None:
+            call.routes.return_recorded(self._step.segments[microbatch])
         with self._around(chunk, microbatch):
             result = call.go_on(output, needs_gradients=not self._step.forward_only)
         if not call.dead:
@@ -106,7 +108,8 @@ class Calls:
     def finish(self, chunk: int, microbatch: int, output: Any) -> Any:
         """Let the model of a micro-batch return `output`; the result of its forward step."""
         call = self._started[chunk][microbatch]
-        self._return_routes(call, microbatch)
+        if call.routes is not None:
+            call.routes.return_recorded(self._step.segments[microbatch])
         with self._around(chunk, microbatch):
             return call.finish(output)
 
@@ -145,17 +148,13 @@ class Calls:
                 call.arguments, step.groups.cp, self._contract.divides_documents, step.device
             )
 
-        if not getattr(step.config, "moe_enable_routing_replay", False):
+        if not self._replays_routes:
             return
         call.routes = RoutesOfCall(
             model=call.reference or call.model,
             shares=call.shares,
             sequence_parallel=step.sequence_parallel,
         )
-
-    def _return_routes(self, call: Call, microbatch: int) -> None:
-        if call.routes is not None:
-            call.routes.return_recorded(self._step.segments[microbatch])
 
     def _around(self, chunk: int, microbatch: int) -> AbstractContextManager:
         stage = self._step.placement.stage_of(self._step.rank, chunk)

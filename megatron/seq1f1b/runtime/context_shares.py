@@ -19,10 +19,10 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import all_to_all
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.utils._pytree import tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..model import Segment
-from .cut import Arguments, bounds_of, flattened, size_of, token_dimensions
+from .cut import Arguments, bounds_of, holds_no_tensors, size_of, token_dimensions
 
 Runs = Sequence[tuple[int, int]]  # start and end of consecutive tokens
 
@@ -136,7 +136,7 @@ def whole_arguments(
     if is_packed and by_document:
         runs = list(pairwise(sorted({*bounds_of(packed), length})))
     shares = ContextShares(group, runs, device)
-    leaves, tree = flattened(arguments.positional, arguments.named)
+    leaves, tree = tree_flatten((arguments.positional, arguments.named), holds_no_tensors)
     for place, leaf in enumerate(leaves):
         dimensions = token_dimensions(leaf, number, length // group.size())
         if dimensions:

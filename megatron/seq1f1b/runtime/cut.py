@@ -11,7 +11,7 @@ from megatron.core.tensor_parallel.mappings import (
     scatter_to_sequence_parallel_region,
 )
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ..model import Segment
 from .argument_gradients import ArgumentGradients
@@ -78,7 +78,14 @@ class CutArguments:
         positional = tuple(None if name in dropped else value for name, value in pairs)
         named = {name: None if name in dropped else value for name, value in arguments.named.items()}
         self._whole = Arguments(positional, named, arguments.names)
-        self._leaves, self._tree = flattened(positional, named)
+        is_leaf = None  # which costs the host, and few programs pass structures
+        for name in named:
+            if named[name].__class__ in (dict, list):
+                is_leaf = holds_no_tensors
+        for argument in positional:
+            if argument.__class__ in (dict, list):
+                is_leaf = holds_no_tensors
+        self._leaves, self._tree = tree_flatten((positional, named), is_leaf)
         self._sequence_parallel = sequence_parallel
         self._divided: list[int] = []  # the places of what tensor-parallel ranks divide among each other
         if sequence_parallel is not None:
@@ -125,13 +132,8 @@ class CutArguments:
         return gradients
 
 
-def flattened(positional: Sequence[Any], named: dict[str, Any]) -> tuple[list[Any], TreeSpec]:
-    """The leaves of arguments; what holds no tensors is one leaf, since a model may fill in a dict that its program
-    reads after the call."""
-    return tree_flatten((positional, named), is_leaf=_holds_no_tensors)
-
-
-def _holds_no_tensors(argument: Any) -> bool:
+def holds_no_tensors(argument: Any) -> bool:
+    """Whether an argument is handed on itself: a model may fill in a dict that its program reads after the call."""
     return not any(isinstance(leaf, Tensor) for leaf in tree_leaves(argument))
 
 

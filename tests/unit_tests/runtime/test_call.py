@@ -94,7 +94,7 @@ def test_a_model_that_is_another_stage_for_a_call_is_refused():
 
     calls = started(program)
     calls.models[0].post_process = True
-    with calls, pytest.raises(ValueError, match="changes pre_process or post_process of its model"):
+    with calls, pytest.raises(ValueError, match="changes post_process of its model"):
         calls.at(0, 0)
 
 
