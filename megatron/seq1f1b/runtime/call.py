@@ -57,8 +57,9 @@ class Call(greenlet):
         self.shares: ContextShares | None = None  # where the arguments were divided among context-parallel ranks
         self.routes: RoutesOfCall | None = None  # that its routers replay or record
         self._where = where
-        state = model.__dict__
-        self._has_head = state["post_process"] if "post_process" in state else None
+        self._has_head = None  # of a model that says so; looked up without a call, which a unit could feel
+        if "post_process" in model.__dict__:
+            self._has_head = model.__dict__["post_process"]
         self._state: ThreadState | None = None  # of the program, if it differs from that of the interpreter
 
     def start(self, needs_gradients: bool) -> None:
