@@ -118,7 +118,7 @@ def test_a_load_without_a_checkpoint_is_warned_of(start, flags, warned):
 def test_a_script_that_is_no_program_is_one_sentence(launch, folder):
     job = launch(2, [folder / "words"], script=ROOT / "megatron" / "seq1f1b" / "__main__.py")
     last = job.log.splitlines()[-1]
-    assert job.codes == (2, 2) and "Traceback" not in job.log
+    assert job.code == 2 and "Traceback" not in job.log
     assert (
         last
         == f"error: {folder / 'words'}: it is not a Python program: line 1: invalid syntax; name the training script."

@@ -41,7 +41,8 @@ def launch(**flags):
     off += ["use_megatron_fsdp"]
     replaced = {"transformer_impl": "local", "moe_permute_fusion": False, "gradient_accumulation_fusion": False}
     parallel = {"context_parallel_size": 1, "cp_comm_type": ["p2p"], "moe_token_dispatcher_type": "alltoall"}
-    rest = {"replaced_on_cpu": replaced | {"apply_rope_fusion": True}, "bf16": True}
+    replaced |= {"apply_rope_fusion": True, "cuda_graph_impl": "none"}
+    rest = {"replaced_on_cpu": replaced, "bf16": True}
     return parsed("--device", "cuda", **dict.fromkeys(off) | parallel | rest | flags)
 
 
@@ -85,6 +86,9 @@ def test_what_a_rehearsal_replaces_is_there_and_named():
     assert stood_for(args) == []
     (note,) = stood_for(launch(fp8="e4m3"))
     assert note.startswith("--fp8-format, which is not modelled: everything is computed and counted in bf16")
+    args.replaced_on_cpu["cuda_graph_impl"] = "local"
+    (note,) = stood_for(args)
+    assert note.startswith("CUDA graphs by what they replay")
     args.replaced_on_cpu["transformer_impl"] = "transformer_engine"
     assert not [patch.target for patch in patches(args, print) if not hasattr(*owner_of(patch.target))]
 
