@@ -127,13 +127,15 @@ def check_sizes(args: Namespace) -> None:
 
 def _check_virtual_stages(args: Namespace) -> None:
     """Raise ValueError for more stages than there are layers, embedding and loss, of which Megatron would build all."""
-    chunks = args.num_virtual_stages_per_pipeline_rank or 1
-    stages = chunks * args.pipeline_model_parallel_size
-    most = (args.num_layers or stages) + 2
-    if chunks > 1 and stages > most:
+    chunks = args.num_virtual_stages_per_pipeline_rank
+    layers = args.num_layers
+    if chunks is None or layers is None:
+        return
+    ranks = args.pipeline_model_parallel_size
+    if chunks > 1 and chunks * ranks > layers + 2:
         raise ValueError(
-            f"--num-virtual-stages-per-pipeline-rank {chunks} makes {stages} stages of --num-layers {args.num_layers}; "
-            f"take {max(1, args.num_layers // args.pipeline_model_parallel_size)} or fewer"
+            f"--num-virtual-stages-per-pipeline-rank {chunks} makes {chunks * ranks} stages of --num-layers {layers}; "
+            f"take {max(1, layers // ranks)} or fewer"
         )
 
 

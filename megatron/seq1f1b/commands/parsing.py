@@ -5,6 +5,7 @@ Tested in commands/test_bad_input.py by test_one_sentence.
 
 import argparse
 import shlex
+import sys
 from collections.abc import Callable, Sequence
 from math import inf
 from pathlib import Path
@@ -34,15 +35,16 @@ class Parser(argparse.ArgumentParser):
         """All spellings of the flags that it reads."""
         return list(self._option_string_actions)
 
-    def refuse_stray(self, words: Sequence[str], *others: argparse.ArgumentParser) -> None:
+    def refuse_stray(self, argv: Sequence[str] | None, *others: argparse.ArgumentParser) -> None:
         """Refuse a word that is no value of the flag before it, which `parse_known_args` would let pass. Flags are
-        those of this parser and of `others`; one that none of them knows may have any number of values."""
+        those of this parser and of `others`; one that none of them knows may have any number of values. Without `argv`
+        words are those of the command line."""
         actions: dict[str, argparse.Action] = {}
         for parser in (*others, self):
             actions |= parser._option_string_actions
         most = 0.0  # values that may follow
         flag = ""
-        for word in words:
+        for word in sys.argv[1:] if argv is None else argv:
             if word.startswith("--") and word != "--":
                 flag, is_joined, _ = word.partition("=")
                 most = 0.0 if is_joined else _most_values(actions.get(flag))

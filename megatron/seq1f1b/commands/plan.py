@@ -78,7 +78,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         own = [flag for flag in parser.flags if abs(len(flag) - len(name)) <= 2]
         if near := get_close_matches(name, own, n=1, cutoff=0.83):
             parser.error(f"{name} is unknown; did you mean {near[0]}?")
-    parser.refuse_stray(sys.argv[1:] if argv is None else argv, launch_parser())
+    parser.refuse_stray(argv, launch_parser())
     missing = _missing(args, words)
     if missing:
         *first, last = missing
@@ -92,9 +92,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             parser.error(f"--global-batch-size {args.global_batch_size}: {most}, the flags hold for more")
         args.histogram = read_histogram(args.lengths)
         args.seq_length = args.seq_length or _ROUND * ceil(max(args.histogram) / _ROUND)
-    if args.rehearse is not None and not args.rehearse.is_file():
-        parser.error(f"--rehearse {args.rehearse}: there is no such script; name your own")
     if args.rehearse is not None:
+        if not args.rehearse.is_file():
+            parser.error(f"--rehearse {args.rehearse}: there is no such script; name your own")
         with named_by("--rehearse"):
             check_program(args.rehearse)
     model = preset_words(args.model, args.seq_length) if args.model else []

@@ -109,9 +109,13 @@ def _refuse_without_effect(args: argparse.Namespace) -> None:
             raise ValueError(f"{flag_of(name)} has no effect beside {file}; drop one of them")
 
 
+def _text_of_costs(args: argparse.Namespace) -> str:
+    return EQUAL_COSTS if args.costs is None else args.costs
+
+
 def _schedule_and_costs(args: argparse.Namespace) -> tuple[Schedule, Costs, float]:
     """A schedule, from a file or built, its costs, and the time to copy a unit to the host."""
-    text = EQUAL_COSTS if args.costs is None else args.costs
+    text = _text_of_costs(args)
     if args.pipeline_schedule_file:
         with named_by("--pipeline-schedule-file"):
             schedule = read_schedule(args.pipeline_schedule_file)
@@ -137,7 +141,7 @@ def _simulated(args: argparse.Namespace, schedule: Schedule, costs: Costs, copy_
         timeline = execute_lowered(lower(schedule), costs, dict.fromkeys(MOVE_KINDS, copies))
     else:
         timeline = simulate(schedule, costs)
-    text = EQUAL_COSTS if args.costs is None else args.costs
+    text = _text_of_costs(args)
     if not 0 < timeline.makespan < inf:
         raise ValueError(f"--costs {text}: a step must take some time, and not {timeline.makespan:g}")
     own = args.pipeline_schedule_file

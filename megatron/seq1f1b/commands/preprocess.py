@@ -66,7 +66,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(None)
     ArgumentGroupFactory(TokenizerConfig).build_group(parser, "tokenizer")
     parser.set_defaults(tokenizer_type="HuggingFaceTokenizer", pad_vocab_size=False)
-    own.refuse_stray(sys.argv[1:] if argv is None else argv, parser)
+    own.refuse_stray(argv, parser)
     return parser.parse_args(of_tokenizer, args)
 
 

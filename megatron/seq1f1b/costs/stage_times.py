@@ -85,12 +85,20 @@ def _launches_of_experts(setup: TrainingSetup, machine: Machine, stage: StageLay
 
 
 class _Passes(NamedTuple):
-    """What the forward and the backward of a segment do at once on a stage, the device's compute first: each takes as
-    long as the longest. `weight` is what the weight gradients have of the backward's compute."""
+    """What the forward and the backward of a segment do at once on a stage, the device's compute first, the launches of
+    the host second: each takes as long as the longest. `weight` is what the weight gradients have of the backward's
+    compute."""
 
     forward: Row
     backward: Row
     weight: float
+
+    @property
+    def wait_for_launches(self) -> bool:
+        """Whether the host takes longest, in the forward or in the backward."""
+        _, launches_forward, *_ = self.forward
+        _, launches_backward, *_ = self.backward
+        return launches_forward >= max(self.forward) or launches_backward >= max(self.backward)
 
 
 def _passes_of_stage(setup: TrainingSetup, machine: Machine, stage: StageLayers) -> Iterator[_Passes]:
@@ -129,13 +137,12 @@ def _passes_of_stage(setup: TrainingSetup, machine: Machine, stage: StageLayers)
 
 @lru_cache(maxsize=1 << 14)
 def waits_for_launches(alone: TrainingSetup, machine: Machine) -> bool:
-    """Whether the device waits for its host in some layer: launches take longest of all that it does at once."""
+    """Whether the device waits for its host in some layer."""
     (all_layers,) = alone.stages
     for layer, _ in all_layers.layers:
-        launches = launch_times(alone, machine, StageLayers.of_layer(layer))
-        for passes in _passes_of_stage(alone, machine, StageLayers.of_layer(layer)):
-            if launches[0] >= max(passes.forward) or launches[1] >= max(passes.backward):
-                return True
+        passes = _passes_of_stage(alone, machine, StageLayers.of_layer(layer))
+        if any(of_segment.wait_for_launches for of_segment in passes):
+            return True
     return False
 
 

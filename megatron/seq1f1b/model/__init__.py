@@ -10,7 +10,7 @@ from .attach import (
 )
 from .kernels import KernelChoice
 from .layers.prediction_heads import LookAhead, PredictionHeads
-from .layers.replayed_routes import Routes, routes_set_for
+from .layers.replayed_routes import routes_set_for
 from .masks import differs
 from .memory.copies import link_rate
 from .memory.host_memory import HostMemory
