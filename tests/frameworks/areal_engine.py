@@ -12,31 +12,23 @@ program around it does here and what a CPU needs:
 - Rollouts and rewards are random numbers.
 """
 
-import os
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from megatron.core.utils import unwrap_model
 
 from frameworks.empty_modules import empty_modules
-from frameworks.equal_steps import Training
-from frameworks.installed import installed
 from frameworks.live_bytes import LiveBytes
-from frameworks.models import save_qwen
-from frameworks.own_attention import OWN_ATTENTION
+from frameworks.own_attention import forget_backend
+from frameworks.policies import LENGTHS, VOCABULARY, PolicyTraining, exported_weights, trained_twice
 from frameworks.verl_engine import build_local_layers
-from megatron.seq1f1b.process.patches import patched
 
-VOCABULARY, STEPS = 64, 3
-# Tokens of the prompts and responses of a batch: a few long rollouts among short ones.
-LENGTHS = ((5, 90), (9, 20), (3, 7), (12, 60), (6, 33), (10, 5), (4, 71), (8, 16))
+STEPS = 3
 NOT_ON_A_CPU = {"masked_softmax_fusion": False, "gradient_accumulation_fusion": False, "apply_rope_fusion": False}
 
 
@@ -81,40 +73,16 @@ CASES = {
 }
 
 
-@dataclass
-class EngineTraining(Training):
-    """With gradients of the first step by name, what the engine infers before and after the steps, by rollout, and the
-    weights that are saved in the end."""
-
-    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
-    before: list[torch.Tensor] = field(default_factory=list)
-    after: list[torch.Tensor] = field(default_factory=list)
-    exported: dict[str, torch.Tensor] = field(default_factory=dict)
-
-
 def with_segments_and_without(
     folder: Path, names: tuple[str, ...] = tuple(CASES)
-) -> dict[str, tuple[EngineTraining, EngineTraining]]:
-    """Every case, with segments of 16 tokens and without segments."""
-    if dist.get_rank() == 0:
-        save_qwen(folder / "dense", VOCABULARY)
-        save_qwen(folder / "experts", VOCABULARY, num_experts=4)
-    dist.barrier()
-    results = {}
-    for name in names:
-        case = CASES[name]
-        with installed(segment_tokens=16, pipeline_schedule=case.schedule):
-            ours = train(folder, case, folder / f"{name}-ours")
-        with patched([OWN_ATTENTION]):
-            own = train(folder, replace(case, sizes=case.own_sizes or case.sizes), folder / f"{name}-own")
-        results[name] = ours, own
-        print(name, ours.losses, own.losses, ours.norms, own.norms, ours.peak_bytes, own.peak_bytes, flush=True)
-    return results
+) -> dict[str, tuple[PolicyTraining, PolicyTraining]]:
+    """Every case, or those of some names."""
+    return trained_twice(folder, {name: CASES[name] for name in names}, train)
 
 
-def train(folder: Path, case: Case, saves_to: Path) -> EngineTraining:
-    training = EngineTraining()
-    engine = engine_of(folder / ("experts" if case.has_experts else "dense"), case)
+def train(folder: Path, case: Case, saves_to: Path) -> PolicyTraining:
+    training = PolicyTraining()
+    engine = engine_of(folder, case)
     _note(engine, training)
     training.before = _inferred(engine, case)
     memory = LiveBytes()
@@ -132,7 +100,7 @@ def train(folder: Path, case: Case, saves_to: Path) -> EngineTraining:
         engine.save(
             SaveLoadMeta(path=str(saves_to), weight_format="hf", with_optim=False, tokenizer=None, base_model_path=None)
         )
-        training.exported = _saved(saves_to)
+        training.exported = exported_weights(saves_to)
     return training
 
 
@@ -145,8 +113,7 @@ def engine_of(folder: Path, case: Case) -> Any:
 
     build_local_layers()
     _fit_bridges()
-    for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
-        os.environ.pop(name, None)  # Megatron's choice for the model before
+    forget_backend()
     kind = getattr(engines, case.engine)
     on_the_cpu = type(case.engine, (kind,), {"device": property(_cpu, lambda self, device: None)})
     engine = on_the_cpu(config_of(folder, case))
@@ -246,7 +213,7 @@ def _only(trajectory: dict[str, torch.Tensor], *names: str) -> dict[str, torch.T
     return {name: trajectory[name] for name in names}
 
 
-def _note(engine: Any, training: EngineTraining) -> None:
+def _note(engine: Any, training: PolicyTraining) -> None:
     """Keep the losses, norms and first gradients of the engine's steps in `training`."""
     loss_of: Callable = engine._compute_logprobs_and_loss
     step: Callable = engine.optimizer_step
@@ -258,11 +225,7 @@ def _note(engine: Any, training: EngineTraining) -> None:
         return loss
 
     def noting_step() -> Any:
-        if not training.gradients:
-            for chunk, wrapped in enumerate(engine.model):
-                for name, weight in unwrap_model(wrapped).named_parameters():
-                    if weight.requires_grad:
-                        training.gradients[f"{chunk}.{name}"] = _gradient(weight).clone()
+        training.note_gradients(engine.model, _gradient)
         statistics = step()
         training.norms.append(statistics["grad_norm"])
         return statistics
@@ -322,10 +285,3 @@ def _fit_bridges() -> None:
 
     mbridge.AutoBridge.from_pretrained = staticmethod(fitted_bridge)
     AutoBridge.to_megatron_provider = fitted_provider
-
-
-def _saved(folder: Path) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    dist.barrier()
-    return {name: weight for file in sorted(folder.glob("*.safetensors")) for name, weight in load_file(file).items()}

@@ -9,7 +9,6 @@ step, loss, LoRA, checkpoints, and import and export of Hugging Face weights. Wh
 """
 
 import json
-import os
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from frameworks.equal_steps import Training
 from frameworks.installed import installed
 from frameworks.live_bytes import LiveBytes
 from frameworks.models import save_llama
+from frameworks.own_attention import forget_backend
 
 VOCABULARY, STEPS = 128, 5
 # Tokens of a row, or a pack; micro-batches of a step.
@@ -99,8 +99,7 @@ def _train(folder: Path, case: Case, has_own_attention: bool) -> BridgeTraining:
     from megatron.bridge.training.gpt_step import forward_step
     from megatron.bridge.training.pretrain import pretrain
 
-    for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
-        os.environ.pop(name, None)  # Megatron's choice for the model before
+    forget_backend()
     initialize.compile_helpers = lambda: None  # calls make, for which the wheel of megatron-core has no makefile
     setup.initialize_megatron = partial(initialize.initialize_megatron, allow_no_cuda=True)
     bridge = AutoBridge.from_hf_pretrained(folder / "llama", torch_dtype=torch.float32)

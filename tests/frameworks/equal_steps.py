@@ -29,13 +29,3 @@ def with_losses(trainings: Sequence[Mapping[str, Any]], case: str) -> tuple[Any,
     """A case on the one rank that has its losses."""
     [found] = [of_rank[case] for of_rank in trainings if of_rank[case][1].losses]
     return found
-
-
-def require_equal_gradients(trainings: Sequence[Mapping[str, Any]], case: str) -> None:
-    """Compare the `gradients` of a case on every rank, by the names of weights: to 1e-5 of the size of each."""
-    for of_rank in trainings:
-        ours, own = of_rank[case]
-        assert ours.gradients.keys() == own.gradients.keys() and own.gradients
-        for name, gradient in own.gradients.items():
-            difference = (ours.gradients[name] - gradient).norm()
-            assert difference <= 1e-5 * gradient.norm() + 1e-9, name

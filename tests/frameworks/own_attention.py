@@ -1,5 +1,6 @@
 """Megatron's local attention, which reads no packed sequences, document by document."""
 
+import os
 from itertools import pairwise
 from typing import Any
 
@@ -43,3 +44,9 @@ OWN_ATTENTION = wrapping(
     _by_document,
     "takes no packs, and a mask [b, 1, s, s] where that of Transformer Engine reads none if it is causal",
 )
+
+
+def forget_backend() -> None:
+    """Forget which kernels of attention Megatron has chosen for the model before, which the environment keeps."""
+    for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
+        os.environ.pop(name, None)

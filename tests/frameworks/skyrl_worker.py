@@ -18,26 +18,20 @@ entropies and losses. What a CPU needs here:
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.utils import unwrap_model
 
 from frameworks.empty_modules import empty_modules
-from frameworks.equal_steps import Training
-from frameworks.installed import installed
 from frameworks.live_bytes import LiveBytes
-from frameworks.models import save_qwen
-from frameworks.own_attention import OWN_ATTENTION
-from megatron.seq1f1b.process.patches import patched
+from frameworks.own_attention import forget_backend
+from frameworks.policies import LENGTHS, VOCABULARY, PolicyTraining, exported_weights, trained_twice
 
-VOCABULARY, STEPS, NUM_LAYERS = 64, 3, 4
-# Tokens of the prompts and responses of a batch: a few long rollouts among short ones.
-LENGTHS = ((5, 90), (9, 20), (3, 7), (12, 60), (6, 33), (10, 5), (4, 71), (8, 16))
+STEPS, NUM_LAYERS = 3, 4
 
 
 @dataclass(frozen=True)
@@ -91,42 +85,16 @@ CASES = {
 }
 
 
-@dataclass
-class PolicyTraining(Training):
-    """With gradients of the first step by name, log-probabilities of the rollouts [rollouts, tokens] before and after
-    the steps, and the weights that are exported in the end."""
-
-    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
-    before: list[torch.Tensor] = field(default_factory=list)
-    after: list[torch.Tensor] = field(default_factory=list)
-    exported: dict[str, torch.Tensor] = field(default_factory=dict)
-
-
 def with_segments_and_without(
     folder: Path, names: tuple[str, ...] = tuple(CASES)
 ) -> dict[str, tuple[PolicyTraining, PolicyTraining]]:
-    """Every case, with segments of 16 tokens and without segments."""
-    if dist.get_rank() == 0:
-        save_qwen(folder / "dense", VOCABULARY)
-        save_qwen(folder / "experts", VOCABULARY, num_experts=4)
-    dist.barrier()
-    results = {}
-    for name in names:
-        case = CASES[name]
-        with installed(segment_tokens=16, pipeline_schedule=case.schedule):
-            ours = train(folder, case, folder / f"{name}-ours")
-        with patched([OWN_ATTENTION]):
-            own = train(
-                folder, case if case.own_sizes is None else replace(case, sizes=case.own_sizes), folder / f"{name}-own"
-            )
-        results[name] = ours, own
-        print(name, ours.losses, own.losses, ours.norms, own.norms, ours.peak_bytes, own.peak_bytes, flush=True)
-    return results
+    """Every case, or those of some names."""
+    return trained_twice(folder, {name: CASES[name] for name in names}, train)
 
 
 def train(folder: Path, case: Case, exports_to: Path) -> PolicyTraining:
     training = PolicyTraining()
-    worker = worker_of(folder / ("experts" if case.has_experts else "dense"), case)
+    worker = worker_of(folder, case)
     _note_gradients(worker, training)
     training.before = _log_probs(worker, case)
     memory = LiveBytes()
@@ -140,7 +108,7 @@ def train(folder: Path, case: Case, exports_to: Path) -> PolicyTraining:
     training.after = _log_probs(worker, case)
     if not any("lora" in word for word in case.overrides):
         worker.save_hf_model(str(exports_to), worker.tokenizer)
-        training.exported = _saved(exports_to)
+        training.exported = exported_weights(exports_to)
     return training
 
 
@@ -151,8 +119,7 @@ def worker_of(folder: Path, case: Case) -> Any:
         from skyrl.backends.skyrl_train.workers.megatron.megatron_worker import MegatronPolicyWorkerBase
         from skyrl.train.utils import ray_logging
 
-    for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
-        os.environ.pop(name, None)  # Megatron's choice for the model before
+    forget_backend()
     ray_logging.redirect_actor_output_to_file = lambda: None
     parallel_state.destroy_model_parallel()
     _forget_routes()
@@ -270,21 +237,10 @@ def _note_gradients(worker: Any, training: PolicyTraining) -> None:
     step: Callable = worker.strategy.optimizer_step
 
     def noting(*args: Any, **kwargs: Any) -> Any:
-        if not training.gradients:
-            for chunk, wrapped in enumerate(worker.actor_module):
-                for name, weight in unwrap_model(wrapped).named_parameters():
-                    if weight.requires_grad:
-                        training.gradients[f"{chunk}.{name}"] = weight.main_grad.clone()
+        training.note_gradients(worker.actor_module, lambda weight: weight.main_grad)
         return step(*args, **kwargs)
 
     worker.strategy.optimizer_step = noting
-
-
-def _saved(folder: Path) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    dist.barrier()
-    return {name: weight for file in sorted(folder.glob("*.safetensors")) for name, weight in load_file(file).items()}
 
 
 def _forget_routes() -> None:

@@ -4,21 +4,14 @@ whole sequences.
 Run by `bash scripts/frameworks.sh areal`, in an environment of its own. See areal_engine.py for what is AReaL's.
 """
 
-from importlib.util import find_spec
-
 import pytest
-import torch
 
 from frameworks import areal_engine
-from frameworks.equal_steps import require_equal_gradients, require_equal_steps
+from frameworks.equal_steps import require_equal_steps
+from frameworks.marks import of_framework
+from frameworks.policies import require_equal_gradients, require_equal_log_probabilities, require_equal_weights
 
-pytestmark = [
-    pytest.mark.exhaustive,
-    pytest.mark.timeout(1800),
-    pytest.mark.skipif(
-        find_spec("areal") is None, reason="AReaL is not installed here: bash scripts/frameworks.sh areal"
-    ),
-]
+pytestmark = of_framework("AReaL", "areal", "areal")
 
 
 @pytest.fixture(scope="module")
@@ -47,12 +40,10 @@ def test_gradients_are_those_of_whole_sequences(trainings, case):
 @pytest.mark.parametrize("case", areal_engine.CASES)
 def test_log_probabilities_are_those_of_whole_sequences(trainings, case):
     ours, own = trainings[1][case]
-    assert len(own.before) == len(own.after)
-    torch.testing.assert_close(ours.before, own.before, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(ours.after, own.after, rtol=1e-5, atol=1e-5)
+    require_equal_log_probabilities(ours, own)
 
 
 @pytest.mark.parametrize("case", areal_engine.CASES)
 def test_saved_weights_are_those_of_whole_sequences(trainings, case):
     ours, own = trainings[0][case]
-    torch.testing.assert_close(ours.exported, own.exported, rtol=1e-5, atol=1e-6)
+    require_equal_weights(ours, own)

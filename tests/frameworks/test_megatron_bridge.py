@@ -4,22 +4,14 @@ Run by `bash scripts/frameworks.sh megatron-bridge`, in an environment of its ow
 Megatron-Bridge's.
 """
 
-from importlib.util import find_spec
-
 import pytest
 import torch
 
 from frameworks import bridge_training
 from frameworks.equal_steps import require_equal_steps
+from frameworks.marks import of_framework
 
-pytestmark = [
-    pytest.mark.exhaustive,
-    pytest.mark.timeout(1800),
-    pytest.mark.skipif(
-        find_spec("megatron.bridge") is None,
-        reason="Megatron-Bridge is not installed here: bash scripts/frameworks.sh megatron-bridge",
-    ),
-]
+pytestmark = of_framework("Megatron-Bridge", "megatron-bridge", "megatron.bridge")
 
 
 @pytest.fixture(scope="module")

@@ -4,20 +4,13 @@ Run by `bash scripts/frameworks.sh ms-swift`, in an environment of its own. See 
 ms-swift's.
 """
 
-from importlib.util import find_spec
-
 import pytest
 
 from frameworks import swift_training
 from frameworks.equal_steps import require_equal_steps
+from frameworks.marks import of_framework
 
-pytestmark = [
-    pytest.mark.exhaustive,
-    pytest.mark.timeout(1800),
-    pytest.mark.skipif(
-        find_spec("mcore_bridge") is None, reason="ms-swift is not installed here: bash scripts/frameworks.sh ms-swift"
-    ),
-]
+pytestmark = of_framework("ms-swift", "ms-swift", "mcore_bridge")
 
 
 @pytest.fixture(scope="module")

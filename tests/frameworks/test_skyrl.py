@@ -4,21 +4,19 @@ whole sequences.
 Run by `bash scripts/frameworks.sh skyrl`, in an environment of its own. See skyrl_worker.py for what is SkyRL's.
 """
 
-from importlib.util import find_spec
-
 import pytest
-import torch
 
 from frameworks import skyrl_worker
-from frameworks.equal_steps import require_equal_gradients, require_equal_steps
+from frameworks.equal_steps import require_equal_steps
+from frameworks.marks import of_framework
+from frameworks.policies import (
+    LENGTHS,
+    require_equal_gradients,
+    require_equal_log_probabilities,
+    require_equal_weights,
+)
 
-pytestmark = [
-    pytest.mark.exhaustive,
-    pytest.mark.timeout(1800),
-    pytest.mark.skipif(
-        find_spec("skyrl") is None, reason="SkyRL is not installed here: bash scripts/frameworks.sh skyrl"
-    ),
-]
+pytestmark = of_framework("SkyRL", "skyrl", "skyrl")
 
 
 @pytest.fixture(scope="module")
@@ -46,13 +44,12 @@ def test_gradients_are_those_of_whole_sequences(trainings, case):
 @pytest.mark.parametrize("case", skyrl_worker.CASES)
 def test_log_probabilities_are_those_of_whole_sequences(trainings, case):
     ours, own = trainings[1][case]
-    assert len(own.before) == len(own.after) == len(skyrl_worker.LENGTHS)
-    torch.testing.assert_close(ours.before, own.before, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(ours.after, own.after, rtol=1e-5, atol=1e-5)
+    assert len(own.before) == len(LENGTHS)
+    require_equal_log_probabilities(ours, own)
 
 
 @pytest.mark.parametrize("case", skyrl_worker.CASES)
 def test_exported_weights_are_those_of_whole_sequences(trainings, case):
     ours, own = trainings[0][case]
     assert bool(own.exported) != ("lora" in case)
-    torch.testing.assert_close(ours.exported, own.exported, rtol=1e-5, atol=1e-6)
+    require_equal_weights(ours, own)

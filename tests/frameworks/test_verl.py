@@ -8,22 +8,18 @@ import os
 import re
 import subprocess
 import sys
-from importlib.util import find_spec
 
 import pytest
 import torch
 
 from frameworks import verl_engine
 from frameworks.equal_steps import require_equal_steps, with_losses
+from frameworks.marks import of_framework
 from megatron.seq1f1b.commands import main
 from support.launch import ROOT, python_path
 from support.patience import patient
 
-pytestmark = [
-    pytest.mark.exhaustive,
-    pytest.mark.timeout(1800),
-    pytest.mark.skipif(find_spec("verl") is None, reason="verl is not installed here: bash scripts/frameworks.sh verl"),
-]
+pytestmark = of_framework("verl", "verl", "verl")
 
 
 ALL_CASES = {**verl_engine.CASES, **verl_engine.CASES_OF_THE_DEFAULT}

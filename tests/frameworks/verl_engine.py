@@ -13,7 +13,6 @@ optimizer, its micro-batches, forwards, and losses. What the program around it d
 - Rollouts and advantages are random numbers.
 """
 
-import os
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -30,7 +29,7 @@ from megatron.core.transformer.enums import ModelType
 from frameworks.installed import installed
 from frameworks.live_bytes import LiveBytes
 from frameworks.models import save_qwen
-from frameworks.own_attention import OWN_ATTENTION
+from frameworks.own_attention import OWN_ATTENTION, forget_backend
 from megatron.seq1f1b.process.patches import patched
 
 VOCABULARY, STEPS = 64, 5
@@ -157,8 +156,7 @@ def engine_of(folder: Path, case: Case) -> Any:
 
     if case.has_mbridge:
         build_local_layers()
-    for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
-        os.environ.pop(name, None)  # Megatron's choice for the model before
+    forget_backend()
     use_ranks(dict(case.sizes))
     torch.cuda.mem_get_info = lambda device=None: (0, 0)
     kind = MegatronEngineWithValueHead if case.loss == "value" else MegatronEngineWithLMHead

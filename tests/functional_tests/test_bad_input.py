@@ -27,6 +27,8 @@ CASES = [
 INDEX = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ2i2q3q", 1, 8, 2, 3, 3, 5, 0, 6, 0, 1, 2)
 NEGATIVE = INDEX.replace(struct.pack("<2i2q", 3, 5, 0, 6), struct.pack("<2i2q", -3, 11, 0, -6))
 LATEST = "latest_checkpointed_iteration.txt"
+# Folders of checkpoints with a folder for the second iteration.
+OF_ITERATION_2 = ("words_for_a_number", "gone", "half", "garbage", "untracked")
 FILES = {
     "chats.jsonl": "{}",
     "three": "20 20 24",
@@ -53,7 +55,7 @@ FILES = {
     f"gone/{LATEST}": "7",
     f"half/{LATEST}": "4",
     f"garbage/{LATEST}": "4",
-    **{f"{name}/iter_0000002/empty": "" for name in ("words_for_a_number", "gone", "half", "garbage", "untracked")},
+    **{f"{folder}/iter_0000002/empty": "" for folder in OF_ITERATION_2},
     "half/iter_0000004/.metadata": "garbage",
     **{f"garbage/iter_0000004/{name}": "garbage" for name in (".metadata", "metadata.json", "common.pt")},
 }
