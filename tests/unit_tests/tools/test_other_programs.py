@@ -7,7 +7,7 @@ import pytest
 from benchmarking.other_programs import Clocks, busy_seconds, share_of_others
 
 
-def test_time_of_programs_is_that_of_users_and_of_the_kernel_for_them():
+def test_processors_run_programs_and_the_kernel_for_them():
     ticks = os.sysconf("SC_CLK_TCK")
     text = f"cpu  {3 * ticks} {2 * ticks} {ticks} 900 800 700 600 500 0 0\ncpu0 1 1 1 1 1 1 1 1 0 0\nintr 5\n"
     assert busy_seconds(text) == 6
