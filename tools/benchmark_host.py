@@ -53,14 +53,14 @@ from megatron.seq1f1b.model.attention.segment_attention import SegmentAttention 
 from megatron.seq1f1b.model.kernels import DocumentKernel, Gradients, Kernel  # noqa: E402
 from megatron.seq1f1b.model.kernels.padded import Padded  # noqa: E402
 from megatron.seq1f1b.model.memory.loss_pieces import Logits  # noqa: E402
-from megatron.seq1f1b.runtime.calls import Calls  # noqa: E402
-from megatron.seq1f1b.runtime.forward_segments import SegmentForwards  # noqa: E402
-from megatron.seq1f1b.runtime.gradient_sync import GradientSync  # noqa: E402
+from megatron.seq1f1b.runtime.forwards.forward_segments import SegmentForwards  # noqa: E402
+from megatron.seq1f1b.runtime.forwards.loss import Losses  # noqa: E402
+from megatron.seq1f1b.runtime.gradients.gradient_sync import GradientSync  # noqa: E402
 from megatron.seq1f1b.runtime.interpreter import Interpreter  # noqa: E402
-from megatron.seq1f1b.runtime.loss import Losses  # noqa: E402
-from megatron.seq1f1b.runtime.program import Program  # noqa: E402
+from megatron.seq1f1b.runtime.model_calls.calls import Calls  # noqa: E402
 from megatron.seq1f1b.runtime.program_contract import ProgramContract  # noqa: E402
-from megatron.seq1f1b.runtime.recorder import Recorder  # noqa: E402
+from megatron.seq1f1b.runtime.rank_schedule import RankSchedule  # noqa: E402
+from megatron.seq1f1b.runtime.recording.recorder import Recorder  # noqa: E402
 from megatron.seq1f1b.runtime.step import Step  # noqa: E402
 from megatron.seq1f1b.schedule import FAMILY_NAMES, Kind, Placement, Shape, build, lower_rank  # noqa: E402
 
@@ -149,7 +149,7 @@ def step_of(model: Nothing, num_microbatches: int, num_segments: int) -> Step:
     return step
 
 
-def scheduled(step: Step, actions: Program) -> None:
+def scheduled(step: Step, actions: RankSchedule) -> None:
     context = SegmentContext()
     with Calls(step, CONTRACT) as calls:
         Interpreter(
@@ -169,7 +169,7 @@ def scheduled(step: Step, actions: Program) -> None:
         ).run()
 
 
-def bare(step: Step, actions: Program) -> None:
+def bare(step: Step, actions: RankSchedule) -> None:
     """The forwards and backwards of the same actions, and nothing else."""
     model = step.chunks[0]
     kept = {}
@@ -463,7 +463,7 @@ def main() -> None:
     shape = Shape(Placement(RANKS), args.microbatches, args.sequence_splits)
     step = step_of(Nothing(), args.microbatches, args.sequence_splits)
     for family in FAMILY_NAMES:
-        actions = Program(lower_rank(build(family, shape), RANK))
+        actions = RankSchedule(lower_rank(build(family, shape), RANK))
         ours = partial(scheduled, step, actions)
         bare_calls = partial(bare, step, actions)
         show(family, share(ours, bare_calls, shape.num_units, args.repeats))

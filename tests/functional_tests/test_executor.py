@@ -23,7 +23,7 @@ from megatron.core.rerun_state_machine import (
 
 from megatron.seq1f1b.runtime import executor as executor_file
 from megatron.seq1f1b.runtime.communication import Communicator
-from megatron.seq1f1b.runtime.segmentation import on_all_ranks
+from megatron.seq1f1b.runtime.segments.segmentation import on_all_ranks
 from megatron.seq1f1b.schedule import Kind, Placement, ScheduleChoice, Shape, build
 from support.linear_stages import SEQUENCE, Stage, batches, call, configuration, executor, forward_step, sum_of_squares
 from support.on_ranks import on_ranks

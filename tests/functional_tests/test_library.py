@@ -23,7 +23,7 @@ from functional_tests.equality.step import batches, forward_step, run
 from megatron.seq1f1b.files.schedule_file import write_schedule
 from megatron.seq1f1b.files.timeline_file import read_timeline
 from megatron.seq1f1b.process.patches import patched
-from megatron.seq1f1b.runtime.partition_patches import patches_of_training_loop
+from megatron.seq1f1b.runtime.gradients.partition_patches import patches_of_training_loop
 from megatron.seq1f1b.schedule import Placement, Shape, build
 
 OVERLAP = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}

@@ -19,7 +19,7 @@ from megatron.seq1f1b.costs.model_shape import ModelShape
 from megatron.seq1f1b.costs.simulator import predict
 from megatron.seq1f1b.costs.training_setup import TrainingSetup
 from megatron.seq1f1b.model import HostMemory, Segment, link_rate
-from megatron.seq1f1b.runtime.recorder import Recorder
+from megatron.seq1f1b.runtime.recording.recorder import Recorder
 from megatron.seq1f1b.schedule import Action, Kind, Placement, units_to_move, with_moves
 from support.segments import of_lengths
 

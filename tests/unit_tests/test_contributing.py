@@ -61,14 +61,14 @@ cpu.activate()
 from megatron.seq1f1b.costs.execution import execute_lowered
 from megatron.seq1f1b.report import to_trace
 from megatron.seq1f1b.runtime.interpreter import Interpreter
-from megatron.seq1f1b.runtime.program import Program
+from megatron.seq1f1b.runtime.rank_schedule import RankSchedule
 from megatron.seq1f1b.schedule import Action, Costs, Kind, Placement, Schedule, Shape, build, lower, parse_action
 
 assert parse_action("2TRIM") == Action(Kind.TRIM, 2) and str(Action(Kind.TRIM, 2)) == "2TRIM"
 assert Interpreter.HANDLERS.keys() == {*Kind}
 shape = Shape(Placement(2, 2), 3, 2)
 lowered = lower(build("zb-h1", shape))
-trimmed = [Program(actions).actions for actions in lowered.ranks]
+trimmed = [RankSchedule(actions).actions for actions in lowered.ranks]
 for actions, before in zip(trimmed, lowered.ranks, strict=True):
     assert [action for action in actions if action.kind is not Kind.TRIM] == [*before]
     trims = [action for action in actions if action.kind is Kind.TRIM]
@@ -94,7 +94,7 @@ from megatron.seq1f1b.platform import cpu
 cpu.activate()
 from my_model import TokenShift
 from megatron.seq1f1b.model import SegmentContext, attach
-from megatron.seq1f1b.runtime.segmentation import segments_of
+from megatron.seq1f1b.runtime.segments.segmentation import segments_of
 
 whole = torch.randn(10, 2, 4, dtype=torch.float64, requires_grad=True)
 expected = (TokenShift()(whole) ** 2).sum()
@@ -164,12 +164,12 @@ def test_the_new_kind_of_action_is_lowered_simulated_and_run(tmp_path):
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     word, facts, lowering_pass, call, handler = (dedent(block) for block in blocks)
     files = re.findall(r"^\d\. `megatron/seq1f1b/(\S+)`", text, re.MULTILINE)
-    kinds, lowering, program, interpreter, _ = (package / file for file in files)
+    kinds, lowering, rank_schedule, interpreter, _ = (package / file for file in files)
     edited(kinds, "\n    # A member equals its value", indent(word, " " * 4))
     edited(kinds, '    }\n)\n"""All that is known', indent(facts, " " * 8))
     edited(lowering, "def _transfers(", lowering_pass + "\n\n")
-    edited(program, "        self.splits_backwards =", indent(call, " " * 8))
-    edited(program, "from ..process.ranks import", "from ..schedule.lowering import trim\n")
+    edited(rank_schedule, "        self.splits_backwards =", indent(call, " " * 8))
+    edited(rank_schedule, "from ..process.ranks import", "from ..schedule.lowering import trim\n")
     edited(interpreter, "    }\n\n\ndef message_shape", indent(handler, " " * 8))
     python(tmp_path, "-c", TRIMMED)
 

@@ -313,7 +313,7 @@ def _products_again(setup: TrainingSetup, machine: Machine, products: Sequence[P
 
 def dispatched_again(setup: TrainingSetup, forward: Parts) -> float:
     """Seconds of the exchange of experts that are computed again: there and back, or only there in a plan with pairs
-    (runtime/repeated_experts.py)."""
+    (runtime/forwards/repeated_experts.py)."""
     if not setup.repeats("E"):
         return 0.0
     return forward.dispatch / 2 if setup.hides_experts else forward.dispatch

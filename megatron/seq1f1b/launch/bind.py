@@ -61,7 +61,7 @@ def bind(
         overlay = Overlay(upstream, patches, keywords)
         rows += overlay.patches_of_scripts(net, add_flags)
     else:
-        from ..runtime import partition_patches
+        from ..runtime.gradients import partition_patches
 
         overlay = Overlay(upstream, patches, keywords, _executor_of_program(options, keep_documents_apart))
         if options.partition_state:

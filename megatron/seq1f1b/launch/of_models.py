@@ -50,7 +50,7 @@ def token_log_probs_and_entropy(
 def whole_weights(model: Iterable[torch.nn.Module]) -> AbstractContextManager[None]:
     """The weights of these model chunks whole, to read or write them between steps with `partition_state`; collective
     over the ranks of a pipeline stage."""
-    from ..runtime.partitioned_state import whole
+    from ..runtime.gradients.partitioned_state import whole
 
     return whole(model)
 

@@ -81,7 +81,7 @@ class Overlay:
 
     def use(self, config: PipelineConfig) -> None:
         """Take the configuration of validated arguments, before Megatron builds its process groups and its model."""
-        from ..runtime import partition_patches
+        from ..runtime.gradients import partition_patches
         from . import v_chunks
         from .executors import sequences_of
 

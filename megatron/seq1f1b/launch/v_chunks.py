@@ -17,7 +17,7 @@ import torch
 from megatron.core import parallel_state
 
 from ..process.patches import Patch, PatchTable, patched, wrapping
-from ..runtime.gradient_sync import tied_embeddings
+from ..runtime.gradients.gradient_sync import tied_embeddings
 from ..schedule import Placement
 
 _RANK = "megatron.core.parallel_state.get_pipeline_model_parallel_rank"

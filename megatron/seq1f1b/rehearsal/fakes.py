@@ -18,9 +18,9 @@ from ..model import HostMemory, KernelChoice
 from ..model.kernels import CudaFlash
 from ..process.patches import Patch, PatchTable, wrapping
 from ..runtime import Surroundings
-from ..runtime.calls import Calls
-from ..runtime.segmentation import Sequences
-from ..runtime.sequence_source import BOUNDS, SequenceSource
+from ..runtime.model_calls.calls import Calls
+from ..runtime.segments.segmentation import Sequences
+from ..runtime.segments.sequence_source import BOUNDS, SequenceSource
 from ..runtime.step import Step
 from .launch import document_lengths, has_transformer_engine
 

@@ -3,8 +3,8 @@
 from .activation_memory import ActivationMemory
 from .executor import MESSAGE_TIMEOUT, PipelineExecutor, watched
 from .program_contract import ProgramContract
-from .recorder import Reading, StepRecorder
-from .repacking import Repacking
-from .segmentation import Segmentation
+from .recording.recorder import Reading, StepRecorder
+from .recording.tracer import StepTracer, Tracer
+from .segments.repacking import Repacking
+from .segments.segmentation import Segmentation
 from .surroundings import Surroundings
-from .tracer import StepTracer, Tracer

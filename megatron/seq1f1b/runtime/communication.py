@@ -89,7 +89,7 @@ class Communicator:
 
     @property
     def goes_in_turn(self) -> bool:
-        """Whether every send and receive of the step ends before its call returns; its programs are made for that."""
+        """Whether every send and receive of the step ends before its call returns; schedules are made for that."""
         return self._goes_in_turn
 
     def post_receive(self, channel: Channel, shape: tuple[int, ...], action: Action | None = None) -> None:

@@ -34,24 +34,26 @@ from ..process.ranks import check_agreement
 from ..process.step_failure import explained
 from ..schedule import CostsOfLengths, ScheduleChoice
 from .activation_memory import ActivationMemory
-from .calls import Calls
 from .communication import Communicator
-from .forward_segments import SegmentForwards
-from .forward_whole import WholeForwards
-from .gradient_sync import finalize_gradients, gradient_syncs
+from .forwards.forward_segments import SegmentForwards
+from .forwards.forward_whole import WholeForwards
+from .forwards.loss import Losses
+from .forwards.multi_token import prediction_patches
+from .forwards.protocol import Forwards
+from .forwards.schedule_plans import PlannedForwards
+from .gradients.gradient_sync import finalize_gradients, gradient_syncs
+from .gradients.partitioned_state import is_partitioned
 from .interpreter import Interpreter
-from .loss import Losses
-from .megatron_steps import run_traced
-from .multi_token import prediction_patches
-from .partitioned_state import is_partitioned
-from .program import Program, Programs
+from .model_calls.calls import Calls
+from .pair_interpreter import PairInterpreter
 from .program_contract import ProgramContract
-from .recorder import Recorder, StepRecorder
+from .rank_schedule import RankSchedule, RankSchedules
+from .recording.megatron_steps import run_traced
+from .recording.recorder import Recorder, StepRecorder
+from .recording.tracer import StepTracer
 from .reference import run_references
-from .schedule_plans import PairInterpreter, PlannedForwards
-from .segmentation import Segmentation
+from .segments.segmentation import Segmentation
 from .step import Step
-from .tracer import StepTracer
 
 MESSAGE_TIMEOUT = timedelta(minutes=10)  # as in PyTorch's groups
 
@@ -87,7 +89,8 @@ class PipelineExecutor:
         # A GPU has 8 hardware queues by default, and at most 32, enough for all streams of a process.
         shares_queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "32"
         self.context = SegmentContext(activations.keeps_attention, activations.host_memory)
-        self.programs = Programs(
+        self._schedule = schedule
+        self._rank_schedules = RankSchedules(
             choice=schedule,
             costs=costs,
             one_queue=shares_queues,
@@ -132,7 +135,7 @@ class PipelineExecutor:
                 "then; end the program, and start it again from a checkpoint"
             )
         self._num_steps += 1
-        step = Step(style=self.programs.placement, **arguments)
+        step = Step(style=self._schedule.placement, **arguments)
         segmentation = self.segmentation
         lengths: tuple[int, ...] = ()  # of segments, if they are known before the program calls its model
         if not segmentation.from_calls:
@@ -155,7 +158,7 @@ class PipelineExecutor:
 
     def _run_calls(self, step: Step, communicator: Communicator) -> Losses:
         """Cut the step, run the references that its program calls, if any, and then its own model."""
-        program_of = partial(self._program, in_turn=communicator.goes_in_turn)
+        schedule_of = partial(self._rank_schedule, in_turn=communicator.goes_in_turn)
         with Calls(step, self._contract) if self._suspends_calls(step) else nullcontext() as calls:
             self.segmentation.cut_step(step, calls)
             compute_loss_in_pieces(step.chunks, step.most_tokens, self._activations.loss_piece)
@@ -163,7 +166,7 @@ class PipelineExecutor:
                 losses = run_references(
                     step=step,
                     calls=calls,
-                    program_of=program_of,
+                    schedule_of=schedule_of,
                     communicator=communicator,
                     context=self.context,
                     segmentation=self.segmentation,
@@ -171,7 +174,7 @@ class PipelineExecutor:
                 )
                 if losses is not None:
                     return losses
-            return self._run_actions(step, calls, program_of(step), communicator)
+            return self._run_actions(step, calls, schedule_of(step), communicator)
 
     def _prepare_models(self, step: Step) -> None:
         """Let the model chunks of this rank run on segments; those of an earlier step are ready."""
@@ -184,7 +187,7 @@ class PipelineExecutor:
 
     def _goes_by_plans(self, step: Step) -> bool:
         """Whether the step runs by Megatron's schedule plans, which its pairs need."""
-        return self.programs.has_pairs and not step.forward_only
+        return self._schedule.pairs and not step.forward_only
 
     def _suspends_calls(self, step: Step) -> bool:
         """Whether the model runs on parts of what the program calls it with; else on each micro-batch as it comes."""
@@ -209,8 +212,8 @@ class PipelineExecutor:
         finally:
             self.context.clear()
 
-    def _program(self, step: Step, in_turn: bool) -> Program:
-        return self.programs.program(
+    def _rank_schedule(self, step: Step, in_turn: bool) -> RankSchedule:
+        return self._rank_schedules.of_step(
             step.shape,
             step.longest_lengths,
             rank=step.rank,
@@ -219,15 +222,17 @@ class PipelineExecutor:
             is_partitioned=is_partitioned(step.chunks),
         )
 
-    def _run_actions(self, step: Step, calls: Calls | None, program: Program, communicator: Communicator) -> Losses:
+    def _run_actions(
+        self, step: Step, calls: Calls | None, schedule: RankSchedule, communicator: Communicator
+    ) -> Losses:
         """Run the actions of this rank, then Megatron's end of the step."""
-        self.context.splits_backwards = program.splits_backwards
+        self.context.splits_backwards = schedule.splits_backwards
         losses = Losses(step)
         syncs = gradient_syncs(step.config, step.chunks, finishes_last=len(step.chunks) == 1 and step.rank == 0)
         with ExitStack() as around:
             for sync in syncs:
                 around.callback(sync.close)  # also after a failure
-            if program.splits_backwards:
+            if schedule.splits_backwards:
                 around.enter_context(defer_weight_gradients(self.context.weight_gradients, step.chunks))
             if calls is not None:
                 around.enter_context(patched(prediction_patches(step, self.context, calls)))
@@ -237,7 +242,7 @@ class PipelineExecutor:
             interpreter = PairInterpreter if self._goes_by_plans(step) else Interpreter
             interpreter(
                 step=step,
-                program=program,
+                schedule=schedule,
                 communicator=communicator,
                 context=self.context,
                 forwards=self._forwards(step, calls, losses),
@@ -256,7 +261,7 @@ class PipelineExecutor:
         reports = self.segmentation.reports(losses.reports(), step)
         return self._on_last_rank(reports, step) if self._contract.reports_on_last_rank else reports
 
-    def _forwards(self, step: Step, calls: Calls | None, losses: Losses) -> Any:
+    def _forwards(self, step: Step, calls: Calls | None, losses: Losses) -> Forwards:
         """The forwards of the step: on parts of the program's calls, or on whole micro-batches."""
         if calls is None:
             return WholeForwards(step=step, context=self.context, losses=losses, contract=self._contract)
@@ -274,7 +279,7 @@ class PipelineExecutor:
         if self._tracer is None or step.forward_only:
             return Recorder(step.device)
         lengths = {tuple(segment.length for segment in segments) for segments in step.segments}
-        return self._tracer.step(self.programs.name, step.shape, step.chunks, step.pipeline, lengths)
+        return self._tracer.step(self._schedule.title, step.shape, step.chunks, step.pipeline, lengths)
 
     def _on_last_rank(self, reports: list[Any], step: Step) -> list[Any]:
         """The reports, sent to the last rank, where Megatron's training loop reads them."""
@@ -299,7 +304,7 @@ class PipelineExecutor:
             sizes = "of the sizes that the first stage tells"
         within = " within documents" if self.segmentation.packed else ""
         self._check_agreement(
-            f"{self.programs.name}, {'evaluation' if step.forward_only else 'training'} on {placement.num_ranks} "
+            f"{self._schedule.title}, {'evaluation' if step.forward_only else 'training'} on {placement.num_ranks} "
             f"ranks with {placement.num_chunks} model chunks ({placement.style}), {step.num_microbatches} "
             f"micro-batches {sizes}{within}, of a model with {getattr(config, 'num_layers', 'its own')} layers and "
             f"messages of {config.hidden_size} {config.pipeline_dtype}"

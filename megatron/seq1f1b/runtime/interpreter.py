@@ -1,6 +1,6 @@
 """Runs the lowered schedule of one rank: one loop, one small handler per kind of action."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
@@ -12,13 +12,12 @@ from torch import Tensor
 from ..model import SegmentContext
 from ..schedule import Action, Kind, channels_of
 from .communication import Communicator
-from .forward_segments import SegmentForwards
-from .forward_whole import WholeForwards
-from .gradient_sync import ChunkSync
-from .multi_token import rows_per_token
-from .program import Program
-from .recorder import StepRecorder
-from .spans import around_actions
+from .forwards.multi_token import rows_per_token
+from .forwards.protocol import Forwards
+from .gradients.gradient_sync import ChunkSync
+from .rank_schedule import RankSchedule
+from .recording.recorder import StepRecorder
+from .recording.spans import around_actions
 from .step import Step
 
 _NOTHING = nullcontext()
@@ -29,17 +28,17 @@ type Handlers = dict[Kind, Callable[[Any, Action], None]]
 
 @dataclass(eq=False)
 class Interpreter:
-    """Runs the program of one rank for one step; its own state is empty when the step ends.
+    """Runs the schedule of one rank for one step; its own state is empty when the step ends.
 
     Keep this loop cheap (tools/benchmark_host.py): if the kernels of a segment end before the host has issued the next
     ones, the GPU idles.
     """
 
     step: Step
-    program: Program
+    schedule: RankSchedule
     communicator: Communicator
     context: SegmentContext
-    forwards: WholeForwards | SegmentForwards
+    forwards: Forwards
     syncs: Sequence[ChunkSync]
     recorder: StepRecorder
 
@@ -57,7 +56,7 @@ class Interpreter:
 
     def run(self) -> None:
         """Run the actions in order; an error names the action and those around it."""
-        actions = self.program.actions
+        actions = self.schedule.actions
         around = around_actions()
         handlers = self.HANDLERS
         for position, action in enumerate(actions):
@@ -82,7 +81,7 @@ class Interpreter:
         segment = self.step.segments[microbatch][index]
         arrived = self._input_of(action, is_forward=True)
         self.syncs[self._chunk_of[stage]].before_forward()
-        moves = unit in self.program.moved
+        moves = unit in self.schedule.moved
         with self.recorder.span(action):
             output = self.forwards.forward(stage, segment, arrived, moves)
         if moves and arrived is not None:
@@ -97,7 +96,7 @@ class Interpreter:
         kind, stage, microbatch, index = action
         unit = action.unit
         segment = self.step.segments[microbatch][index]
-        if unit in self.program.moved:
+        if unit in self.schedule.moved:
             self.context.host_memory.wait(unit)
         self.syncs[self._chunk_of[stage]].before_backward()
         arrived, output = self._kept.pop(unit)
@@ -106,13 +105,13 @@ class Interpreter:
         else:
             gradient = self._input_of(action, is_forward=False)
         with self.context.running(segment, keeps_for_backward=True, unit=unit), self.recorder.span(action):
-            with self._reducing(Kind.I, action):
+            with self._reducing(action, self.schedule.last_input_gradients):
                 gradient = backward_step(arrived, output, gradient, self.step.config)
                 self.forwards.end_backward(stage, segment)
-            if self.program.splits_backwards and kind.facts.gives_weight_gradient:
-                with self._reducing(Kind.W, action):
+            if self.schedule.splits_backwards and kind.facts.gives_weight_gradient:
+                with self._reducing(action, self.schedule.last_weight_gradients):
                     self.context.weight_gradients.compute(unit)
-        if unit in self.program.moved:
+        if unit in self.schedule.moved:
             self.context.host_memory.end_backward(unit)
         if stage > 0:
             self._outgoing[Kind.SEND_B, *unit] = gradient
@@ -120,13 +119,13 @@ class Interpreter:
     def _weight_gradient(self, action: Action) -> None:
         segment = self.step.segments[action.microbatch][action.segment]
         running = self.context.running(segment, keeps_for_backward=True)
-        with running, self.recorder.span(action), self._reducing(Kind.W, action):
+        reducing = self._reducing(action, self.schedule.last_weight_gradients)
+        with running, self.recorder.span(action), reducing:
             self.context.weight_gradients.compute(action.unit)
 
-    def _reducing(self, half: Kind, action: Action) -> AbstractContextManager:
-        """A context for this half of a backward: if it is the chunk's last, gradients may be reduced in it."""
-        is_last = (half, action) in self.program.ends
-        return self.syncs[self._chunk_of[action.stage]].last_backward() if is_last else _NOTHING
+    def _reducing(self, action: Action, last: Set[Action]) -> AbstractContextManager:
+        """A context for a half of a backward; gradients may be reduced in it if it is the last of its chunk."""
+        return self.syncs[self._chunk_of[action.stage]].last_backward() if action in last else _NOTHING
 
     def _input_of(self, action: Action, is_forward: bool) -> Tensor | None:
         """The activations or output gradient that an action starts from."""
@@ -184,8 +183,8 @@ class Interpreter:
 
 def message_shape(step: Step, num_sequences: int, length: int, kind: Kind, stage: int) -> tuple[int, ...]:
     """The shape of what a SEND or RECV of `stage` carries for a segment of `length` tokens."""
-    # Megatron's interleaved schedules ignore the length of the decoder's sequences, too. It is that of sequences of the
-    # length that the step is called with; others have the one that the program's call of the model tells.
+    # The decoder has sequences of its own length only where whole sequences of the step's `seq_length` pass through one
+    # chunk a rank: Megatron's interleaved schedules ignore that length, too, and calls of the model tell their own.
     is_plain = len(step.chunks) == step.shape.num_segments == 1
     if is_plain and length == step.seq_length and step.decoder_seq_length is not None:
         length = step.decoder_seq_length

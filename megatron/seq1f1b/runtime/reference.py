@@ -17,25 +17,25 @@ import torch
 
 from ..model import KernelsOf, SegmentContext, attach, refuse_attention_to_later_tokens
 from ..process.patches import patched
-from .call import Call
-from .calls import Calls
 from .communication import Communicator
-from .cut import size_of
-from .forward_segments import SegmentForwards
-from .gradient_sync import gradient_syncs
+from .forwards.forward_segments import SegmentForwards
+from .forwards.loss import Losses
+from .forwards.multi_token import prediction_patches
+from .gradients.gradient_sync import gradient_syncs
 from .interpreter import Interpreter
-from .loss import Losses
-from .multi_token import prediction_patches
-from .program import Program
-from .recorder import Recorder
-from .segmentation import Segmentation
+from .model_calls.call import Call
+from .model_calls.call_arguments import size_of
+from .model_calls.calls import Calls
+from .rank_schedule import RankSchedule
+from .recording.recorder import Recorder
+from .segments.segmentation import Segmentation
 from .step import Step
 
 
 def run_references(
     step: Step,
     calls: Calls,
-    program_of: Callable[[Step], Program],
+    schedule_of: Callable[[Step], RankSchedule],
     communicator: Communicator,
     context: SegmentContext,
     segmentation: Segmentation,
@@ -43,7 +43,7 @@ def run_references(
 ) -> Losses | None:
     """Run the references that the programs of a step call, until all programs wait for their model.
 
-    `program_of(step)` gives the actions of this rank. Programs of an evaluation may end here: what they called was no
+    `schedule_of(step)` gives the actions of this rank. Programs of an evaluation may end here: what they called was no
     reference, but their model without its wrappers. Then their losses are returned, else None.
     """
     losses = Losses(step)
@@ -71,7 +71,7 @@ def run_references(
             around.enter_context(patched(prediction_patches(evaluation, context, calls)))
             Interpreter(
                 step=evaluation,
-                program=program_of(evaluation),
+                schedule=schedule_of(evaluation),
                 communicator=communicator,
                 context=context,
                 forwards=forwards,

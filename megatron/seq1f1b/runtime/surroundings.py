@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..model import HostMemory, KernelChoice, KernelsOf
-from .segmentation import ReadCalls
-from .sequence_source import SequenceSource
+from .segments.segmentation import ReadCalls
+from .segments.sequence_source import SequenceSource
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from megatron.seq1f1b.costs.stage_costs import (
 )
 from megatron.seq1f1b.files.timeline_file import write_timeline
 from megatron.seq1f1b.partition import balanced
-from megatron.seq1f1b.runtime.program import Programs
+from megatron.seq1f1b.runtime.rank_schedule import RankSchedules
 from megatron.seq1f1b.schedule import Kind, Placement, ScheduleChoice, Shape, build, lower_rank
 from megatron.seq1f1b.schedule.timeline import Timeline
 from megatron.seq1f1b.schedule.timing import simulate
@@ -148,14 +148,14 @@ def test_only_auto_plans_for_the_costs():
     stages = analytic_costs(TINY, (2, 2), CPU_CORE)
     lengths = balanced(8192, 4, bottleneck_time(stages))
     shape, costs = Shape(Placement(2), 2, 4), action_costs(stages, (2, 2), lengths)
-    plan = Programs(ScheduleChoice("auto"), lambda lengths: action_costs(stages, (2, 2), lengths))
+    plan = RankSchedules(ScheduleChoice("auto"), lambda lengths: action_costs(stages, (2, 2), lengths))
     for rank in range(2):
-        assert [*plan.program(shape, lengths, rank, forward_only=False).actions] == lower_rank(
+        assert [*plan.of_step(shape, lengths, rank, forward_only=False).actions] == lower_rank(
             build("auto", shape, costs), rank, one_queue=True
         )
     refuse = Mock(side_effect=AssertionError)
-    assert Programs(ScheduleChoice("1f1b"), refuse).program(shape, lengths, 0, forward_only=False)
-    assert Programs(ScheduleChoice("auto"), refuse).program(shape, lengths, 0, forward_only=True)
+    assert RankSchedules(ScheduleChoice("1f1b"), refuse).of_step(shape, lengths, 0, forward_only=False)
+    assert RankSchedules(ScheduleChoice("auto"), refuse).of_step(shape, lengths, 0, forward_only=True)
 
 
 def timeline(family: str, lengths=LENGTHS, told=LENGTHS) -> Timeline:

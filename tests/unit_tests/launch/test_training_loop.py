@@ -12,7 +12,7 @@ from megatron.seq1f1b.launch.training_loop import log
 from megatron.seq1f1b.launch.training_loop.checkpoints import Checkpoints
 from megatron.seq1f1b.launch.training_loop.log import IterationLog
 from megatron.seq1f1b.runtime import Reading
-from megatron.seq1f1b.runtime.segmentation import StepDocuments
+from megatron.seq1f1b.runtime.segments.segmentation import StepDocuments
 
 LINE = (
     " [2026-01-01 00:00:00.000000] iteration        3/       5 | consumed samples: 24 | "

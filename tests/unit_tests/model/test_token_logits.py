@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron.seq1f1b.model import PieceLogits, Segment, token_log_probs, token_log_probs_and_entropy
 from megatron.seq1f1b.model.memory.loss_pieces import compute_loss_in_pieces
-from megatron.seq1f1b.runtime.outputs import Outputs
+from megatron.seq1f1b.runtime.model_calls.outputs import Outputs
 from unit_tests.model.test_loss_pieces import HIDDEN, MANY, ROW, SEQUENCES, TOKENS, WORDS, Head
 
 SEGMENTS = [Segment(0, index, *bounds, TOKENS) for index, bounds in enumerate([(0, 5), (5, 8), (8, TOKENS)])]

@@ -8,16 +8,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron.seq1f1b.runtime.call import Call
-from megatron.seq1f1b.runtime.calls import Calls
-from megatron.seq1f1b.runtime.cut import Arguments
-from megatron.seq1f1b.runtime.doors import model_of
+from megatron.seq1f1b.runtime.model_calls.call import Call
+from megatron.seq1f1b.runtime.model_calls.call_arguments import Arguments
+from megatron.seq1f1b.runtime.model_calls.calls import Calls
+from megatron.seq1f1b.runtime.model_calls.interception import model_of
 from megatron.seq1f1b.runtime.program_contract import ProgramContract
 from support.linear_stages import Stage, endless, executor, run
 
 
 def started(program, model=None):
-    """A call of `program(model)`, with the door of its model."""
+    """A call of `program(model)`, whose calls of its model are intercepted."""
     model = model or Stage()
     step = SimpleNamespace(
         chunks=[model],
@@ -47,7 +47,7 @@ def test_a_call_waits_and_returns_what_it_is_given():
 
 
 def test_calls_of_another_model_run():
-    """Of a teacher, for instance; and the door is gone after the step."""
+    """Of a teacher, for instance; and nothing is intercepted after the step."""
     teacher, model, ones = Stage(seed=1), Stage(), torch.ones(2, 4)
 
     def program(model):

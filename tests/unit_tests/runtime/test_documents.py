@@ -5,8 +5,8 @@ import torch
 from megatron.core.datasets.gpt_dataset import _get_ltor_masks_and_position_ids
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from megatron.seq1f1b.runtime.segmentation import documents_of
-from megatron.seq1f1b.runtime.sequence_source import document_starts
+from megatron.seq1f1b.runtime.segments.segmentation import documents_of
+from megatron.seq1f1b.runtime.segments.sequence_source import document_starts
 
 END = 9
 SHAPE = (2, 12)

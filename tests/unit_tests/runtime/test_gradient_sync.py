@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron.seq1f1b.runtime.gradient_sync import GradientSync, gradient_syncs
+from megatron.seq1f1b.runtime.gradients.gradient_sync import GradientSync, gradient_syncs
 
 
 class Chunk:

@@ -35,7 +35,7 @@ def calls(work) -> int:
 def test_a_unit_takes_few_calls(family, most):
     shape = benchmark.Shape(benchmark.Placement(benchmark.RANKS), 8, 8)
     step = benchmark.step_of(benchmark.Nothing(), 8, 8)
-    actions = benchmark.Program(benchmark.lower_rank(benchmark.build(family, shape), benchmark.RANK))
+    actions = benchmark.RankSchedule(benchmark.lower_rank(benchmark.build(family, shape), benchmark.RANK))
     ours = calls(lambda: benchmark.scheduled(step, actions)) - calls(lambda: benchmark.bare(step, actions))
     assert 0 < ours / shape.num_units <= most
 

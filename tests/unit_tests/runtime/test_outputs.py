@@ -8,7 +8,7 @@ import torch
 from torch.utils._pytree import register_dataclass
 
 from megatron.seq1f1b.model import Segment
-from megatron.seq1f1b.runtime.outputs import Outputs
+from megatron.seq1f1b.runtime.model_calls.outputs import Outputs
 
 LENGTH = 8
 SEGMENTS = [Segment(0, index, *bounds, LENGTH) for index, bounds in enumerate([(0, 5), (5, 8)])]

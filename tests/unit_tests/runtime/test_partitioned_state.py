@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import torch
 
-from megatron.seq1f1b.runtime import partition_patches
-from megatron.seq1f1b.runtime.partitioned_state import PartitionedChunk, Share
+from megatron.seq1f1b.runtime.gradients import partition_patches
+from megatron.seq1f1b.runtime.gradients.partitioned_state import PartitionedChunk, Share
 
 
 def test_a_step_that_is_repeated_adds_to_megatrons_buffers():

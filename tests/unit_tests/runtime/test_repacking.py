@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from megatron.seq1f1b.partition import packs_of_step
 from megatron.seq1f1b.runtime import Repacking, Segmentation
-from megatron.seq1f1b.runtime.cut import Arguments
-from megatron.seq1f1b.runtime.sequence_source import BOUNDS
+from megatron.seq1f1b.runtime.model_calls.call_arguments import Arguments
+from megatron.seq1f1b.runtime.segments.sequence_source import BOUNDS
 from megatron.seq1f1b.schedule import Placement
 
 

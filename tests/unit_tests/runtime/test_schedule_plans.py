@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import torch
 
 from megatron.seq1f1b.model import HostMemory
-from megatron.seq1f1b.runtime.schedule_plans import let_go_of_values
+from megatron.seq1f1b.runtime.forwards.schedule_plans import let_go_of_values
 
 SIZE = 64  # x 64 x 4 bytes are above the smallest that move
 

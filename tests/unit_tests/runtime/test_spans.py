@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron.seq1f1b.runtime.spans import around_actions
+from megatron.seq1f1b.runtime.recording.spans import around_actions
 
 
 @pytest.fixture

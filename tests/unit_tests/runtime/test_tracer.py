@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megatron.seq1f1b.runtime import Tracer
-from megatron.seq1f1b.runtime.recorder import Recorder
-from megatron.seq1f1b.runtime.tracer import RankTrace, from_barrier
+from megatron.seq1f1b.runtime.recording.recorder import Recorder
+from megatron.seq1f1b.runtime.recording.tracer import RankTrace, from_barrier
 from megatron.seq1f1b.schedule import Action, Kind, Placement, Shape, Span, parse_action
 from support.linear_stages import Stage, executor, run
 

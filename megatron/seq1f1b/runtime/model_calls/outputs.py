@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from ..model import PieceLogits, Segment
+from ...model import PieceLogits, Segment
 
 
 class Outputs:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
 
-from ..model import Segment, routes_set_for
+from ...model import Segment, routes_set_for
 from .context_shares import ContextShares
 
 

@@ -8,18 +8,18 @@ from contextlib import AbstractContextManager, ExitStack
 from inspect import signature
 from typing import Any, Self
 
+from ..program_contract import ProgramContract
+from ..step import Step
 from .call import Call
+from .call_arguments import Arguments, gather_embeddings
 from .context_shares import whole_arguments
-from .cut import Arguments, gather_embeddings
-from .doors import make_doors, model_of
-from .program_contract import ProgramContract
+from .interception import intercept, model_of
 from .routes_of_call import RoutesOfCall
-from .step import Step
 
 
 class Calls:
-    """The calls of a program's forward step in one step, one for every micro-batch and model chunk. Within it, the
-    models of all chunks are doors."""
+    """The calls of a program's forward step in one step, one for every micro-batch and model chunk. Inside `with`, the
+    program's calls of its models are intercepted."""
 
     def __init__(self, step: Step, contract: ProgramContract) -> None:
         self.models = [model_of(chunk) for chunk in step.chunks]
@@ -27,22 +27,22 @@ class Calls:
         self._step = step
         self._contract = contract
         self._started: list[list[Call]] = [[] for _ in step.chunks]
-        self._doors = ExitStack()
+        self._interception = ExitStack()
         self._takes_references = True
         self._replays_routes = getattr(step.config, "moe_enable_routing_replay", False)
 
     def __enter__(self) -> Self:
         self._forwards = [model.forward for model in self.models]
         self._parameters = [tuple(signature(forward).parameters) for forward in self._forwards]
-        make_doors(self._step.chunks, self.models, undo=self._doors)
+        intercept(self._step.chunks, self.models, undo=self._interception)
         return self
 
     def __exit__(self, *_: Any) -> None:
-        # While a program ends, its model is still a door: one that catches everything must not run it.
+        # Programs end before the interception does: one that catches every exception must not run its model then.
         for calls in self._started:
             for call in calls:
                 call.close()
-        self._doors.close()
+        self._interception.close()
         self._started.clear()
         self._running = None
 

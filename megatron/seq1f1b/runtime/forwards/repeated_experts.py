@@ -23,8 +23,8 @@ from megatron.core.tensor_parallel.random import _fork_rng, _get_all_rng_states,
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 
-from ..model import tensor_of
-from ..process.patches import patched_on, wrapping
+from ...model import tensor_of
+from ...process.patches import patched_on, wrapping
 
 _MOE = "megatron.core.transformer.moe.moe_layer.MoELayer"
 _ON_ITS_INPUT = "shared_experts_compute", "route", "preprocess"

@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from ..model import Segment
+from ...model import Segment
 from .argument_gradients import ArgumentGradients
 
 # Masks and packed formats, which the attention of segments does without: it hides later tokens and other documents.

@@ -5,7 +5,14 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron.seq1f1b.model import Segment
-from megatron.seq1f1b.runtime.cut import Arguments, CutArguments, bounds_of, narrowed, require_size, size_of
+from megatron.seq1f1b.runtime.model_calls.call_arguments import (
+    Arguments,
+    CutArguments,
+    bounds_of,
+    narrowed,
+    require_size,
+    size_of,
+)
 
 LENGTH = 8
 TOKENS = torch.arange(2 * LENGTH).view(2, LENGTH)

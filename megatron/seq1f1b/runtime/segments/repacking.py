@@ -13,13 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from ..model import Segment
-from ..process.ranks import Outcome
-from .calls import Calls
-from .partitioned_state import is_partitioned
+from ...model import Segment
+from ...process.ranks import Outcome
+from ..gradients.partitioned_state import is_partitioned
+from ..model_calls.calls import Calls
+from ..step import Step
 from .segmentation import CutFunction, Segmentation, StepDocuments, segments_of
 from .sequence_source import BOUNDS, SequenceEntries, SequenceSource, length_of
-from .step import Step
 
 
 class Repacking(Segmentation):

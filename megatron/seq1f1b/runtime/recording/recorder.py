@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 
-from ..schedule import COMPUTE_KINDS, Action, Span, busy_time
+from ...schedule import COMPUTE_KINDS, Action, Span, busy_time
 
 
 class Reading(NamedTuple):

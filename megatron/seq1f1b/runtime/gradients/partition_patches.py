@@ -14,7 +14,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..process.patches import PatchTable, wrapping
+from ...process.patches import PatchTable, wrapping
 from .partitioned_state import PartitionedChunk, Share, is_empty, whole
 
 _DDP = "megatron.core.distributed.distributed_data_parallel.DistributedDataParallel"

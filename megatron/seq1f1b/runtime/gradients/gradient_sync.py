@@ -14,8 +14,8 @@ import torch.distributed as dist
 from megatron.core.distributed.finalize_model_grads import _get_main_grad_attr
 from megatron.core.utils import unwrap_model
 
-from .loss import Losses
-from .step import Step
+from ..forwards.loss import Losses
+from ..step import Step
 
 Hook = Callable[..., Any] | None
 

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from ..files.timeline_file import write_timeline
-from ..process.patches import patched_on, wrapping
-from ..schedule import Action, Kind, Shape, Span, Timeline
+from ...files.timeline_file import write_timeline
+from ...process.patches import patched_on, wrapping
+from ...schedule import Action, Kind, Shape, Span, Timeline
 from .recorder import Recorder, StepRecorder
 
 _log = logging.getLogger(__name__)

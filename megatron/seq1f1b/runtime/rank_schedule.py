@@ -1,4 +1,4 @@
-"""The program of one rank in a step: its lowered actions, and what follows from them.
+"""The lowered schedule of one rank in a step: its actions, and what follows from them.
 
 Tested in costs/test_stage_costs.py.
 """
@@ -23,15 +23,15 @@ from ..schedule import (
 )
 
 _MANY_FORWARDS = 5_000  # over all stages; from here on planning takes seconds
-_KEPT = 16  # programs: of training and evaluation, of first and later steps, of a few batch sizes
+_KEPT = 16  # schedules: of training and evaluation, of first and later steps, of a few batch sizes
 
 
-class Program:
+class RankSchedule:
     """The lowered actions of one rank; with `is_partitioned` they gather and release the parameters of chunks.
 
-    `paired` are the forwards that run beside the backward after them; `moved` are the units, as (stage, micro-batch,
-    segment), that go to the memory of the host and back; `ends` are the last action of each chunk with input gradients,
-    as (I, action), and the last with weight gradients, as (W, action).
+    - `paired`: the forwards that run beside the backward after them.
+    - `moved`: the units, as (stage, micro-batch, segment), that go to the memory of the host and back.
+    - `last_input_gradients`, `last_weight_gradients`: of each chunk, the last action that gives such gradients.
     """
 
     def __init__(
@@ -41,18 +41,19 @@ class Program:
         self.actions = tuple(partition_state(actions) if is_partitioned else actions)
         self.splits_backwards = any(action.kind is Kind.W for action in self.actions)
         self.moved = frozenset(action.unit for action in self.actions if action.kind is Kind.OFFLOAD)
-        last_inputs = {action.stage: action for action in self.actions if action.kind.facts.gives_input_gradient}
-        last_weights = {action.stage: action for action in self.actions if action.kind.facts.gives_weight_gradient}
-        self.ends = {(Kind.I, action) for action in last_inputs.values()}
-        self.ends |= {(Kind.W, action) for action in last_weights.values()}
+        # Of the actions of a stage the last one stays.
+        inputs = {action.stage: action for action in self.actions if action.kind.facts.gives_input_gradient}
+        weights = {action.stage: action for action in self.actions if action.kind.facts.gives_weight_gradient}
+        self.last_input_gradients = frozenset(inputs.values())
+        self.last_weight_gradients = frozenset(weights.values())
 
 
-class Programs:
-    """The programs of this rank by the shape of a step, planned for `costs(lengths)` of segments of these lengths.
+class RankSchedules:
+    """The schedules of this rank by the shape of a step, planned for `costs(lengths)` of segments of these lengths.
 
     `one_queue`: streams may share a hardware queue, so messages are issued in an order that cannot hang then.
     `offloaded`: the share of activations that moves to the host, as whole units or `by_layer`, see `units_to_move`.
-    `program` caches `_program`.
+    `of_step` caches `_of_step`.
     """
 
     def __init__(
@@ -63,17 +64,14 @@ class Programs:
         offloaded: float = 0.0,
         by_layer: bool = False,
     ) -> None:
-        self.name = choice.title
-        self.placement = choice.placement
-        self.has_pairs = choice.pairs
-        self._offloaded = offloaded
-        self._by_layer = by_layer
         self._choice = choice
         self._one_queue = one_queue
+        self._offloaded = offloaded
+        self._by_layer = by_layer
         self._source = lru_cache(maxsize=1)(partial(choice.resolve, costs=costs))
-        self.program = lru_cache(maxsize=_KEPT)(self._program)
+        self.of_step = lru_cache(maxsize=_KEPT)(self._of_step)
 
-    def _program(
+    def _of_step(
         self,
         shape: Shape,
         lengths: tuple[int, ...],
@@ -81,8 +79,8 @@ class Programs:
         forward_only: bool,
         in_turn: bool = False,
         is_partitioned: bool = False,
-    ) -> Program:
-        """The program of a step with segments of `lengths` tokens; raises ValueError if a given schedule has another
+    ) -> RankSchedule:
+        """The schedule of a step with segments of `lengths` tokens; raises ValueError if a given schedule has another
         shape."""
         was_enabled = gc.isenabled()
         gc.disable()  # while many actions are made, collections would take most of the time
@@ -91,7 +89,7 @@ class Programs:
                 named = self._choice if self._choice.name in FAMILIES else ScheduleChoice("1f1b")
                 actions = lower_rank(named.resolve(shape, lengths, None), rank, self._one_queue, in_turn)
                 # The order of what remains is the same on both ends of every channel.
-                return Program([action for action in actions if action.kind.facts.in_evaluation], is_partitioned)
+                return RankSchedule([action for action in actions if action.kind.facts.in_evaluation], is_partitioned)
             if self._choice.is_auto and shape.num_stages * shape.num_units > _MANY_FORWARDS:
                 warn_on_rank_0(f"Planning the order of a step on {shape}; the first step begins after that.")
             source = self._source(shape, lengths)
@@ -101,7 +99,7 @@ class Programs:
             if self._offloaded:
                 units = units_to_move(order, self._offloaded, paired, self._by_layer)
                 actions = with_moves(actions, units, paired, self._by_layer)
-            return Program(actions, is_partitioned, paired)
+            return RankSchedule(actions, is_partitioned, paired)
         finally:
             if was_enabled:
                 gc.enable()

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..model import differs
-from ..process.ranks import Outcome
+from ...model import differs
+from ...process.ranks import Outcome
+from ..step import Step
 from .segmentation import on_all_ranks
-from .step import Step
 
 # The entries of a batch that may mark documents; the first one present is used.
 _MARKS = ("cu_seqlens_padded", "cu_seqlens", "attention_mask", "tokens")

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ..model import Segment
-from .cut import Arguments, bounds_of, holds_no_tensors, size_of, token_dimensions
+from ...model import Segment
+from .call_arguments import Arguments, bounds_of, holds_no_tensors, size_of, token_dimensions
 
 Runs = Sequence[tuple[int, int]]  # start and end of consecutive tokens
 

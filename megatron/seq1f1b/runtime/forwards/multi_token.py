@@ -11,12 +11,12 @@ import torch.distributed as dist
 from megatron.core.transformer.enums import LayerType
 from torch import Tensor
 
-from ..model import LookAhead, PredictionHeads, Segment, SegmentContext
-from ..process.patches import PatchTable
-from ..schedule import Placement
-from .calls import Calls
-from .cut import Arguments
-from .step import Step
+from ...model import LookAhead, PredictionHeads, Segment, SegmentContext
+from ...process.patches import PatchTable
+from ...schedule import Placement
+from ..model_calls.call_arguments import Arguments
+from ..model_calls.calls import Calls
+from ..step import Step
 
 # Arguments of the model that these layers read further on.
 _ENTRIES = ("input_ids", "position_ids", "labels", "loss_mask")

@@ -9,8 +9,8 @@ from typing import Any
 
 from megatron.core import parallel_state
 
-from ..process.patches import patched, wrapping
-from ..schedule import Action, Kind, Placement, Shape
+from ...process.patches import patched, wrapping
+from ...schedule import Action, Kind, Placement, Shape
 from .recorder import StepRecorder
 from .tracer import StepTracer
 

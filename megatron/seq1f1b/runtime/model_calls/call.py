@@ -1,12 +1,16 @@
 """One call of a program's forward step, suspended where the program calls its model.
 
-It runs in a greenlet. The model that the program calls is a door (doors.py): the call hands its arguments to the
-interpreter, which runs the model on segments of them, and returns when the micro-batch is through. Whatever the program
-does before and after, it does with whole sequences.
+It runs in a greenlet. When the program calls its model (interception.py), it hands the arguments to the interpreter and
+waits; the interpreter runs the model on segments of them, and the call returns when the micro-batch is through. So the
+program itself only ever sees whole sequences.
 
-A program may first call a reference, as preference losses do: this stage of another pipeline of the same kind, or the
-model itself, in a training step without gradients, in an evaluation without the wrappers that the schedule was given.
-That call returns what a pass of its own gives (reference.py), and the program goes on to the call of its model.
+A program may call a reference before its model, as preference losses do. A call is taken for one of a reference
+
+- if it is of another model, which is this stage of a second pipeline,
+- in a training step, if it is of the model itself, without gradients,
+- in an evaluation, if it is of the model itself, without the wrappers that the schedule was given.
+
+It returns what a forward pass of its own through the pipeline gives (reference.py), and the program goes on.
 """
 
 from collections.abc import Callable
@@ -17,8 +21,8 @@ from typing import Any, NamedTuple
 import torch
 from greenlet import getcurrent, greenlet
 
+from .call_arguments import Arguments
 from .context_shares import ContextShares
-from .cut import Arguments
 from .routes_of_call import RoutesOfCall
 from .thread_state import ThreadState
 

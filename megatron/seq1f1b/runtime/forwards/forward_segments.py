@@ -12,14 +12,14 @@ from megatron.core.pipeline_parallel.schedules import check_first_val_step, forw
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from ..model import Segment, SegmentContext
-from .argument_gradients import ArgumentGradients
-from .call import Call
-from .calls import Calls
-from .cut import CutArguments, narrowed, require_size
+from ...model import Segment, SegmentContext
+from ..model_calls.argument_gradients import ArgumentGradients
+from ..model_calls.call import Call
+from ..model_calls.call_arguments import CutArguments, narrowed, require_size
+from ..model_calls.calls import Calls
+from ..model_calls.outputs import Outputs
+from ..step import Step
 from .loss import Losses
-from .outputs import Outputs
-from .step import Step
 
 
 class SegmentForwards:

@@ -12,12 +12,12 @@ import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from ..model import Documents, Segment, differs
-from ..process.ranks import Outcome
-from .calls import Calls
-from .cut import Arguments, bounds_of, size_of
-from .partitioned_state import is_partitioned
-from .step import Step
+from ...model import Documents, Segment, differs
+from ...process.ranks import Outcome
+from ..gradients.partitioned_state import is_partitioned
+from ..model_calls.call_arguments import Arguments, bounds_of, size_of
+from ..model_calls.calls import Calls
+from ..step import Step
 
 # Lengths of segments by that of a sequence, and by the documents of a micro-batch if there are any.
 CutFunction = Callable[..., Sequence[int]]

@@ -1,4 +1,4 @@
-"""Models as doors: where a program calls one, the program waits and the interpreter goes on.
+"""Interception of a program's calls of its model: the program waits at its call, and the interpreter goes on.
 
 Tested in runtime/test_call.py.
 """
@@ -10,22 +10,23 @@ from typing import Any
 import torch
 from greenlet import getcurrent
 
-from ..process.patches import patched_in, patched_on, wrapping
+from ...process.patches import patched_in, patched_on, wrapping
 from .call import Asked, Call
-from .cut import Arguments
+from .call_arguments import Arguments
 
 
-def make_doors(chunks: Sequence[torch.nn.Module], models: Sequence[torch.nn.Module], undo: ExitStack) -> None:
-    """Until `undo` closes, the `models` in the wrappers of the model `chunks` are doors, and so is every reference."""
+def intercept(chunks: Sequence[torch.nn.Module], models: Sequence[torch.nn.Module], undo: ExitStack) -> None:
+    """Until `undo` closes, intercept calls of the `models` in the wrappers of the model `chunks`, and of references."""
     forward = "torch.nn.Module.forward"
-    undo.enter_context(patched_on(models, [wrapping(forward, _at_door, "runs on whole sequences")]))
+    undo.enter_context(patched_on(models, [wrapping(forward, _called, "runs on whole sequences")]))
     wrappers = [chunk for chunk, model in zip(chunks, models, strict=True) if chunk is not model]
     if wrappers:
-        noting = wrapping(forward, _in_the_wrappers, "calls the model as the schedule was given it")
+        noting = wrapping(forward, _called_in_wrappers, "calls the model as the schedule was given it")
         undo.enter_context(patched_on(wrappers, [noting]))
-    # A reference is known when it is called. Of a pipeline of one stage it runs on whole sequences by itself.
+    # Which object is a reference shows when it is called, so its class is patched. The reference of a pipeline of one
+    # stage runs on whole sequences by itself.
     classes = {type(model) for model in models if not _is_whole(model)}
-    undo.enter_context(patched_in(classes, wrapping(forward, _at_door_of_class, "runs on whole sequences")))
+    undo.enter_context(patched_in(classes, wrapping(forward, _called_as_reference, "runs on whole sequences")))
 
 
 def model_of(chunk: torch.nn.Module) -> torch.nn.Module:
@@ -44,16 +45,16 @@ def model_of(chunk: torch.nn.Module) -> torch.nn.Module:
     )
 
 
-def _at_door(model: torch.nn.Module, forward: Callable, *args: Any, **kwargs: Any) -> Any:
-    """A call by a program waits for the interpreter; any other one runs the model."""
+def _called(model: torch.nn.Module, forward: Callable, *args: Any, **kwargs: Any) -> Any:
+    """A model is called: by a program, which waits for the output, or by the interpreter, for which it runs."""
     call = getcurrent()
     if isinstance(call, Call) and call.model is model and call.parent is not None:  # it has one while it runs
         return call.parent.switch(Asked(model, _arguments(call, args, kwargs), call.is_direct))
     return forward(*args, **kwargs)
 
 
-def _in_the_wrappers(wrappers: torch.nn.Module, forward: Callable, *args: Any, **kwargs: Any) -> Any:
-    """A call of the model from within its wrappers is no direct one."""
+def _called_in_wrappers(wrappers: torch.nn.Module, forward: Callable, *args: Any, **kwargs: Any) -> Any:
+    """The wrappers of a model are called: what they call is no direct call of the model."""
     call = getcurrent()
     if not isinstance(call, Call):
         return forward(*args, **kwargs)
@@ -64,8 +65,8 @@ def _in_the_wrappers(wrappers: torch.nn.Module, forward: Callable, *args: Any, *
         call.is_direct = True
 
 
-def _at_door_of_class(forward: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Like `_at_door`, for models that are no chunks of the step: a program may call this stage of a reference."""
+def _called_as_reference(forward: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Like `_called`, for models of the same class that are no chunks of the step: this stage of a reference."""
     call = getcurrent()
     if isinstance(call, Call) and call.parent is not None and call.model is not model:
         own: Any = call.model

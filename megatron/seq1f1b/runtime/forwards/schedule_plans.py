@@ -1,27 +1,23 @@
-"""A forward and a backward beside each other, by Megatron's schedule plans.
+"""Forwards by Megatron's schedule plans, each beside the backward of another unit if there is one.
 
 A plan (megatron/core/models/common/model_chunk_schedule_plan.py) divides the layers of a model chunk into nodes: on one
 stream attention with the router, and experts; on another the exchange before and after these. Run together, a node of
 the forward's plan computes while one of the backward's exchanges, and the other way round. Each node runs under the
 segment of its own unit. A unit goes backward by the plan of its forward, so a step with pairs runs all of its forwards
-and backwards by plans, alone or not.
-
-A pair is one action in the order of all ranks (schedule/one_queue.py): its exchanges meet those of the ranks that share
-the experts, which run the same program, and none of its nodes waits for a message of the pipeline.
+and backwards by plans, alone or not (pair_interpreter.py).
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from megatron.core.pipeline_parallel.utils import NoopScheduleNode, ScheduleNode, set_streams
+from megatron.core.pipeline_parallel.utils import NoopScheduleNode, ScheduleNode
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 
-from ..model import Segment
-from ..schedule import Action, Kind, Unit
+from ...model import Segment
+from ...schedule import Unit
 from .forward_segments import SegmentForwards
-from .interpreter import Handlers, Interpreter
 from .repeated_experts import repeat_experts
 
 # Of a layer of a plan.
@@ -169,80 +165,3 @@ def run_plans(forward: Any, backward: PlannedBackward | None) -> Any:
     if backward is None:
         return type(forward).run(forward, None)
     return type(backward.plan).run(forward, backward.plan, b_grad=backward.gradient)
-
-
-class PairInterpreter(Interpreter):
-    """Runs a program with pairs."""
-
-    forwards: PlannedForwards
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        set_streams(high_priority=getattr(self.step.config, "high_priority_a2a_comm_stream", False))
-        self._waiting: Action | None = None  # the forward of a pair, for the backward after it
-        self._units: dict[Unit, PlannedUnit] = {}  # between their forwards and backwards
-
-    def run(self) -> None:
-        """Run the actions in order; an error names the action and those around it."""
-        super().run()
-        assert not self._units, f"plans outlived the step: {[*self._units]}"
-
-    def _forward(self, action: Action) -> None:
-        if action in self.program.paired:
-            self._waiting = action
-        else:
-            self._run_forward(action, None)
-
-    def _backward(self, action: Action) -> None:
-        forward = self._waiting
-        self._waiting = None
-        if action.unit in self.program.moved:
-            self.context.host_memory.wait(action.unit)
-        self.syncs[self._chunk_of[action.stage]].before_backward()
-        unit = self._units.pop(action.unit)
-        backward = PlannedBackward(unit.plan, self._gradient_for(action, unit))
-        with self.recorder.span(action), self._reducing(Kind.I, action):
-            if forward is None:
-                run_plans(None, backward)
-            else:
-                self._run_forward(forward, backward)
-            self._end_backward(action, unit.arrived)
-        if action.unit in self.program.moved:
-            self.context.host_memory.end_backward(action.unit)
-
-    def _run_forward(self, action: Action, beside: PlannedBackward | None) -> None:
-        """Run a forward, and the backward beside it if there is one."""
-        _, stage, microbatch, index = action
-        arrived = self._input_of(action, is_forward=True)
-        self.syncs[self._chunk_of[stage]].before_forward()
-        segment = self.step.segments[microbatch][index]
-        moves = action.unit in self.program.moved
-        with self.recorder.span(action):
-            unit, output = self.forwards.forward_beside(stage, segment, arrived, moves, beside)
-        self._units[action.unit] = unit
-        if stage != self._last_stage:
-            self._outgoing[Kind.SEND_F, *action.unit] = output
-
-    def _gradient_for(self, action: Action, unit: PlannedUnit) -> Tensor:
-        """The gradient of the output of a unit that goes backward."""
-        _, stage, microbatch, index = action
-        if unit.last is not None:
-            return self.forwards.output_gradient(unit.last, self.step.segments[microbatch][index])
-        gradient = self._input_of(action, is_forward=False)
-        assert gradient is not None, f"{action} has no gradient from stage {stage + 1}"
-        return gradient
-
-    def _end_backward(self, action: Action, arrived: Tensor | None) -> None:
-        kind, stage, microbatch, index = action
-        segment = self.step.segments[microbatch][index]
-        with self.context.running(segment, keeps_for_backward=True, unit=action.unit):
-            self.forwards.end_backward(stage, segment)
-            if self.program.splits_backwards and kind.facts.gives_weight_gradient:
-                with self._reducing(Kind.W, action):
-                    self.context.weight_gradients.compute(action.unit)
-        if arrived is not None:
-            gradient = arrived.grad
-            assert gradient is not None, f"stage {stage} gives its input no gradient"
-            self._outgoing[Kind.SEND_B, *action.unit] = gradient
-
-    HANDLERS: ClassVar[Handlers] = Interpreter.HANDLERS | {Kind.F: _forward, Kind.B: _backward, Kind.I: _backward}

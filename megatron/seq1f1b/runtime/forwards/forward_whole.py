@@ -6,11 +6,11 @@ Tested in functional_tests/test_contract.py by test_no_pipeline.
 from megatron.core.pipeline_parallel.schedules import check_first_val_step, forward_step
 from torch import Tensor
 
-from ..model import Segment, SegmentContext
-from .call import data_ended
+from ...model import Segment, SegmentContext
+from ..model_calls.call import data_ended
+from ..program_contract import ProgramContract
+from ..step import Step
 from .loss import Losses
-from .program_contract import ProgramContract
-from .step import Step
 
 
 class WholeForwards:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel.schedules import forward_step_calc_loss
 from torch import Tensor
 
-from .step import Step
+from ..step import Step
 
 
 class Losses:
