@@ -128,10 +128,10 @@ def variants(args: argparse.Namespace, longest: int) -> dict[str, tuple[Pipeline
     named = {
         "packed": (make(whole), packed),
         "packed, cut": (make(cut), packed),
-        "units": (make(Repacking(lambda length: even(length, k), pack)), [own]),
+        "units": (make(Repacking(pack)), [own]),
     }
     if hasattr(data_schedule, "DpBalancedScheduler"):
-        named["dp_balanced"] = make(Repacking(lambda length: (length,), pack_as_megatron)), [own]
+        named["dp_balanced"] = make(Repacking(pack_as_megatron)), [own]
     if not args.leave_out_padded:
         named["padded"] = make(whole), [filled([sequence], longest) for sequence in own]
     return named

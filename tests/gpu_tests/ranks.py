@@ -128,7 +128,7 @@ def executor_of(args: argparse.Namespace, length: int, variant: Variant) -> Pipe
         def pack(lengths, replicas, equal_counts):
             return packs_of_step(lengths, unit, replicas=replicas, equal_counts=equal_counts)
 
-        segmentation = Repacking(cut, pack)
+        segmentation = Repacking(pack)
     schedule = ScheduleChoice(variant.schedule, variant.style)
     activations = ActivationMemory(offloads=variant.offloaded)
     return PipelineExecutor(schedule, segmentation, activations=activations, timeout=patience(args.device))

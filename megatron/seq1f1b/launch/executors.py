@@ -141,22 +141,23 @@ def _segmentation(
     from_calls: bool,
     surroundings: Surroundings,
 ) -> Segmentation:
-    kept = lru_cache(config.cut)
+    cut_once = lru_cache(config.cut)  # micro-batches of one size are cut alike
+    cuts_by_documents = config.partition.follows_documents
+
+    def cut(length: int, documents: Documents | None = None, num_segments: int | None = None, /) -> tuple[int, ...]:
+        return cut_once(length, documents if cuts_by_documents else None, num_segments)
+
     packed = config.follows_documents
-    follows = config.partition.follows_documents
-
-    def cut(length: int, documents: Documents | None = None, num_segments: int | None = None) -> tuple[int, ...]:
-        return kept(length, documents if follows else None, num_segments)
-
-    end = end_of_document() if packed and end_of_document else None
+    end_token = end_of_document() if packed and end_of_document else None
     if config.flags.unit_tokens is not None:
-        return Repacking(cut=cut, pack=config.pack, end_of_document=end, source=surroundings.source)
-    cuts_sequences = config.num_segments > 1 or config.flags.segment_tokens is not None
+        return Repacking(pack=config.pack, end_of_document=end_token, source=surroundings.source)
+    has_one_number = config.flags.segment_tokens is None
+    cuts_sequences = config.num_segments > 1 or not has_one_number
     return Segmentation(
-        num_segments=0 if config.flags.segment_tokens is not None else config.num_segments,
+        num_segments=config.num_segments if has_one_number else None,
         cut=cut,
         packed=packed,
-        end_of_document=end,
+        end_of_document=end_token,
         from_calls=from_calls and (cuts_sequences or bool(config.run.settings.get("variable_seq_lengths"))),
         segments_for=config.segments_for,
         read_calls=surroundings.read_calls,

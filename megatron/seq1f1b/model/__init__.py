@@ -11,7 +11,7 @@ from .attach import (
 from .kernels import KernelChoice
 from .layers.prediction_heads import LookAhead, PredictionHeads
 from .layers.replayed_routes import routes_set_for
-from .masks import differs
+from .masks import differs, starts_of_documents
 from .memory.copies import link_rate
 from .memory.host_memory import HostMemory
 from .memory.layer_ends import LayerEnds

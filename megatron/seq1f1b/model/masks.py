@@ -48,6 +48,21 @@ class MaskCheck:
             )
 
 
+def starts_of_documents(hidden: Tensor, where: str) -> Tensor:
+    """Which tokens are the first of a document, booleans [b, s] on the CPU, by a mask `hidden` [b, s, s], True where
+    hidden. Raises ValueError, which names the mask by `where`, if it hides more or less than other documents and later
+    tokens. Waits for the GPU."""
+    starts = torch.zeros(hidden.shape[:2], dtype=torch.bool)
+    starts[:, 0] = True
+    starts[:, 1:] = hidden.diagonal(-1, 1, 2).cpu()  # tokens that do not see the one before them
+    if differs(hidden, starts.cumsum(1).to(hidden.device)):
+        raise ValueError(
+            f"{where} hides more or less than other documents and later tokens, but segments hide exactly these; drop "
+            "--sequence-splits"
+        )
+    return starts
+
+
 def differs(mask: Tensor, document: Tensor | None = None) -> Tensor:
     """Whether `mask` [b, s, s], True where hidden, differs from the causal mask, or from that within documents if
     `document` [b, s] numbers them for each token: a boolean on its device."""

@@ -19,7 +19,7 @@ from ..model.kernels import CudaFlash
 from ..process.patches import Patch, PatchTable, wrapping
 from ..runtime import Surroundings
 from ..runtime.model_calls.calls import Calls
-from ..runtime.segments.segmentation import Sequences
+from ..runtime.segments.segmentation import MicroBatch
 from ..runtime.segments.sequence_source import BOUNDS, SequenceSource
 from ..runtime.step import Step
 from .launch import document_lengths, has_transformer_engine
@@ -73,12 +73,12 @@ def _no_copy(pairs: list[tuple[Tensor, Tensor]], *_: Any) -> None:
     pairs.clear()
 
 
-def _documents_of_calls(step: Step, calls: Calls) -> list[Sequences]:
+def _documents_of_calls(step: Step, calls: Calls) -> list[MicroBatch]:
     """Sequences of a few documents each, since tokens have no values."""
     calls.start_all()
     starts = tuple(accumulate(document_lengths(step.seq_length)[:-1], initial=0))
     number = step.batch_size
-    return [Sequences(number, step.seq_length, (starts,) * number)] * step.num_microbatches
+    return [MicroBatch(number, step.seq_length, (starts,) * number)] * step.num_microbatches
 
 
 class _FakeSource(SequenceSource):

@@ -242,7 +242,7 @@ def segmentation(case: Case) -> Segmentation:
         return packs_of_step(found, case.lengths[0], case.multiple, replicas, equal_counts=equal_counts)
 
     if case.packed == "units":
-        return Repacking(lengths, pack, end_of_document=0)
+        return Repacking(pack, end_of_document=0)
     return Segmentation(case.k, lengths, packed=bool(case.packed), end_of_document=0)
 
 

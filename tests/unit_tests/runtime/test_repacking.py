@@ -36,7 +36,7 @@ def step_of(*batches, size=1, length=12, forward_only=False):
 
 
 def in_units():
-    return Repacking(lambda length: (4, 4, 4), pack, 9)
+    return Repacking(pack, 9)
 
 
 def cut(*batches, **sizes):

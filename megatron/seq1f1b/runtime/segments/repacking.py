@@ -15,28 +15,26 @@ from torch.utils._pytree import tree_map
 
 from ...model import Segment
 from ...process.ranks import Outcome
-from ..gradients.partitioned_state import is_partitioned
 from ..model_calls.calls import Calls
 from ..step import Step
-from .segmentation import CutFunction, Segmentation, StepDocuments, segments_of
+from .segmentation import Segmentation, StepDocuments, meets_replicas, segments_of
 from .sequence_source import BOUNDS, SequenceEntries, SequenceSource, length_of
 
 
 class Repacking(Segmentation):
     """Units of the sequences or documents of a step.
 
-    `pack(lengths, replicas, equal_counts)` gives the micro-batches of each replica, see `packs_of_step`; `cut` the
-    lengths of the segments of a sequence that is alone in its unit; `source` the sequences.
+    `pack(lengths, replicas, equal_counts)` gives the micro-batches of each replica, see `packs_of_step`; `source` the
+    sequences.
     """
 
     def __init__(
         self,
-        cut: CutFunction,
         pack: Callable[..., Any],
         end_of_document: int | None = None,
         source: SequenceSource | None = None,
     ) -> None:
-        super().__init__(0, cut, packed=True, end_of_document=end_of_document)
+        super().__init__(num_segments=None, packed=True, end_of_document=end_of_document)
         self._pack = pack
         self._source = source or SequenceSource()
 
@@ -66,9 +64,7 @@ class Repacking(Segmentation):
     def _plan(self, step: Step, of_replicas: Sequence[Sequence[int]]) -> "_Plan":
         """The units of a step, by the lengths of the sequences that each replica has read."""
         lengths = list(chain(*of_replicas))
-        # Replicas exchange tokens, or weights and gradients of chunks, within a step: after equally many actions.
-        equal_counts = getattr(step.config, "expert_model_parallel_size", 1) > 1 or is_partitioned(step.chunks)
-        packs_of_replicas = self._pack(lengths, len(of_replicas), equal_counts)
+        packs_of_replicas = self._pack(lengths, len(of_replicas), meets_replicas(step))
         readers: list[int] = []
         for reader, lengths_of_reader in enumerate(of_replicas):
             readers += [reader] * len(lengths_of_reader)

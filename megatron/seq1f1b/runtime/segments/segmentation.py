@@ -5,30 +5,37 @@ Tested in functional_tests/test_programs.py by test_a_program_trains_as_with_who
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from ...model import Documents, Segment, differs
+from ...model import Documents, Segment, differs, starts_of_documents
 from ...process.ranks import Outcome
 from ..gradients.partitioned_state import is_partitioned
 from ..model_calls.call_arguments import Arguments, bounds_of, size_of
 from ..model_calls.calls import Calls
 from ..step import Step
 
-# Lengths of segments by that of a sequence, and by the documents of a micro-batch if there are any.
-CutFunction = Callable[..., Sequence[int]]
 
+class MicroBatch(NamedTuple):
+    """The sizes of a micro-batch: its sequences, their length in tokens, and the documents that are packed in them."""
 
-class Sequences(NamedTuple):
-    """The data of one micro-batch: sequences side by side, their length in tokens, and the documents in them."""
-
-    number: int
+    num_sequences: int
     length: int
     documents: Documents | None = None
+
+
+class CutFunction(Protocol):
+    """Gives the lengths in tokens of the segments of a sequence, first to last."""
+
+    def __call__(
+        self, sequence_length: int, documents: Documents | None = None, num_segments: int | None = None, /
+    ) -> Sequence[int]:
+        """The lengths may follow the `documents` of the micro-batch; there are as many as usual if `num_segments` is
+        None. Only micro-batches whose sizes come from calls are cut with these two."""
 
 
 class StepDocuments(NamedTuple):
@@ -38,27 +45,28 @@ class StepDocuments(NamedTuple):
     lengths: list[int]
 
 
-# The data of the calls on the first stage, by micro-batch, told to all ranks of the pipeline.
-ReadCalls = Callable[[Step, Calls], list[Sequences]]
+# The micro-batches by the program's calls on the first stage; the same on all ranks of the pipeline.
+ReadCalls = Callable[[Step, Calls], list[MicroBatch]]
 
 
 class Segmentation:
-    """How the micro-batches of a step are cut: by default, whole sequences of the length that the step is called with.
+    """How the micro-batches of a step are cut: by default not at all, for sequences of the length that the step is
+    called with.
 
-    - `num_segments`: segments of a micro-batch; other than 1, they have the lengths `cut(sequence_length)`.
+    - `num_segments`: segments of every micro-batch; None if micro-batches differ in their number.
+    - `cut`: the lengths of the segments, unless there is one.
     - `from_calls`: the length and the documents of a micro-batch are those of the program's call of the model on the
-      first stage. All calls of a step are then started before its plan is made, and `cut(sequence_length, documents,
-      number)` gives the lengths.
-    - `segments_for(longest, shortest)`: the number of segments of such a micro-batch, by the lengths in all replicas if
-      these need equally many; `num_segments` if it is None.
+      first stage. All calls of a step are then started before it is cut and scheduled.
+    - `segments_for(longest, shortest)`: the number of segments of a micro-batch from a call, by its length; if all
+      replicas need the same number, by the longest and the shortest of their micro-batches. Without it `num_segments`.
     - `packed`: documents are kept apart even if the call names none. They begin where `position_ids` start anew, or
       after a token `end_of_document`. `documents_of_step` then holds those of the last training step.
-    - `read_calls`: tells what calls are for; a rehearsal, whose tokens have no values, gives its own.
+    - `read_calls`: reads micro-batches from calls; a rehearsal, whose tokens have no values, gives its own.
     """
 
     def __init__(
         self,
-        num_segments: int = 1,
+        num_segments: int | None = 1,
         cut: CutFunction = lambda *_: (),
         packed: bool = False,
         end_of_document: int | None = None,
@@ -73,7 +81,7 @@ class Segmentation:
         self.documents_of_step: StepDocuments | None = None
         self._cut = cut
         self._segments_for = segments_for
-        self._read_calls = read_calls or self._sequences_of_calls
+        self._read_calls = read_calls or self._read_microbatches
 
     @property
     def cuts_sequences(self) -> bool:
@@ -94,61 +102,60 @@ class Segmentation:
             assert calls is not None, "a step is cut by its calls before there are any"
             microbatches = self._read_calls(step, calls)
             numbers = self._numbers_of_segments(step, microbatches)
-            cuts = [
-                self._cut_of_call(sequences, number) for sequences, number in zip(microbatches, numbers, strict=True)
-            ]
+            cuts = [self._cut_of_call(batch, number) for batch, number in zip(microbatches, numbers, strict=True)]
         else:
-            microbatches = [Sequences(step.batch_size, step.seq_length)] * step.num_microbatches
+            microbatches = [MicroBatch(step.batch_size, step.seq_length)] * step.num_microbatches
             cuts = [self.lengths(step.seq_length)] * step.num_microbatches
         if self.packed and not step.forward_only:
             document_lengths: list[int] = []
-            for sequences in microbatches:
-                document_lengths += _lengths_of_documents(sequences)
+            for batch in microbatches:
+                document_lengths += _document_lengths(batch)
             self.documents_of_step = StepDocuments(step.num_microbatches, document_lengths)
-        step.num_sequences = [sequences.number for sequences in microbatches]
+        step.num_sequences = [batch.num_sequences for batch in microbatches]
         step.segments = [
-            segments_of(microbatch, lengths, sequences.documents)
-            for microbatch, (sequences, lengths) in enumerate(zip(microbatches, cuts, strict=True))
+            segments_of(microbatch, lengths, batch.documents)
+            for microbatch, (batch, lengths) in enumerate(zip(microbatches, cuts, strict=True))
         ]
 
     def reports(self, of_microbatches: list[Any], step: Step) -> list[Any]:
         """The return value of a step."""
         return of_microbatches
 
-    def _sequences_of_calls(self, step: Step, calls: Calls) -> list[Sequences]:
-        """The data of the calls on the first stage, by micro-batch, told to all ranks of the pipeline."""
-        starting = Outcome(calls.start_all)  # the others wait for what the first stage tells
+    def _read_microbatches(self, step: Step, calls: Calls) -> list[MicroBatch]:
+        # The other ranks wait for what the first stage tells, so they must hear of its failure, too.
+        starting = Outcome(calls.start_all)
 
-        def told() -> list[Sequences]:
+        def on_first_stage() -> list[MicroBatch]:
             starting.result()
             chunk = step.placement.chunk_of(0)
             numbers = range(step.num_microbatches)
-            return [self._sequences_of_call(calls.at(chunk, number).arguments, number, step) for number in numbers]
+            return [self._microbatch_of(calls.at(chunk, number).arguments, number, step) for number in numbers]
 
-        microbatches = on_all_ranks(step, told)
+        microbatches = on_all_ranks(step, on_first_stage)
         starting.result()
         return microbatches
 
-    def _numbers_of_segments(self, step: Step, microbatches: Sequence[Sequences]) -> list[int]:
-        """The number of segments of each micro-batch. Replicas that exchange tokens, or weights and gradients of
-        chunks, within a step do so after equally many segments: as many as the longest needs and the shortest has."""
+    def _numbers_of_segments(self, step: Step, microbatches: Sequence[MicroBatch]) -> list[int]:
+        """The number of segments of each micro-batch."""
         if not self.cuts_sequences:
             return [1] * len(microbatches)
         if self._segments_for is None:
+            assert self.num_segments is not None, "a number of segments, or a function that gives it"
             return [self.num_segments] * len(microbatches)
-        if getattr(step.config, "expert_model_parallel_size", 1) == 1 and not is_partitioned(step.chunks):
+        if not meets_replicas(step):
             return [self._segments_for(batch.length, batch.length) for batch in microbatches]
         of_replicas: list[Any] = [None] * step.groups.dp.size()
         dist.all_gather_object(of_replicas, [batch.length for batch in microbatches], group=step.groups.dp)
         by_microbatch = zip(*of_replicas, strict=True)
         return [self._segments_for(max(lengths), min(lengths)) for lengths in by_microbatch]
 
-    def _cut_of_call(self, sequences: Sequences, number: int) -> Sequence[int]:
-        if number == 1:
-            return (sequences.length,)
-        return self._cut(sequences.length, sequences.documents, number)
+    def _cut_of_call(self, batch: MicroBatch, num_segments: int) -> Sequence[int]:
+        if num_segments == 1:
+            return (batch.length,)
+        return self._cut(batch.length, batch.documents, num_segments)
 
-    def _sequences_of_call(self, arguments: Arguments, microbatch: int, step: Step) -> Sequences:
+    def _microbatch_of(self, arguments: Arguments, microbatch: int, step: Step) -> MicroBatch:
+        """The sizes of a micro-batch, by the arguments of its call of the model on the first stage."""
         size = size_of(arguments)
         if size is None:
             raise ValueError(
@@ -163,7 +170,7 @@ class Segmentation:
             documents = documents_of(named, number, length, where)
             if documents is None and self.packed:
                 documents = self._marked_documents(named, number, length, microbatch)
-        return Sequences(number, length, documents)
+        return MicroBatch(number, length, documents)
 
     def _marked_documents(self, named: dict[str, Any], number: int, length: int, microbatch: int) -> Documents:
         """Documents of a call that has neither a packed format nor a mask of them."""
@@ -219,26 +226,24 @@ def documents_of(named: dict[str, Any], number: int, length: int, where: str) ->
     hidden = mask.bool().reshape(-1, length, length).expand(number, length, length)
     if not differs(hidden):
         return None
-    starts = torch.zeros(number, length, dtype=torch.bool)
-    starts[:, 0] = True
-    starts[:, 1:] = hidden.diagonal(-1, 1, 2).cpu()
-    if differs(hidden, starts.cumsum(1).to(hidden.device)):
-        raise ValueError(
-            f"{where} hides more or less than other documents and later tokens, but segments hide exactly these; drop "
-            "--sequence-splits"
-        )
-    return _documents_at(starts)
+    return _documents_at(starts_of_documents(hidden, where))
 
 
 def _documents_at(starts: Tensor) -> Documents:
     return tuple(tuple(row.nonzero().view(-1).tolist()) for row in starts)
 
 
-def _lengths_of_documents(sequences: Sequences) -> list[int]:
+def _document_lengths(batch: MicroBatch) -> list[int]:
     lengths = []
-    for starts in sequences.documents or ((0,),) * sequences.number:
-        lengths += [end - start for start, end in pairwise((*starts, sequences.length))]
+    for starts in batch.documents or ((0,),) * batch.num_sequences:
+        lengths += [end - start for start, end in pairwise((*starts, batch.length))]
     return lengths
+
+
+def meets_replicas(step: Step) -> bool:
+    """Whether data-parallel replicas exchange something within a step, tokens or the state of chunks; then they need
+    equally many segments."""
+    return getattr(step.config, "expert_model_parallel_size", 1) > 1 or is_partitioned(step.chunks)
 
 
 def on_all_ranks(step: Step, make: Callable[[], Any]) -> Any:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...model import differs
+from ...model import starts_of_documents
 from ...process.ranks import Outcome
 from ..step import Step
 from .segmentation import on_all_ranks
@@ -123,15 +123,9 @@ def document_starts(batch: Any, shape: tuple[int, int], end_of_document: int | N
     expected = (*shape, length) if name == "attention_mask" else shape
     if entry.shape != expected:
         raise ValueError(f"{name} {list(entry.shape)} in a batch does not fit micro-batches of {list(expected)} tokens")
-    if name == "tokens":
-        starts[:, 1:] = entry[:, :-1].cpu() == end_of_document
-        return starts
-    starts[:, 1:] = entry.diagonal(-1, 1, 2).cpu()
-    if differs(entry, starts.cumsum(1).to(entry.device)):
-        raise ValueError(
-            "the attention_mask of a batch hides more or less than other documents and later tokens, but segments hide "
-            "exactly these; drop --sequence-splits"
-        )
+    if name == "attention_mask":
+        return starts_of_documents(entry, "the attention_mask of a batch")
+    starts[:, 1:] = entry[:, :-1].cpu() == end_of_document
     return starts
 
 
