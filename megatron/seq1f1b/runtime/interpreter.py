@@ -134,7 +134,7 @@ class Interpreter:
             return None
         kind = Kind.RECV_F if is_forward else Kind.RECV_B
         if (kind, stage) in self._channels:
-            tensor = self.communicator.receive((kind, *action.unit))
+            tensor = self.communicator.receive((kind, stage, *unit))
         else:  # from a neighbouring stage on this rank
             sent = (Kind.SEND_F, stage - 1) if is_forward else (Kind.SEND_B, stage + 1)
             handed = self._outgoing.pop((*sent, *unit))

@@ -48,7 +48,7 @@ def run_references(
     """
     losses = Losses(step)
     calls.at(0, 0)
-    while calls.wait_for_references:
+    while calls.are_at_references:
         calls.start_all()
         references = _references(step, calls)
         if segmentation.cuts_sequences:

@@ -102,7 +102,7 @@ class SegmentForwards:
         without a loss."""
         step = self._step
         arguments = self._arguments_of(call, chunk, segment).of(segment)
-        output: Any = None
+        output: Any = None  # of any structure; Megatron's function takes a tensor only
 
         def run_model(*_: Any) -> tuple[Tensor, None]:
             nonlocal output
@@ -130,31 +130,38 @@ class SegmentForwards:
         return output
 
     def _arguments_of(self, call: Call, chunk: int, segment: Segment) -> CutArguments:
+        """The arguments of a call; with its first segment they are checked and cut."""
         key = chunk, segment.microbatch
         if key not in self._arguments:
-            is_first_stage = self._step.placement.stage_of(self._step.rank, chunk) == 0
-            number = self._step.num_sequences[segment.microbatch]
-            length = segment.sequence_length
-            if is_first_stage and not segment.is_whole_sequence:
-                require_size(call.arguments, number, length, segment.microbatch)
-            if self._follows_segments and segment.documents is None:
-                where = f"the attention mask of micro-batch {segment.microbatch}"
-                self._context.masks.require_causal(call.arguments.by_name().get("attention_mask"), length, where)
-            part = narrowed if call.shares is None else call.shares.part
-            cut = CutArguments(
-                arguments=call.arguments,
-                num_sequences=number,
-                length=length,
-                part=part,
-                follows_segments=self._follows_segments,
-                sequence_parallel=self._step.sequence_parallel,
-            )
+            self._check_arguments(call, chunk, segment)
+            cut = self._cut_arguments(call, segment)
             self._arguments[key] = cut
-            if call.routes is not None:
-                self._context.take_routes(segment.microbatch, call.routes.by_router)
             if cut.gradients is not None and not self._step.forward_only:
                 self._argument_gradients[key] = cut.gradients
+            if call.routes is not None:
+                self._context.take_routes(segment.microbatch, call.routes.by_router)
         return self._arguments[key]
+
+    def _check_arguments(self, call: Call, chunk: int, segment: Segment) -> None:
+        """Raise ValueError for data of another size than the step is cut for, and for a mask that segments ignore."""
+        microbatch = segment.microbatch
+        length = segment.sequence_length
+        is_first_stage = self._step.placement.stage_of(self._step.rank, chunk) == 0
+        if is_first_stage and not segment.is_whole_sequence:
+            require_size(call.arguments, self._step.num_sequences[microbatch], length, microbatch)
+        if self._follows_segments and segment.documents is None:
+            mask = call.arguments.by_name().get("attention_mask")
+            self._context.masks.require_causal(mask, length, f"the attention mask of micro-batch {microbatch}")
+
+    def _cut_arguments(self, call: Call, segment: Segment) -> CutArguments:
+        return CutArguments(
+            arguments=call.arguments,
+            num_sequences=self._step.num_sequences[segment.microbatch],
+            length=segment.sequence_length,
+            part=narrowed if call.shares is None else call.shares.part,
+            follows_segments=self._follows_segments,
+            sequence_parallel=self._step.sequence_parallel,
+        )
 
     def _outputs_of(self, call: Call, segment: Segment) -> Outputs:
         microbatch = segment.microbatch

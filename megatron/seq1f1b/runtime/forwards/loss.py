@@ -35,7 +35,7 @@ class Losses:
         loss, num_tokens = forward_step_calc_loss(
             step.chunks[chunk],
             output,
-            loss_func and self._over_shares(loss_func),
+            None if loss_func is None else self._over_shares(loss_func),
             config,
             vp_stage=chunk if len(step.chunks) > 1 else None,
             collect_non_loss_data=step.collect_non_loss_data,
@@ -69,7 +69,8 @@ class Losses:
 
         def over_shares(output: Any, **options: Any) -> Any:
             result = loss_func(output, **options)
-            if options or len(result) != 3:
+            is_loss_with_tokens = not options and len(result) == 3  # no non_loss_data, and no mean of the program's own
+            if not is_loss_with_tokens:
                 return result
             loss, num_tokens, report = result
             total = torch.as_tensor(num_tokens).detach().to(self._step.device, copy=True)

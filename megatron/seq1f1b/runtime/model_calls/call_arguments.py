@@ -11,7 +11,7 @@ from megatron.core.tensor_parallel.mappings import (
     scatter_to_sequence_parallel_region,
 )
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from ...model import Segment
 from .argument_gradients import ArgumentGradients
@@ -73,20 +73,9 @@ class CutArguments:
         sequence_parallel: dist.ProcessGroup | None = None,
     ) -> None:
         self._part = part
-        dropped = _OF_ATTENTION if follows_segments else ()
-        pairs = zip(arguments.names, arguments.positional, strict=True)
-        positional = tuple(None if name in dropped else value for name, value in pairs)
-        named = {name: None if name in dropped else value for name, value in arguments.named.items()}
-        self._whole = Arguments(positional, named, arguments.names)
-        is_leaf = None  # which costs the host, and few programs pass structures
-        for name in named:
-            if named[name].__class__ in (dict, list):
-                is_leaf = holds_no_tensors
-        for argument in positional:
-            if argument.__class__ in (dict, list):
-                is_leaf = holds_no_tensors
-        self._leaves, self._tree = tree_flatten((positional, named), is_leaf)
         self._sequence_parallel = sequence_parallel
+        self._whole = _without_masks(arguments) if follows_segments else arguments
+        self._leaves, self._tree = _flattened(self._whole)
         self._divided: list[int] = []  # the places of what tensor-parallel ranks divide among each other
         if sequence_parallel is not None:
             embeddings = arguments.embeddings()
@@ -130,6 +119,24 @@ class CutArguments:
             self._leaves[place] = leaf
         self._whole = self._with(self._leaves)
         return gradients
+
+
+def _without_masks(arguments: Arguments) -> Arguments:
+    """The arguments with None in place of those that segments do without."""
+    pairs = zip(arguments.names, arguments.positional, strict=True)
+    positional = [None if name in _OF_ATTENTION else value for name, value in pairs]
+    named = {name: None if name in _OF_ATTENTION else value for name, value in arguments.named.items()}
+    return Arguments(tuple(positional), named, arguments.names)
+
+
+def _flattened(arguments: Arguments) -> tuple[list[Any], TreeSpec]:
+    """The leaves of the arguments, and the structure around them; what holds no tensors is a leaf as a whole."""
+    # PyTorch would call `is_leaf` for every argument of every call, and few programs pass structures.
+    is_leaf = None
+    for argument in (*arguments.positional, *arguments.named.values()):
+        if argument.__class__ in (dict, list):
+            is_leaf = holds_no_tensors
+    return tree_flatten((arguments.positional, arguments.named), is_leaf)
 
 
 def holds_no_tensors(argument: Any) -> bool:

@@ -66,8 +66,8 @@ class Calls:
             self.at(chunk, self._step.num_microbatches - 1)
 
     @property
-    def wait_for_references(self) -> bool:
-        """Whether the calls that are started wait for references."""
+    def are_at_references(self) -> bool:
+        """Whether one of the calls that are started waits at a reference."""
         return any(call.reference is not None for calls in self._started for call in calls)
 
     @property
@@ -139,7 +139,7 @@ class Calls:
         self._make_whole(call)
 
     def _make_whole(self, call: Call) -> None:
-        """Gather what the arguments have of other ranks."""
+        """Gather what other ranks have of the arguments, and of the routes that a program replays."""
         step = self._step
         if step.sequence_parallel is not None:
             call.arguments = gather_embeddings(call.arguments, step.sequence_parallel)
@@ -147,14 +147,12 @@ class Calls:
             call.arguments, call.shares = whole_arguments(
                 call.arguments, step.groups.cp, self._contract.divides_documents, step.device
             )
-
-        if not self._replays_routes:
-            return
-        call.routes = RoutesOfCall(
-            model=call.reference or call.model,
-            shares=call.shares,
-            sequence_parallel=step.sequence_parallel,
-        )
+        if self._replays_routes:
+            call.routes = RoutesOfCall(
+                model=call.reference or call.model,
+                shares=call.shares,
+                sequence_parallel=step.sequence_parallel,
+            )
 
     def _around(self, chunk: int, microbatch: int) -> AbstractContextManager:
         stage = self._step.placement.stage_of(self._step.rank, chunk)
