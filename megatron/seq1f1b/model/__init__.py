@@ -16,7 +16,7 @@ from .memory.copies import link_rate
 from .memory.host_memory import HostMemory
 from .memory.layer_ends import LayerEnds
 from .memory.loss_pieces import PIECE, compute_loss_in_pieces
-from .memory.storages import tensor_of
+from .memory.storages import free_values, tensor_of
 from .memory.token_log_probs import token_log_probs, token_log_probs_and_entropy
 from .memory.token_logits import PieceLogits
 from .memory.weight_gradient import add_up_all_weight_gradients, defer_weight_gradients

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from megatron.core.pipeline_parallel.schedules import backward_step, deallocate_output_tensor
 from torch import Tensor
 
-from ..model import SegmentContext
+from ..model import SegmentContext, free_values
 from ..schedule import Action, Kind, channels_of
 from .communication import Communicator
 from .forwards.multi_token import rows_per_token
@@ -85,8 +85,7 @@ class Interpreter:
         with self.recorder.span(action):
             output = self.forwards.forward(stage, segment, arrived, moves)
         if moves and arrived is not None:
-            # The graph holds all that the backward needs; this tensor only receives its gradient.
-            arrived.data = arrived.new_empty(()).expand(arrived.shape)
+            free_values(arrived)  # the graph holds all that the backward reads of it
         if not self.step.forward_only:
             self._kept[unit] = arrived, output
         if stage != self._last_stage:

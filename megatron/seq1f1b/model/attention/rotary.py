@@ -24,7 +24,7 @@ def _at_segment(rotary: RotaryEmbedding, forward: Callable[..., Any], *args: Any
     if segment is None:
         return forward(*args, **kwargs)
     of_documents = partial(_of_documents, segment, rotary, forward, *args, **kwargs)
-    if isinstance(rotary, YarnRotaryEmbedding):  # also returns a number
+    if isinstance(rotary, YarnRotaryEmbedding):  # also returns a scale, a number, which cannot be shared
         return of_documents()
     return segment.shared((rotary.path_in_chunk, *args, *kwargs.items()), of_documents)
 
@@ -47,15 +47,17 @@ def _of_documents(
         return forward(length, offset=start - first_key, packed_seq=packed_seq, cp_group=cp_group)
     # The others begin at 0 and share a table, which is not yet divided among context-parallel ranks.
     lengths = [piece.end - piece.start for piece in others]
-    angles = forward(end - start, offset=start - first_key, packed_seq=True)
+    of_first = forward(end - start, offset=start - first_key, packed_seq=True)
     table = forward(max(lengths), packed_seq=True)
-    is_yarn = isinstance(rotary, YarnRotaryEmbedding)
-    rows, of_others = (angles[0], table[0]) if is_yarn else (angles, table)
-    rows = torch.cat([rows, *(of_others[:stop] for stop in lengths)])
+    scale = None
+    if isinstance(rotary, YarnRotaryEmbedding):
+        of_first, scale = of_first
+        table, _ = table
+    angles = torch.cat([of_first, *(table[:length] for length in lengths)])
     group = cp_group or rotary.cp_group
     if group is not None and group.size() > 1 and not packed_seq:
-        rows = get_pos_emb_on_this_cp_rank(rows, 0, group)
-    return (rows, angles[1]) if is_yarn else rows
+        angles = get_pos_emb_on_this_cp_rank(angles, 0, group)
+    return angles if scale is None else (angles, scale)
 
 
 def _cosines_and_sines(

@@ -64,9 +64,9 @@ def _calls(
 ) -> Iterator[PartCall]:
     """One call for every run, or one for every sequence of a run with the lengths of its documents on `device`, or one
     for every document if that is None."""
-    shift = -start  # from the position of a token to its place among the queries
+    first_query = 0  # of the run, among the queries of all runs, one after the other
     for run_start, run_end in runs:
-        shift -= run_start
+        shift = first_query - (start + run_start)  # from the position of a token to its place among the queries
         for number, starts in enumerate(documents or [(0,)]):
             if documents is None:
                 sequence: slice | int = slice(None)  # all sequences at once
@@ -83,7 +83,7 @@ def _calls(
                 keys = slice(group[0].first_key - first_key, group[-1].end - first_key)
                 lengths = () if device is None else (CumulativeLengths.of(group, device),)
                 yield PartCall(queries=(queries, sequence), keys=(keys, sequence), lengths=lengths)
-        shift += run_end
+        first_query += run_end - run_start
 
 
 @dataclass(frozen=True)

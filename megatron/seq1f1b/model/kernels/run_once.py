@@ -23,7 +23,8 @@ class RunOnce:
     takes them, so that the graph does not keep itself alive. A forward without autograd between them, of a module that
     is recomputed within another, only reads them. In between a layer keeps b·n·h·(e·w + 4) bytes, for n tokens of b
     sequences, h query heads, values of size e and w bytes an element. The state of the random `generator` after the
-    first forward is restored for the rest of the layer; it is None if the kernel draws nothing.
+    first forward is restored for the rest of the layer; it is None if the kernel draws nothing. `is_recorded` tells the
+    repeated forward, which autograd records, from the first one and those between.
     """
 
     kernel: Kernel

@@ -180,10 +180,9 @@ class HostMemory:
         if not away.groups:
             self._from_host.copy([], None, span)
             return
-        *layers, first = away.groups[-2:] if away.has_rest else away.groups[-1:]
-        self._start_back(first, span)
-        for layer in layers:
-            self._start_back(layer, nullcontext())
+        self._start_back(away.groups[-1], span)
+        if away.has_rest and len(away.groups) > 1:  # the last layer is the group before the rest
+            self._start_back(away.groups[-2], nullcontext())
 
     def wait(self, unit: Hashable) -> None:
         """Wait until all of `unit` is back, before its backward; layer by layer until its last layer is."""

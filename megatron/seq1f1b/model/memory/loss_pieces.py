@@ -221,11 +221,12 @@ class _LossOfPieces(torch.autograd.Function):
         hidden, labels = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         weight = ctx.weight
-        main_grad = getattr(weight, "main_grad", None)
         alias = weight.detach().requires_grad_(weight.requires_grad)  # without hooks
+        total = None  # of the gradients that pieces give the weight
         if weight.requires_grad:
             exact = exact_main_grad(weight)
-            alias.main_grad = new_sum(weight) if exact is None else exact
+            total = new_sum(weight) if exact is None else exact
+            alias.main_grad = total
         of_pieces = (tensor.split(ctx.length) for tensor in (hidden, labels, grad_losses, grad_hidden))
         for part, labels_of_part, grad_of_losses, grad_of_part in zip(*of_pieces, strict=True):
             part = part.detach().requires_grad_()
@@ -236,12 +237,17 @@ class _LossOfPieces(torch.autograd.Function):
             if alias.grad is not None:  # None if Megatron's layer has added it to `main_grad` by itself
                 alias.main_grad += alias.grad
                 alias.grad = None
-        if not weight.requires_grad:
-            grad_weight = None
-        elif main_grad is None:
-            grad_weight = alias.main_grad.to(weight.dtype)
-        else:
-            if alias.main_grad is not main_grad:
-                main_grad += alias.main_grad
-            grad_weight = accumulated(weight)
-        return None, None, grad_hidden, grad_weight, None
+        return None, None, grad_hidden, _given(weight, total), None
+
+
+def _given(weight: Tensor, total: Tensor | None) -> Tensor | None:
+    """What a backward returns for a weight whose gradient is `total`, None if it is frozen. A `main_grad` has the
+    gradient afterwards."""
+    if total is None:
+        return None
+    main_grad = getattr(weight, "main_grad", None)
+    if main_grad is None:
+        return total.to(weight.dtype)
+    if total is not main_grad:  # whose type is too short for sums of pieces
+        main_grad += total
+    return accumulated(weight)

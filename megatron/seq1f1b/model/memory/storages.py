@@ -14,6 +14,12 @@ from torch import Tensor, UntypedStorage
 SMALLEST = 1 << 12  # bytes; smaller storages stay, since every copy costs a launch
 
 
+def free_values(tensor: Tensor) -> None:
+    """Free the values of a tensor of which a backward needs the graph and the gradient only. It keeps its shape, which
+    is that of the gradient."""
+    tensor.data = tensor.new_empty(()).expand(tensor.shape)
+
+
 class Storage:
     """A storage of the device, which leaves while its bytes are on the host. `leaves` are saved tensors that the graph
     refers to, for their gradients: the inputs of recomputed modules. The backward reads their values through handles.
@@ -54,7 +60,7 @@ class Storage:
         here = self.here
         for leaf in self.leaves:
             if leaf.untyped_storage()._cdata == here._cdata:
-                leaf.data = leaf.new_empty(()).expand(leaf.shape)  # the shape of its gradient
+                free_values(leaf)
         self.leaves.clear()
         self._on_device = None
         return here

@@ -4,7 +4,7 @@ Tested in model/test_token_logits.py.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -43,17 +43,29 @@ def _values(
     if isinstance(logits, PieceLogits):
         group = logits.head.group
         if not logits.is_whole:
-            source = _OfHidden(logits.head, logits.dtype)
+            source = _LogitsOfHidden(logits.head, logits.dtype)
             return _Values.apply(logits.hidden, tokens, source, group, 1 / temperature, has_entropy)
     else:
         is_divided = parallel_state.model_parallel_is_initialized() and not gathered
         group = parallel_state.get_tensor_model_parallel_group() if is_divided else None
     length = max(1, PIECE // logits.shape[-1])
-    return _Values.apply(logits, tokens, _OfLogits(length), group, 1 / temperature, has_entropy)
+    return _Values.apply(logits, tokens, _GivenLogits(length), group, 1 / temperature, has_entropy)
 
 
-class _OfLogits:
-    """Pieces of logits that are there: `length` rows each."""
+class _Source(Protocol):
+    """Where the logits of a piece come from. Its rows [n, features] are logits by themselves, or hidden states."""
+
+    length: int  # rows of a piece
+
+    def logits(self, rows: Tensor) -> Tensor:
+        """The logits [n, V/t] of rows, without a graph."""
+
+    def backward(self, pieces: Sequence[Tensor], gradient_of: Callable[[int, Tensor], Tensor]) -> Tensor:
+        """The gradient of the rows of all pieces; `gradient_of(index, piece)` is that of the logits of one."""
+
+
+class _GivenLogits(_Source):
+    """Logits that have been computed."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -63,22 +75,24 @@ class _OfLogits:
 
     def backward(self, pieces: Sequence[Tensor], gradient_of: Callable[[int, Tensor], Tensor]) -> Tensor:
         gradient = pieces[0].new_empty((sum(map(len, pieces)), pieces[0].shape[1]))
-        for number, (piece, of_piece) in enumerate(zip(pieces, gradient.split(self.length), strict=True)):
-            of_piece.copy_(gradient_of(number, piece))
+        for index, (piece, of_piece) in enumerate(zip(pieces, gradient.split(self.length), strict=True)):
+            of_piece.copy_(gradient_of(index, piece))
         return gradient
 
 
-class _OfHidden:
-    """Pieces of logits that hidden states give, of a type."""
+class _LogitsOfHidden(_Source):
+    """Logits of a type that the output layer computes from hidden states."""
 
     def __init__(self, head: Head, dtype: torch.dtype) -> None:
         self.length = max(1, head.piece // head.weight.shape[0])
-        self.backward = head.backward
         self._head = head
         self._dtype = dtype
 
     def logits(self, rows: Tensor) -> Tensor:
         return self._head.logits(rows).to(self._dtype)
+
+    def backward(self, pieces: Sequence[Tensor], gradient_of: Callable[[int, Tensor], Tensor]) -> Tensor:
+        return self._head.backward(pieces, gradient_of)
 
 
 class _Values(torch.autograd.Function):
@@ -90,7 +104,7 @@ class _Values(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tensor: Tensor, tokens: Tensor, source: Any, group: Group, scale: float, has_entropy: bool
+        ctx: Any, tensor: Tensor, tokens: Tensor, source: _Source, group: Group, scale: float, has_entropy: bool
     ) -> tuple[Tensor, ...]:
         rows = tensor.detach().flatten(0, -2)
         flat = tokens.flatten()
@@ -110,23 +124,25 @@ class _Values(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        tensor, tokens, log_sums, entropies, are_known = ctx.saved_tensors
-        source = ctx.source
+        tensor, *of_tokens = ctx.saved_tensors
+        source: _Source = ctx.source
         scale = ctx.scale
         rows = tensor.detach().flatten(0, -2)
-        of_tokens = (tokens, log_sums, entropies, are_known, *gradients)
-        parts = [values.flatten().split(source.length) for values in of_tokens]
+        tokens, log_sums, entropies, are_known = (values.split(source.length) for values in of_tokens)
+        of_log_probs, *of_entropies = (gradient.flatten().split(source.length) for gradient in gradients)
 
-        def gradient_of(number: int, piece: Tensor) -> Tensor:
-            tokens_of_piece, log_sum, entropy, is_known, of_log_prob, *of_entropy = (part[number] for part in parts)
+        def gradient_of(index: int, piece: Tensor) -> Tensor:
+            """The gradient of the logits [n, V/t] of a piece, by the formulas above, in which the token counts once."""
             logits = _scaled(source.logits(piece), scale)
-            place, is_here = _place(tokens_of_piece, logits.shape[-1], ctx.group)
-            probs = (logits - log_sum[:, None]).exp_()
-            of_log_prob = of_log_prob * is_known
+            place, is_here = _place(tokens[index], logits.shape[-1], ctx.group)
+            probs = (logits - log_sums[index][:, None]).exp_()
+            of_log_prob = of_log_probs[index] * are_known[index]
             gradient = probs * -of_log_prob[:, None]
             gradient.scatter_add_(-1, place[:, None], (of_log_prob * is_here)[:, None])
             if ctx.has_entropy:
-                gradient += (torch.special.entr(probs) - probs * entropy[:, None]) * of_entropy[0][:, None]
+                (of_entropy,) = of_entropies
+                per_logit = torch.special.entr(probs) - probs * entropies[index][:, None]  # -p·(log p + H)
+                gradient += per_logit * of_entropy[index][:, None]
             return gradient if scale == 1.0 else gradient.mul_(scale)
 
         gradient_of_rows = source.backward(rows.split(source.length), gradient_of)

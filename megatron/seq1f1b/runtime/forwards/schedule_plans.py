@@ -15,7 +15,7 @@ from megatron.core.pipeline_parallel.utils import NoopScheduleNode, ScheduleNode
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 
-from ...model import Segment
+from ...model import Segment, free_values
 from ...schedule import Unit
 from .forward_segments import SegmentForwards
 from .repeated_experts import repeat_experts
@@ -116,17 +116,17 @@ class PlannedForwards(SegmentForwards):
 
 
 def let_go_of_values(nodes: Sequence[ScheduleNode], output: Any) -> None:
-    """Free the values of the tensors that nodes hold after their forwards, but that of the `output` of all. What a
-    backward reads of them, autograd has saved; of these tensors it needs only their graphs and gradients."""
+    """Free the values of all tensors that nodes hold after their forwards, except for the `output` of the last one.
+    Autograd has saved what backwards read of them."""
     values: list[Any] = []
     for node in nodes:
         outputs = node.output if isinstance(node.output, tuple) else (node.output,)
         values += [*(node.inputs or ()), *outputs]
         values += [*getattr(node, "detached", ()), *getattr(node, "before_detached", ())]
     for value in values:
-        # One without bytes will have them again, from what has discarded it.
+        # One without bytes has been discarded, and its recomputation will fill it again.
         if isinstance(value, Tensor) and value is not output and value.untyped_storage().nbytes():
-            value.data = value.new_empty(()).expand(value.shape)
+            free_values(value)
 
 
 def nodes_of(plan: Any) -> Iterator[ScheduleNode]:
