@@ -213,9 +213,11 @@ def _check(flags: argparse.Namespace, schedule: ScheduleChoice, run: MegatronRun
         attending.append("keep_documents_apart")
     if flags.recompute_keeps_attention:
         attending.append("--recompute-keeps-attention")
-    for name in attending:
-        for row in unsupported(run.settings, {OurFeature.SEGMENTS}):
-            raise ValueError(f"{name} attends as segments do, and {row.feature} {row.because}; drop one of the two")
+    obstacle = next(unsupported(run.settings, {OurFeature.SEGMENTS}), None) if attending else None
+    if obstacle is not None:
+        raise ValueError(
+            f"{attending[0]} attends as segments do, and {obstacle.feature} {obstacle.because}; drop one of the two"
+        )
     for flag, tokens in (("--unit-tokens", flags.unit_tokens), ("--segment-tokens", flags.segment_tokens)):
         if tokens is not None and tokens % run.segment_multiple:
             raise ValueError(

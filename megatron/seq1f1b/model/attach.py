@@ -40,9 +40,8 @@ def attach(
     chunks: Iterable[torch.nn.Module], context: SegmentContext, kernels_of: KernelsOf = KernelChoice.of_config
 ) -> None:
     """Make the modules of the model chunks follow the running segment of `context`; the latest call wins."""
-    others = [chunk for chunk in chunks if context_of(chunk) is not context]
-    new: list[Any] = use_segment_attention(others, kernels_of)
-    for chunk in new:
+    unattached: list[Any] = [chunk for chunk in chunks if context_of(chunk) is not context]
+    for chunk in use_segment_attention(unattached, kernels_of):
         chunk.segment_context = context
         for path, module in chunk.named_modules():
             keep_latents(module)

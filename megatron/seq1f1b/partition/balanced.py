@@ -46,34 +46,37 @@ def balanced(
     if shortest * num_segments > last:
         shortest = 1
 
-    def ends(most: float, earliest: Sequence[int], latest: Sequence[int]) -> list[int]:
-        """The cuts if each segment takes up to `most`; they may not reach the end of the sequence. They lie between
-        those for less time and those for more."""
-        found = [0]
+    def ends_within(most: float, earliest: Sequence[int], latest: Sequence[int]) -> list[int]:
+        """The indices of the cuts if each segment takes as long as `most` allows; the last of them is before the end of
+        the sequence if that is too little time. `earliest` are the indices for less time, `latest` those for more."""
+        ends = [0]
         for number in range(num_segments):
-            start = found[-1]
+            start = ends[-1]
             first = max(start + 1, earliest[number + 1])
-            here = most if weights is None else most * weights[number]
-            found.append(max(reach(start, first, latest[number + 1], here), start + shortest))
-        return found
+            most_here = most if weights is None else most * weights[number]
+            ends.append(max(reach(start, first, latest[number + 1], most_here), start + shortest))
+        return ends
 
     first_cuts = [0] * (num_segments + 1)
     last_cuts = [last - left * shortest for left in reversed(range(num_segments + 1))]
+    # Find the least time for which the segments reach the end of the sequence: too little is `low`, enough is `high`.
     low = 0.0
     high = between(0, last)
     earliest = first_cuts
+    latest = ends_within(high, first_cuts, last_cuts)
     # Kernels may be faster above some length, so a part of the sequence can take longer than the whole.
-    while (latest := ends(high, first_cuts, last_cuts))[-1] < last:
+    while latest[-1] < last:
         high *= 2
+        latest = ends_within(high, first_cuts, last_cuts)
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
-        found = ends(middle, earliest, latest)
-        if found[-1] < last:
+        ends = ends_within(middle, earliest, latest)
+        if ends[-1] < last:
             low = middle
-            earliest = found
+            earliest = ends
         else:
             high = middle
-            latest = found
+            latest = ends
     return tuple(cuts[end] - cuts[start] for start, end in pairwise(latest))
 
 
@@ -123,28 +126,35 @@ def shortest_step(
     """The lengths with the shortest step among `trials` cuts around `best`, which has equal times.
 
     While a pipeline fills and drains, ranks wait for first and last segments, so in a step of few units short ones
-    there are better. Two numbers describe such a cut: how much longer the middle is, and how much longer the end is
-    than the start. `cut` takes the relative times of segments; `seconds` returns the time of a step.
+    there are better. Two numbers describe such a cut: its `bulge`, how much longer the middle is, and its `slope`, how
+    much longer the end is than the start. A step from the best cut found so far changes one of them; steps become
+    smaller when none is better. `cut` takes the relative times of segments; `seconds` returns the time of a step.
     """
-    places = [(number + 0.5) / len(best) for number in range(len(best))]
-    middle = end = 0.0
+    places = [(number + 0.5) / len(best) for number in range(len(best))]  # of the middles of segments, from 0 to 1
+
+    def relative_times(bulge: float, slope: float) -> list[float]:
+        return [max(_LEAST, 1 - bulge * cos(2 * pi * place) + slope * (2 * place - 1)) for place in places]
+
+    best_bulge = 0.0
+    best_slope = 0.0
     least = seconds(best)
     for width in _WIDTHS:
         is_better = True
         while is_better:
             is_better = False
-            for more, later in ((width, 0.0), (-width, 0.0), (0.0, width), (0.0, -width)):
+            for more_bulge, more_slope in ((width, 0.0), (-width, 0.0), (0.0, width), (0.0, -width)):
                 if trials == 0:
                     return best
                 trials -= 1
-                to = middle + more
-                until = end + later
-                lengths = cut([max(_LEAST, 1 - to * cos(2 * pi * at) + until * (2 * at - 1)) for at in places])
-                if (found := seconds(lengths)) < least:
+                bulge = best_bulge + more_bulge
+                slope = best_slope + more_slope
+                lengths = cut(relative_times(bulge, slope))
+                time = seconds(lengths)
+                if time < least:
                     best = lengths
-                    least = found
-                    middle = to
-                    end = until
+                    least = time
+                    best_bulge = bulge
+                    best_slope = slope
                     is_better = True
                     break
     return best

@@ -121,12 +121,13 @@ def _shortest_path(times: NDArray[np.float64], num_segments: int | None) -> Call
         totals[longest] = 0.0
         starts = []  # for each segment the start by its end position
         if num_segments is None:
-            starts = [np.zeros(last + 1, dtype=np.int64)] * last
+            start_of = np.zeros(last + 1, dtype=np.int64)
             for end in range(1, last + 1):  # every segment extends any number of earlier ones
                 options = totals[end : end + longest] + allowed[end]
                 best = options.argmin()
-                starts[0][end] = best + end - longest
+                start_of[end] = best + end - longest
                 totals[longest + end] = options[best]
+            starts = [start_of] * last  # the same for all segments, of which there are `last` at most
         for _ in range(num_segments or 0):  # segments are added one by one
             options = sliding_window_view(totals, longest)[: last + 1] + allowed
             best = options.argmin(axis=1)

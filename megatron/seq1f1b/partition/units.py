@@ -4,9 +4,10 @@ The chunks of ChunkFlow (arXiv 2503.02356, section 4.1), made for all replicas o
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import batched
+from math import ceil
 
 from .lengths import even
 
@@ -44,22 +45,48 @@ def packs_of_step(
     """
     packs = _packs(lengths, most, multiple_of)
     work_of = {pack: sum(work(lengths[number]) for number in pack.sequences) for pack in packs}
-    packs.sort(key=lambda pack: (len(pack.lengths) if equal_counts else 0, work_of[pack]), reverse=True)
+    if equal_counts:
+        shares = _shares_of_rounds(packs, replicas, work_of, multiple_of)
+    else:
+        shares = _shares_by_work(packs, replicas, work_of, multiple_of)
+    return [_longest_in_the_middle(share) for share in shares]
+
+
+def _shares_by_work(
+    packs: Sequence[Pack], replicas: int, work_of: Mapping[Pack, float], multiple_of: int
+) -> list[list[Pack]]:
+    """The packs of each replica, in descending order of work: each goes where there is least."""
     shares: list[list[Pack]] = [[] for _ in range(replicas)]
     loads = [0.0] * replicas
-    # Give each pack to the replica with the least work; with `equal_counts`, in rounds of one pack per replica.
-    for round_ in batched(packs, replicas if equal_counts else 1):
-        free = sorted(range(replicas), key=loads.__getitem__)
-        for pack, replica in zip(sorted(round_, key=work_of.__getitem__, reverse=True), free, strict=False):
-            shares[replica].append(pack)
-            loads[replica] += work_of[pack]
-        for replica in free[len(round_) :] if equal_counts else ():
-            shares[replica].append(Pack((), (multiple_of,)))
-    filled = [share or [Pack((), (multiple_of,))] for share in shares]
-    if equal_counts:
-        rounds = [_with_equal_counts(round_, multiple_of) for round_ in zip(*filled, strict=True)]
-        filled = [list(share) for share in zip(*rounds, strict=True)]
-    return [_longest_in_the_middle(share) for share in filled]
+    for pack in sorted(packs, key=work_of.__getitem__, reverse=True):
+        least_loaded = min(range(replicas), key=loads.__getitem__)
+        shares[least_loaded].append(pack)
+        loads[least_loaded] += work_of[pack]
+    return [share or [_empty(multiple_of)] for share in shares]
+
+
+def _shares_of_rounds(
+    packs: Sequence[Pack], replicas: int, work_of: Mapping[Pack, float], multiple_of: int
+) -> list[list[Pack]]:
+    """The packs of each replica, dealt in rounds of one for each replica, those of a round with as many segments: the
+    most work of a round goes where there is least so far."""
+    descending = sorted(packs, key=lambda pack: (len(pack.lengths), work_of[pack]), reverse=True)
+    shares: list[list[Pack]] = [[] for _ in range(replicas)]
+    loads = [0.0] * replicas
+    for packs_of_round in batched(descending, replicas):
+        by_work = sorted(packs_of_round, key=work_of.__getitem__, reverse=True)
+        by_work += [_empty(multiple_of)] * (replicas - len(by_work))
+        least_loaded_first = sorted(range(replicas), key=loads.__getitem__)
+        equal = _with_equal_counts(by_work, multiple_of)
+        for replica, pack, equal_pack in zip(least_loaded_first, by_work, equal, strict=True):
+            shares[replica].append(equal_pack)
+            loads[replica] += work_of.get(pack, 0.0)
+    return [share or [_empty(multiple_of)] for share in shares]
+
+
+def _empty(multiple_of: int) -> Pack:
+    """A micro-batch of padding alone."""
+    return Pack((), (multiple_of,))
 
 
 def _longest_in_the_middle(descending: list[Pack]) -> list[Pack]:
@@ -84,15 +111,20 @@ def _packs(lengths: Sequence[int], most: int, multiple_of: int) -> list[Pack]:
             insort(room, (left - lengths[number], pack))
     packs = []
     for numbers in members:
-        whole, last = divmod(sum(lengths[number] for number in numbers) - 1, most)
-        packs.append(Pack(tuple(numbers), (most,) * whole + (-(-(last + 1) // multiple_of) * multiple_of,)))
+        # The last unit has from 1 to `most` tokens, before it is rounded up.
+        num_full, rest = divmod(sum(lengths[number] for number in numbers) - 1, most)
+        last_unit = multiple_of * ceil((rest + 1) / multiple_of)
+        packs.append(Pack(tuple(numbers), (most,) * num_full + (last_unit,)))
     return packs
 
 
 def _with_equal_counts(packs: Sequence[Pack], multiple_of: int) -> list[Pack]:
     """The packs, each with as many segments as the longest has."""
     most = max(len(pack.lengths) for pack in packs)
-    cuts = (even(max(sum(pack.lengths), most * multiple_of), most, multiple_of) for pack in packs)
-    return [
-        pack if len(pack.lengths) == most else Pack(pack.sequences, cut) for pack, cut in zip(packs, cuts, strict=True)
-    ]
+    equal = []
+    for pack in packs:
+        if len(pack.lengths) < most:
+            num_tokens = max(sum(pack.lengths), most * multiple_of)
+            pack = Pack(pack.sequences, even(num_tokens, most, multiple_of))
+        equal.append(pack)
+    return equal

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from itertools import chain, groupby, islice, product
 from math import inf
-from typing import Any
 
 from .action import Action
 from .cost_tables import Costs, memory_changes, peak_memory
@@ -133,8 +132,9 @@ class _Rank:
     free: float = 0.0  # when the last action ends
 
     def admits(self, microbatch: int, memory: float) -> bool:
-        """Whether a forward fits and, unless all actions are in one order, leaves room for the oldest micro-batch that
-        has forwards left. So that finds room on every rank: older ones are done, and younger ones leave enough."""
+        """Whether a forward of a micro-batch fits and, unless all actions are in one order, leaves room for all of the
+        oldest micro-batch that has forwards left. So the oldest one never waits for memory: those before it have ended,
+        and those after it have left it room."""
         if self.used + memory > self.limit or len(self.queues) == 1:
             return self.used + memory <= self.limit
         heads = (queue.left[0] for queue in self.queues if queue.left)
@@ -197,10 +197,10 @@ class ListScheduler:
         costs = self._costs
         changes = memory_changes(costs)
         ranks = self._idle_ranks(self._in_order if priority is None else self._free)
-        queues: dict[tuple[Any, ...], _Queue] = {}  # by kind and stage
+        queues: dict[tuple[Kind, int], _Queue] = {}  # by kind and stage
         for rank in ranks:
-            for line in rank.queues:
-                queues |= {action[:2]: line for action in line.left}
+            for queue in rank.queues:
+                queues |= {(action.kind, action.stage): queue for action in queue.left}
         end_of = pending(self._shape)
         events: list[tuple[float, int]] = []  # (time, rank): when a rank may find an action to run
 

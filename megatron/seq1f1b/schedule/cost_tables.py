@@ -74,7 +74,7 @@ class Costs:
     def check(self, shape: Shape) -> None:
         """Raises ValueError if a table does not fit the shape, or holds a number that is negative or not finite."""
         for name, table in vars(self).items():
-            if (len(table), {len(row) for row in table}) != (shape.num_stages, {shape.num_segments}):
+            if len(table) != shape.num_stages or any(len(row) != shape.num_segments for row in table):
                 raise ValueError(
                     f"cost table {name!r} must have {shape.num_stages} stages of {shape.num_segments} segments"
                 )

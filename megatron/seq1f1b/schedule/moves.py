@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence, Set
 from dataclasses import replace
 from heapq import heappop, heappush
-from itertools import accumulate
 
 from .action import Action, Unit
 from .kinds import COMPUTE_KINDS, Kind
@@ -37,25 +36,40 @@ def units_to_move(
         raise ValueError(f"--offload-activations {share:g} is not between 0 and 1")
     shortest = SHORTEST_BY_LAYER if by_layer else SHORTEST
     numbered = [(number, action) for number, place in enumerate(places(order, paired)) for action in place]
-    backwards = {action.unit: number for number, action in numbered if action.kind.facts.gives_input_gradient}
-    # A forward takes a unit more, and its backward gives it back.
-    held = accumulate((action.kind is Kind.F) - action.kind.facts.gives_input_gradient for action in order)
-    room = round((1 - share) * max(held, default=0))
+    backward_of = {action.unit: number for number, action in numbered if action.kind.facts.gives_input_gradient}
+    most_on_device = round((1 - share) * _most_held(order))
     moved: set[Unit] = set()
-    here = 0
-    later: list[tuple[int, Unit]] = []  # units on the device that may move, latest backward first
+    num_on_device = 0
+    # Units on the device that may move, with the number of their backward, negative: the farthest comes first.
+    movable: list[tuple[int, Unit]] = []
     for number, action in numbered:
         unit = action.unit
         if action.kind is Kind.F:
-            here += 1
-            if backwards[unit] - number >= shortest:
-                heappush(later, (-backwards[unit], unit))
-            if here > room and later and -later[0][0] > number:
-                moved.add(heappop(later)[1])
-                here -= 1
+            num_on_device += 1
+            if backward_of[unit] - number >= shortest:
+                heappush(movable, (-backward_of[unit], unit))
+            if num_on_device > most_on_device and movable:
+                negative, farthest = movable[0]
+                if -negative > number:  # else it has gone backward by now, as have all others
+                    heappop(movable)
+                    moved.add(farthest)
+                    num_on_device -= 1
         elif action.kind.facts.gives_input_gradient and unit not in moved:
-            here -= 1
+            num_on_device -= 1
     return frozenset(moved)
+
+
+def _most_held(order: Sequence[Action]) -> int:
+    """The most units that a rank holds at once: each from its forward to its backward."""
+    held = 0
+    most = 0
+    for action in order:
+        if action.kind is Kind.F:
+            held += 1
+        elif action.kind.facts.gives_input_gradient:
+            held -= 1
+        most = max(most, held)
+    return most
 
 
 def with_moves(

@@ -46,6 +46,5 @@ def unsupported(settings: Settings, uses: Collection[OurFeature]) -> Iterator[Un
 
 def first_unsupported(settings: Settings, uses: Collection[OurFeature]) -> str | None:
     """One sentence, without its full stop, on the first feature that is not supported; None if all are."""
-    for row in unsupported(settings, uses):
-        return row.sentence
-    return None
+    row = next(unsupported(settings, uses), None)
+    return None if row is None else row.sentence
