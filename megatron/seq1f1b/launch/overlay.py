@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from datetime import timedelta
 from enum import Enum
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..arguments import PipelineConfig, add_arguments
@@ -27,7 +28,7 @@ from .validation import validated
 if TYPE_CHECKING:
     import torch
 
-    from ..runtime import Surroundings
+    from ..runtime import PipelineExecutor, Surroundings, Tracer
 
 # Of flags that all ranks must have in common.
 _VALUES = (bool, int, float, str, list, tuple, Enum, type(None))
@@ -57,22 +58,7 @@ class Overlay:
         """The patches for a script with Megatron's arguments, with `add_flags` for one without our flags."""
         from . import training_loop
 
-        def parse(upstream: Callable, own_flags: Callable | None = None, *args: Any, **more: Any) -> Namespace:
-            def with_all_flags(parser: ArgumentParser) -> ArgumentParser:
-                parser = own_flags(parser) if own_flags else parser
-                if add_flags and "--sequence-splits" not in parser._option_string_actions:
-                    parser = add_arguments(parser)
-                net.learn_flags(parser)
-                return parser
-
-            parsed = upstream(with_all_flags, *args, **more)
-            if hasattr(parsed, "pipeline_schedule"):  # a script may parse its arguments without our flags
-                check_sizes(parsed)
-                refuse_unsupported(parsed, vars(parsed))
-                check_places(parsed)
-            net.require_equal(_equal_on_all_ranks(parsed), timedelta(minutes=parsed.distributed_timeout_minutes))
-            return parsed
-
+        parse = partial(_parse, net, add_flags)
         rows = [wrapping("megatron.training.arguments.parse_args", parse, "does not compare the flags of ranks")]
         if add_flags:
             names = "megatron.training.training.pretrain", "megatron.training.pretrain"
@@ -108,10 +94,8 @@ class Overlay:
         """Our executor if a schedule flag was given, Megatron's own function otherwise."""
         if self._executor is not None:
             return self._executor
-        from megatron.training import get_tokenizer
-
         from ..runtime import watched
-        from .executors import tracer_of, training_executor
+        from .executors import tracer_of
 
         config = self.pipeline_config()
         parsed = _megatron_args()
@@ -119,6 +103,16 @@ class Overlay:
         if config.schedule is None:
             upstream = self._upstream(*args, **kwargs)
             return upstream if tracer is None else watched(upstream, tracer)
+        self._executor = self._make_executor(config, parsed, tracer)
+        return self._executor
+
+    def _make_executor(self, config: PipelineConfig, parsed: Namespace, tracer: Tracer | None) -> PipelineExecutor:
+        """The executor for Megatron's training loop; where activations move to the host, the link is measured."""
+        from megatron.training import get_tokenizer
+
+        from .executors import training_executor
+
+        assert config.schedule is not None, "Megatron's own schedules need no executor"
         # Megatron's scripts divide documents among context-parallel ranks, but for inter-document masking.
         divides_documents = not (self._runs_own_script or parsed.dataloader_inter_document_masking)
         executor = training_executor(
@@ -133,7 +127,6 @@ class Overlay:
             rate = executor.host_rate()
             if is_rank_0():
                 print(copies_summary(config, RunCosts(parsed, config.run), rate), flush=True)
-        self._executor = executor
         return executor
 
     def pipeline_config(self) -> PipelineConfig:
@@ -166,6 +159,33 @@ class Overlay:
             if config.wants_segment_attention and cfg_container.model is not None:
                 cfg_container.model.pre_wrap_hooks.append(self.use_segment_attention)
         return pretrain(cfg_container, *args, **kwargs)
+
+
+def _parse(
+    net: Net,
+    add_flags: bool,
+    parse_args: Callable,
+    own_flags: Callable[[ArgumentParser], ArgumentParser] | None = None,
+    *args: Any,
+    **more: Any,
+) -> Namespace:
+    """Megatron's `parse_args` for a script with `own_flags`, and ours: the arguments, checked on this rank and equal on
+    all ranks. Raises ValueError where they are not."""
+
+    def with_all_flags(parser: ArgumentParser) -> ArgumentParser:
+        parser = own_flags(parser) if own_flags else parser
+        if add_flags and "--sequence-splits" not in parser._option_string_actions:
+            parser = add_arguments(parser)
+        net.learn_flags(parser)
+        return parser
+
+    parsed = parse_args(with_all_flags, *args, **more)
+    if hasattr(parsed, "pipeline_schedule"):  # a script may parse its arguments without our flags
+        check_sizes(parsed)
+        refuse_unsupported(parsed, vars(parsed))
+        check_places(parsed)
+    net.require_equal(_equal_on_all_ranks(parsed), timedelta(minutes=parsed.distributed_timeout_minutes))
+    return parsed
 
 
 # The overlay of this process. Scripts call functions, and hold no object of ours: those functions find it here.

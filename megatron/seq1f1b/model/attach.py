@@ -41,7 +41,8 @@ def attach(
 ) -> None:
     """Make the modules of the model chunks follow the running segment of `context`; the latest call wins."""
     unattached: list[Any] = [chunk for chunk in chunks if context_of(chunk) is not context]
-    for chunk in use_segment_attention(unattached, kernels_of):
+    use_segment_attention(unattached, kernels_of)
+    for chunk in unattached:
         chunk.segment_context = context
         for path, module in chunk.named_modules():
             keep_latents(module)

@@ -23,14 +23,16 @@ def flags_of_check(error: BaseException, flags: Mapping[str, str], words: str) -
     say least, gets its values from functions of Python's."""
     if error.__traceback__ is None or not isinstance(error, _OF_CHECKS):
         return ""
-    calls = [*traceback.walk_tb(error.__traceback__)][::-1]
-    calls = [*dropwhile(lambda call: _package(call[0]) in sys.stdlib_module_names, calls)]
+    from_inside = reversed(list(traceback.walk_tb(error.__traceback__)))
+    calls = list(dropwhile(lambda call: _package(call[0]) in sys.stdlib_module_names, from_inside))
     if not calls or _package(calls[0][0]) == "torch":
         return ""
     parsed = _parsed_flags(error)
     values: dict[str, Any] = {}
     for frame, line in calls[: _CALLS_OF_SYSTEM if isinstance(error, OSError) else 1]:
-        values = values or _values_at(frame, line, flags, parsed)
+        values = _values_at(frame, line, flags, parsed)
+        if values:
+            break
     said = [_given(flag, value) for flag, value in values.items() if flag not in words]
     if not words:
         said += [f"without {flag}" for flag, value in values.items() if value is None]

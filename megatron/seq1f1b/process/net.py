@@ -58,7 +58,8 @@ class Net:
                 )
 
     def caught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Replaces `sys.excepthook`: ends this rank, and with it all others."""
+        """Replaces `sys.excepthook`: ends this rank, and with it all others. Rank 0 prints the sentence of the rank
+        that failed first, or that rank itself if rank 0 does not."""
         own = _failure_of(error, self._flags)
         sys.unraisablehook = lambda unraisable: None  # half-built objects fail once more when they are deleted
         first = own
@@ -70,10 +71,12 @@ class Net:
         elif is_rank_0():
             # The same mistake on all ranks is printed as that of rank 0, without the name of another rank.
             self._print(own if first["sentence"] == own["sentence"] else first)
-        leaves_it_to_rank_0 = is_first and not own["is_late"] and not is_rank_0()
-        rank_0_has_left = self._peers is not None and self._peers.leave(wait=leaves_it_to_rank_0)
-        if leaves_it_to_rank_0 and not rank_0_has_left:  # so it has not printed
-            self._print(own)
+        if is_first and not own["is_late"] and not is_rank_0():
+            rank_0_has_printed = self._peers is not None and self._peers.leave(wait=True)
+            if not rank_0_has_printed:
+                self._print(own)
+        elif self._peers is not None:
+            self._peers.leave()
         is_interrupted = isinstance(error, KeyboardInterrupt)  # Python itself then ends by the signal
         if not first["is_late"] and not is_interrupted:
             sys.exit(2)

@@ -81,25 +81,33 @@ def sentence_of(error: BaseException, flags: Mapping[str, str] = MappingProxyTyp
         what = "'.[train]' in the repository of this package" if package in _OF_TRAINING else package
         return f"the package {error.name} is missing; pip install {what} brings it"
     words = _words(error, flags)
-    root = error
     if is_mistake(error):
         return words
-    while root.__cause__ is not None:
-        root = root.__cause__
-    says_more = root is not error and not isinstance(root, SystemExit)
-    if says_more and _words(root, flags) not in words:
-        words = f"{words} ({_words(root, flags)})"
+    root = _root_cause(error)
+    if root is not error and not isinstance(root, SystemExit):
+        words_of_root = _words(root, flags)
+        if words_of_root not in words:
+            words = f"{words} ({words_of_root})"
     for frame in reversed(_frames(error)):
-        if action := _ACTIONS.get(frame.f_code.co_name):
+        function = frame.f_code.co_name
+        if action := _ACTIONS.get(function):
             values = defaultdict(str, getattr(frame.f_locals.get("args"), "__dict__", {}))
             values["load"] = values["load"] or values["pretrained_checkpoint"]
-            rest = _rest(frame.f_code.co_name, error, values)
-            return f"{action.format_map(values)} failed: {words.rstrip('.') if rest else words}{rest}"
+            addition = _addition(function, error, values)
+            if addition:
+                words = words.rstrip(".")
+            return f"{action.format_map(values)} failed: {words}{addition}"
     return words
 
 
-def _rest(function: str, error: BaseException, values: Mapping[str, Any]) -> str:
-    """What a sentence about a failed function adds to the words of the error, after a semicolon."""
+def _root_cause(error: BaseException) -> BaseException:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def _addition(function: str, error: BaseException, values: Mapping[str, Any]) -> str:
+    """What a sentence about a failed function of `_ACTIONS` adds to the words of the error, after a semicolon."""
     if function == "save_checkpoint":  # which is noted, with the room that is left
         return "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
     if function == "build_tokenizer" and not (values["tokenizer_model"] or values["vocab_file"]):
@@ -110,9 +118,9 @@ def _rest(function: str, error: BaseException, values: Mapping[str, Any]) -> str
 def _words(error: BaseException, flags: Mapping[str, str]) -> str:
     name_file(error)
     if isinstance(error, OSError) and error.strerror:
-        file = os.fsdecode(error.filename) if error.filename else ""
-        of_file = file and f"{flags_of_path(error, file, flags)}: {error.strerror}{way_out(error)}"
-        return of_file or f"{error.strerror}{flags_of_check(error, flags, error.strerror)}{_full_disks()}"
+        if not error.filename:
+            return f"{error.strerror}{flags_of_check(error, flags, error.strerror)}{_full_disks()}"
+        return f"{flags_of_path(error, os.fsdecode(error.filename), flags)}: {error.strerror}{way_out(error)}"
     if getattr(error, "has_picture", False):  # such as a schedule's, which shows the ranks below each other
         return str(error)
     if isinstance(error, StopIteration):

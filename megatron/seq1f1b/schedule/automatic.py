@@ -199,8 +199,8 @@ class ListScheduler:
         ranks = self._idle_ranks(self._in_order if priority is None else self._free)
         queues: dict[tuple[Kind, int], _Queue] = {}  # by kind and stage
         for rank in ranks:
-            for queue in rank.queues:
-                queues |= {(action.kind, action.stage): queue for action in queue.left}
+            for line in rank.queues:
+                queues |= {(action.kind, action.stage): line for action in line.left}
         end_of = pending(self._shape)
         events: list[tuple[float, int]] = []  # (time, rank): when a rank may find an action to run
 
