@@ -39,7 +39,7 @@ from functional_tests.equality.models import Model
 from megatron.seq1f1b.launch.v_chunks import at_stage, building
 from megatron.seq1f1b.partition import even, packs_of_step
 from megatron.seq1f1b.process.patches import patched
-from megatron.seq1f1b.runtime import ActivationMemory, PipelineExecutor, Repacking, Segmentation, communication
+from megatron.seq1f1b.runtime import ActivationMemory, PipelineExecutor, Repacking, Segmentation, message_groups
 from megatron.seq1f1b.schedule import Placement, ScheduleChoice
 
 LAYERS, VOCABULARY, MICROBATCHES, STEPS = 8, 256, 4, 3
@@ -248,9 +248,9 @@ def main() -> None:
     flags.add_argument("--variants", default="1f1b")
     flags.add_argument("--backend", default="gloo")
     flags.add_argument("--hidden", type=int, default=128)
-    flags.add_argument("--ctas", type=int, default=communication.MAX_CTAS, help="thread blocks of an NCCL message")
+    flags.add_argument("--ctas", type=int, default=message_groups.MAX_CTAS, help="thread blocks of an NCCL message")
     args = flags.parse_args()
-    communication.MAX_CTAS = args.ctas
+    message_groups.MAX_CTAS = args.ctas
     if args.device == "cuda":
         use_own_or_shared_gpu()
     report = Report(args.output)

@@ -9,7 +9,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
@@ -21,13 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..schedule import Action, Channel, Kind, Placement, channels_of
+from .message_groups import groups_per_communicator
 
 _log = logging.getLogger(__name__)
-
-# Thread blocks of an NCCL kernel for messages, unless Megatron's configuration for `pp` sets a number. NCCL would take
-# up to 32 over NVLink, an eighth of an H100.
-MAX_CTAS = 4
-_NCCL_UNDEFINED = -(2**31)
 
 _PATIENCE = 0.8  # share of the timeout; after the whole timeout NCCL ends the process
 _LOOKS = 20  # checks in that time
@@ -201,54 +197,6 @@ class Communicator:
 def described(channel: Channel, action: Action | None) -> str:
     """The SEND or RECV of a message, and its ranks."""
     return f"{action or 'the first message'} (pipeline rank {channel.source} to {channel.destination})"
-
-
-def groups_per_communicator(
-    group: dist.ProcessGroup, channels: Iterable[Channel], timeout: timedelta
-) -> dict[tuple, dist.ProcessGroup]:
-    """A process group over the ranks of `group` for each communicator that the channels need.
-
-    Creating a group is a collective of the whole world, so every rank creates those of every pipeline.
-    """
-    own = dist.get_process_group_ranks(group)
-    pipelines: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(pipelines, own)
-    groups = {}
-    for payload, goes_up, parity in sorted({channel.communicator for channel in channels}):
-        what = "activations" if payload is Kind.F else "gradients"
-        source = "odd" if parity else "even"
-        words = f"{what} from {source} to {'higher' if goes_up else 'lower'} pipeline ranks"
-        options = _options(group)
-        for ranks in sorted(set(map(tuple, pipelines))):
-            new_group = dist.new_group(
-                ranks,
-                timeout=timeout,
-                backend=dist.get_backend(group),
-                pg_options=options,
-                group_desc=words,
-            )
-            if list(ranks) == own:
-                groups[payload, goes_up, parity] = new_group
-    return groups
-
-
-def _options(group: dist.ProcessGroup) -> Any:
-    """Options of an NCCL group for messages, by Megatron's for `pp` (--nccl-communicator-config-path); else None.
-
-    A receive is posted a whole action ahead, and its kernel waits beside compute: at high priority, to end as soon as
-    the message is there, and on few multiprocessors.
-    """
-    if dist.get_backend(group) != "nccl":
-        return None
-    backend: Any = group._get_backend(torch.device("cuda"))
-    own = backend.options.config
-    options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options.config.max_ctas = MAX_CTAS
-    for name in ("cga_cluster_size", "min_ctas", "max_ctas", "net_name"):
-        value = getattr(own, name)
-        if value not in (None, _NCCL_UNDEFINED):  # the setters crash if a name is None
-            setattr(options.config, name, value)
-    return options
 
 
 def thread_for_waits(name: str) -> Callable[[Callable[[], Any]], Future]:

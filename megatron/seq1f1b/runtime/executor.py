@@ -278,8 +278,7 @@ class PipelineExecutor:
         """A context around the step; what it gives notes the actions: for the tracer in training, if there is one."""
         if self._tracer is None or step.forward_only:
             return Recorder(step.device)
-        lengths = {tuple(segment.length for segment in segments) for segments in step.segments}
-        return self._tracer.step(self._schedule.title, step.shape, step.chunks, step.pipeline, lengths)
+        return self._tracer.step(self._schedule.title, step.shape, step.chunks, step.pipeline, step.common_lengths)
 
     def _on_last_rank(self, reports: list[Any], step: Step) -> list[Any]:
         """The reports, sent to the last rank, where Megatron's training loop reads them."""

@@ -103,6 +103,12 @@ class Step:
         return tuple(segment.length for segment in longest)
 
     @property
+    def common_lengths(self) -> tuple[int, ...] | None:
+        """The lengths of the segments of every micro-batch; None where micro-batches are cut differently."""
+        cuts = {tuple(segment.length for segment in segments) for segments in self.segments}
+        return cuts.pop() if len(cuts) == 1 else None
+
+    @property
     def most_tokens(self) -> int:
         """The tokens that a context-parallel rank has of the largest micro-batch."""
         pairs = zip(self.num_sequences, self.segments, strict=True)

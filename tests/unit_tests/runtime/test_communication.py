@@ -12,8 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.seq1f1b.runtime import communication
-from megatron.seq1f1b.runtime.communication import MAX_CTAS, Communicator, groups_per_communicator
+from megatron.seq1f1b.runtime import communication, message_groups
+from megatron.seq1f1b.runtime.communication import Communicator
+from megatron.seq1f1b.runtime.message_groups import MAX_CTAS, groups_per_communicator
 from megatron.seq1f1b.schedule import Channel, Kind, Placement, parse_action
 
 FORWARD, BACKWARD = Channel(Kind.F, 0, 1), Channel(Kind.B, 1, 0)
@@ -113,7 +114,7 @@ def test_a_message_that_gets_stuck_is_named(wires, text):
 
 def test_nccl_groups_carry_one_kind_of_message(alone, monkeypatch):
     made = []
-    monkeypatch.setattr(communication, "_options", lambda group: "options")
+    monkeypatch.setattr(message_groups, "_options", lambda group: "options")
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0])
     monkeypatch.setattr(dist, "new_group", lambda ranks, **given: made.append(given) or "made")
     monkeypatch.setattr(dist, "all_gather_object", lambda into, own: into.__setitem__(0, own))
@@ -131,7 +132,7 @@ def test_nccl_options_take_what_megatron_sets_and_no_more(monkeypatch):
     monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
 
     def made_from(own):
-        made = communication._options(SimpleNamespace(_get_backend=lambda device: SimpleNamespace(options=own)))
+        made = message_groups._options(SimpleNamespace(_get_backend=lambda device: SimpleNamespace(options=own)))
         assert made.is_high_priority_stream
         return made.config.max_ctas, made.config.min_ctas, made.config.net_name
 

@@ -32,10 +32,11 @@ class StepTracer(Protocol):
     """Follows training steps."""
 
     def step(
-        self, schedule: str, shape: Shape, chunks: Sequence[Any], group: Any, lengths: Collection[Sequence[int]] = ()
+        self, schedule: str, shape: Shape, chunks: Sequence[Any], group: Any, lengths: Sequence[int] | None = None
     ) -> AbstractContextManager[StepRecorder]:
         """A context around one training step of the model `chunks` of this rank in the pipeline `group`, by the
-        `schedule` of this name; `lengths` are the cuts of its sequences, in tokens."""
+        `schedule` of this name; `lengths` are those of the segments of every micro-batch, in tokens, None where they
+        differ."""
 
 
 class Tracer(StepTracer):
@@ -49,10 +50,10 @@ class Tracer(StepTracer):
 
     @contextmanager
     def step(
-        self, schedule: str, shape: Shape, chunks: Sequence[Any], group: Any, lengths: Collection[Sequence[int]] = ()
+        self, schedule: str, shape: Shape, chunks: Sequence[Any], group: Any, lengths: Sequence[int] | None = None
     ) -> Iterator[Recorder]:
         """Record one training step of the model `chunks` of this rank in the pipeline `group`; a chosen iteration with
-        collectives and a file, which has the `lengths` of segments if there is one cut for all micro-batches."""
+        collectives and a file, which has the `lengths` of segments if there are any."""
         device = torch.device(torch.cuda.current_device())
         iteration = self._iteration_now()
         if self._is_first_step:
@@ -81,9 +82,8 @@ class Tracer(StepTracer):
         if of_ranks is None:
             return
         meta = {"schedule": schedule, "iteration": iteration}
-        if len(lengths) == 1:
-            (only_cut,) = lengths
-            meta["segment_lengths"] = list(only_cut)
+        if lengths is not None:
+            meta["segment_lengths"] = list(lengths)
         timeline = from_barrier(shape, of_ranks, meta)
         self._directory.mkdir(parents=True, exist_ok=True)
         write_timeline(timeline, self._directory / f"iteration-{iteration}-pipeline-{first_rank}.json")
