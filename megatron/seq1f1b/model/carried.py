@@ -12,9 +12,9 @@ from torch import Tensor
 class Carried:
     """State of one layer for one micro-batch.
 
-    `SegmentContext.carried` makes it in the forward of the first segment, later segments find it, and their backwards,
-    in reverse, take gradients from it. It ends with the backward of the first segment, or with the last forward if no
-    backward follows. The context tells it what it has to know; memory of the host and rehearsals ask what it holds.
+    `SegmentContext.carried` makes it in the forward of the first segment, and finds it for later ones; their backwards,
+    in reverse, take gradients from it. It is dropped after the backward of the first segment, or after the last forward
+    if no backward follows. The context calls the methods below; host memory and rehearsals read `tensors`.
     """
 
     def tensors(self) -> Iterable[Tensor]:
@@ -22,9 +22,9 @@ class Carried:
         raise NotImplementedError
 
     def end_forward(self, has_graph: bool, has_backward: bool) -> None:
-        """A segment has gone forward: forget what nothing reads again. `has_backward`: its backward will come;
-        `has_graph`: that backward starts from this forward, and not from a repeated one."""
+        """Called when a segment has gone forward: forget what nothing reads again. It `has_backward` if a backward will
+        come, and `has_graph` if that starts from this forward, not from a repeated one."""
 
     def to_host(self, keep: Callable[[Tensor], Any]) -> None:
-        """All segments have gone forward: replace tensors by what `keep` returns, see HostMemory, until a backward
-        reads them."""
+        """Called when all segments have gone forward: replace tensors by what `keep` returns, see HostMemory, until a
+        backward reads them."""

@@ -25,8 +25,11 @@ KeptAttention = dict[Hashable, tuple[list[Any], Tensor | None]]
 
 @dataclass(frozen=True)
 class Segment:
-    """Tokens `start` to `end` of every sequence of `microbatch`, number `index` of its segments. `documents` are those
-    of the whole micro-batch if sequences are packed. `calls` are kernel calls that all attention layers share."""
+    """Tokens `start` to `end` of every sequence of a micro-batch: its segment number `index`. Numbers count from 0.
+
+    `documents` are those of the whole micro-batch if sequences are packed. `calls` are kernel calls for it, the same in
+    all attention layers.
+    """
 
     microbatch: int
     index: int
@@ -65,10 +68,10 @@ class Segment:
 class SegmentContext:
     """The running segment, and the state of layers for the micro-batches in flight.
 
-    It is set around the forward and around the backward of a unit, since recomputation runs a forward inside the
-    backward. Between units there is no running segment, and modules treat their input as whole sequences. It has what
-    layers carry from segment to segment (carried.py) until nothing uses it. With `keeps_attention` recomputation finds
-    the attention of first forwards.
+    A segment runs during the forward and during the backward of its unit, since recomputation runs a forward inside the
+    backward. Between units there is no running segment, and modules treat their input as whole sequences. The context
+    has what layers carry from segment to segment (carried.py) until nothing uses it. With `keeps_attention`,
+    recomputation finds the attention of first forwards.
     """
 
     def __init__(self, keeps_attention: bool = False, host_memory: HostMemory | None = None) -> None:
@@ -110,11 +113,12 @@ class SegmentContext:
 
     def has_backward(self, output: Tensor) -> bool:
         """Whether a backward of the running segment passes through the `output` of a layer: not in an evaluation, nor
-        if all weights below are frozen. A forward without gradients outside of an evaluation will be repeated."""
+        if all weights below are frozen. In training, a forward without gradients is one that the backward repeats."""
         return self.keeps_for_backward and (output.requires_grad or not torch.is_grad_enabled())
 
     def end_forward(self, layer: Hashable, output: Tensor) -> None:
-        """The running segment has gone forward through `layer`, to its `output`: let go what nothing uses again."""
+        """Called when the running segment has gone forward through a `layer`, which gave `output`: let go of what
+        nothing uses again, and let the rest move to the host after the last segment."""
         segment = self.running_segment
         key = layer, segment.microbatch
         has_backward = self.has_backward(output)
@@ -127,7 +131,8 @@ class SegmentContext:
             carried.to_host(self.host_memory.keep)
 
     def at_end_of_backward(self, layer: Hashable) -> Callable[[], object]:
-        """A function for the end of the segment's backward: after the first segment's, `layer` carries nothing."""
+        """A function to call at the end of the running segment's backward. If it is the first segment, the last one to
+        go backward, the layer carries nothing from then on."""
         segment = self.running_segment
         return partial(self._carried.pop, (layer, segment.microbatch)) if segment.is_first else _nothing
 

@@ -1,7 +1,8 @@
-"""The reason why a step failed, told to the ranks that only see the failed one go.
+"""The reason why a step failed, for the ranks that only see the failed rank vanish.
 
-A program has no net that ends its ranks together (net.py): a rank that waits for a message of one that failed gets an
-error of the transport, which names nothing. The store of torch.distributed brings it the words of the other.
+A library has no net that ends its ranks together (net.py). When a rank fails, those that wait for its messages get an
+error of the transport, which explains nothing. So the rank that failed leaves its error in the store of
+torch.distributed, and the others raise that.
 """
 
 import time
@@ -17,9 +18,11 @@ _POLL = 0.05
 
 
 def explained(error: BaseException, step: str) -> BaseException:
-    """The error to raise on this rank, for one that ended `step`, a name that all ranks have for it: the error itself,
-    after telling the others; or, if it only says that another rank is gone, one with the words of that rank, or where
-    these are gone with it, one that says where to look."""
+    """The error to raise on this rank instead of `error`, which ended a step; `step` is its name on all ranks.
+
+    An error of this rank is raised as it is, after it was left for the others. For one that only says that another rank
+    is gone, it is a LostPeer, with what that rank left, or else with advice where to look.
+    """
     import torch.distributed as dist
 
     store = dist.distributed_c10d._get_default_store()

@@ -59,6 +59,17 @@ class Step:
             self.config.calculate_per_token_loss = False  # Megatron reads it, but only a TransformerConfig has it
         if self.p2p_communicator is not None and pg_collection is None:
             raise ValueError("a p2p_communicator needs its pg_collection")
+        self._refuse_unsupported()
+        self.groups = pg_collection or default_groups()
+        # The ranks that divide the tokens of activations among each other, if any do.
+        self.sequence_parallel = self.groups.tp if getattr(self.config, "sequence_parallel", False) else None
+        self.pipeline = self.groups.pp if self.p2p_communicator is None else self.p2p_communicator.pp_group
+        refuse_waits(self.config, self.pipeline)
+        self.rank: int = self.pipeline.rank()
+        self.placement = Placement(self.pipeline.size(), len(self.chunks), style)
+
+    def _refuse_unsupported(self) -> None:
+        """Raise ValueError for an argument or a setting that our schedules cannot follow."""
         is_known = type(self.p2p_communicator) in (type(None), P2PCommunicator)
         if not is_known or self.adjust_tensor_shapes_fn is not None:
             raise ValueError(
@@ -70,13 +81,6 @@ class Step:
                 "num_microbatches_with_partial_activation_checkpoints counts whole micro-batches in flight, but our "
                 "schedules hold segments; unset it, or run this model with Megatron's own schedule"
             )
-        self.groups = pg_collection or default_groups()
-        # The ranks that divide the tokens of activations among each other, if any do.
-        self.sequence_parallel = self.groups.tp if getattr(self.config, "sequence_parallel", False) else None
-        self.pipeline = self.groups.pp if self.p2p_communicator is None else self.p2p_communicator.pp_group
-        refuse_waits(self.config, self.pipeline)
-        self.rank: int = self.pipeline.rank()
-        self.placement = Placement(self.pipeline.size(), len(self.chunks), style)
 
     @property
     def is_alone(self) -> bool:

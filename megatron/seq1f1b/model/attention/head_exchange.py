@@ -32,8 +32,8 @@ class HeadExchange:
         assert self._size % row_size == 0, f"{self._size} ranks in rows of {row_size}"
 
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Exchange this rank's tokens with all heads, [n/c, b, h, d] and [n/c, b, g, d], for its row's queries
-        [n·a/c, b, h/a, d] and all keys and values [n, b, g/a, d] with its heads."""
+        """From this rank's tokens with all heads, query [n/c, b, h, d], key and value [n/c, b, g, d], to this rank's
+        heads: the queries of its row [n·a/c, b, h/a, d], and all keys and values [n, b, g/a, d]."""
         copies = lcm(key.shape[2], self._row_size) // key.shape[2]
         if copies > 1:
             key = key.repeat_interleave(copies, dim=2)
@@ -67,7 +67,7 @@ class HeadExchange:
         )
 
     def to_tokens(self, output: Tensor) -> Tensor:
-        """Exchange its row's tokens with its heads, [n·a/c, b, h/a·d], for its own with all heads, [n/c, b, h·d]."""
+        """The way back: from its row's tokens with its heads, [n·a/c, b, h/a·d], to its own tokens, [n/c, b, h·d]."""
         # Of 2a parts of the row's tokens, the r-th rank of the row has the r-th and the (2a−1−r)-th.
         parts = output.chunk(2 * self._row_size)
         sent_parts = []

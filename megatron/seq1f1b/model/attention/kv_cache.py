@@ -18,16 +18,20 @@ from ..memory.storages import tensor_of
 
 
 class Rows:
-    """One tensor [S, b, ...], preallocated and written segment by segment, and the gradient of its rows before the
-    segment that went backward last, as far back as later segments saw them; in at least fp32, since with a rounding in
-    every segment the error would grow with their number."""
+    """One tensor [S, b, ...] of keys or values, preallocated and written segment by segment, and its gradient so far.
+
+    Segments go backward in reverse. The sum covers the rows before the segment that went backward last; with a window,
+    only as far back as later segments saw them. It is in at least fp32: rounded in every segment, its error would grow
+    with their number.
+    """
 
     def __init__(self, sequence_length: int) -> None:
         self._length = sequence_length
         self._rows: Any = None  # a tensor, or its handle while it rests
-        self._first: dict[int, Tensor] = {}  # views by their end; each costs the host as much as a small kernel
-        self._start = sequence_length  # start of the segment that went backward last
-        self._sum: Tensor | None = None
+        # The first rows, up to an end; making such a view costs the host as much as a small kernel.
+        self._first: dict[int, Tensor] = {}
+        self._start = sequence_length  # of the segment that went backward last
+        self._sum: Tensor | None = None  # of gradients
 
     def place(self, rows: Tensor) -> None:
         """Use [S, b, ...], which may be a view, instead of a tensor of its own."""
@@ -48,7 +52,7 @@ class Rows:
         return self._first[end]
 
     def trim(self, keeps_earlier: bool) -> None:
-        """Later segments see all rows."""
+        """Forget what later segments do not see: here nothing, as they see all rows."""
 
     def tensors(self) -> list[Tensor]:
         """The tensors that are held now, views among them."""
@@ -63,9 +67,9 @@ class Rows:
             self._first.clear()
 
     def exchange(self, start: int, end: int, grad: Tensor) -> Tensor:
-        """The complete gradient [end − start, ...] of the rows of a segment: its part of `grad`, which is written to,
-        and what later segments left for it. The rest of `grad` is left for earlier segments: it comes from the
-        segment's own queries, for the last u rows up to `end`, [u, ...]."""
+        """Take the gradient `grad` [u, ...] that the queries of a segment give the last u rows up to its `end`; returns
+        the complete gradient [end − start, ...] of the segment's own rows. That is their part of `grad`, which is
+        written to, and what later segments left for them; the rest of `grad` is left for earlier segments."""
         assert end == self._start, "segments went backward out of order"
         # With grad_t[s] the gradient of the rows of segment s that comes from the queries of segment t:
         # complete[s] = sum of grad_t[s] over t >= s. `left` is the sum over the t that went backward before, t > s.
@@ -104,8 +108,8 @@ class WindowRows(Rows):
         self._kept = {end: keep(rows) for end, rows in self._kept.items()}
 
     def trim(self, keeps_earlier: bool) -> None:
-        """Forget what later segments do not see: rows of the latest segment, and earlier segments unless
-        `keeps_earlier`. For forwards without a backward, or with one only after a repeated forward."""
+        """Forget the rows of the latest segment that later ones do not see, and all earlier segments unless it
+        `keeps_earlier` ones. For forwards that no backward follows, or a repeated forward first."""
         end, rows = next(reversed(self._kept.items()))  # of the latest segment
         first = max(0, end - self._window)
         if keeps_earlier:
