@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 
 from megatron.seq1f1b import commands
-from megatron.seq1f1b.schedule import Placement, Shape, build, sequences_held, simulate
+from megatron.seq1f1b.schedule import Kind, Placement, Shape, build, sequences_held, simulate
 
 TEACHING_FILE = "../examples/seq1f1b_from_scratch.py"  # the site has it as a page
 
@@ -94,6 +94,17 @@ def test_the_way_of_a_flag_is_14_files():
     for _, file, name in rows:
         source = (ROOT / "megatron" / "seq1f1b" / file).read_text(encoding="utf-8")
         assert re.search(rf"(def|class) {name}\b", source), (file, name)
+
+
+def test_every_kind_of_action_leads_to_what_it_calls():
+    _, _, text = (ROOT / "docs" / "how-it-works.md").read_text(encoding="utf-8").partition("From an action to Megatron")
+    rows = re.findall(r"^\| (.*) \| `([\w/.]+)` \| (.*) \|$", text, re.MULTILINE)
+    assert {kind for kinds, _, _ in rows for kind in re.findall(r"`(\w+)`", kinds)} == {kind.value for kind in Kind}
+    for _, place, calls in rows:
+        path = ROOT / "megatron" / "seq1f1b" / place
+        files = path.glob("*.py") if path.is_dir() else [path]
+        source = " ".join(file.read_text(encoding="utf-8") for file in files)
+        assert all(re.search(rf"\b{name}\b", source) for name in re.findall(r"`(\w+)`", calls)), place
 
 
 def test_the_site_is_built_without_a_warning(tmp_path, monkeypatch):
