@@ -5,7 +5,7 @@ the first step the executor that the configuration describes (executors.py).
 """
 
 from .install import install, pipeline_config, uninstall, validate
-from .of_models import (
+from .model_functions import (
     local_hybrid_spec,
     token_log_probs,
     token_log_probs_and_entropy,

@@ -25,7 +25,7 @@ _RANK = "megatron.core.parallel_state.get_pipeline_model_parallel_rank"
 _pipeline_rank = parallel_state.get_pipeline_model_parallel_rank
 
 
-def depth_of(stage: int, num_ranks: int) -> Any:
+def looped_group(stage: int, num_ranks: int) -> Any:
     """Replaces the pipeline group of a chunk that runs back: its rank is that of the looped chunk of its stage."""
     return SimpleNamespace(rank=lambda: stage % num_ranks, size=lambda: num_ranks)
 
@@ -36,7 +36,7 @@ def at_stage(placement: Placement, stage: int, groups: Any) -> Any:
     if placement.rank_of(stage) == stage % placement.num_ranks:
         return groups
     groups_of_stage = copy(groups)
-    groups_of_stage.pp = depth_of(stage, placement.num_ranks)
+    groups_of_stage.pp = looped_group(stage, placement.num_ranks)
     return groups_of_stage
 
 
@@ -49,14 +49,14 @@ def building(placement: Placement, stage: int) -> PatchTable:
 
     reason = "a chunk that runs back is as deep as a looped one of another rank"
     hybrid = "megatron.core.models.hybrid.hybrid_layer_allocation.select_pipeline_segment"
-    return Patch(_RANK, depth_of(stage, placement.num_ranks).rank, reason), wrapping(hybrid, part, reason)
+    return Patch(_RANK, looped_group(stage, placement.num_ranks).rank, reason), wrapping(hybrid, part, reason)
 
 
 def in_forward_step(stage: int) -> ExitStack:
     """A context for a user's forward step, which chooses the entries of a batch by the rank, here that of the looped
     chunk of `stage`."""
-    depth = depth_of(stage, parallel_state.get_pipeline_model_parallel_world_size())
-    return patched((Patch(_RANK, depth.rank, "a script reads for a looped chunk"),))
+    group = looped_group(stage, parallel_state.get_pipeline_model_parallel_world_size())
+    return patched((Patch(_RANK, group.rank, "a script reads for a looped chunk"),))
 
 
 def patches() -> PatchTable:

@@ -8,6 +8,7 @@ from .attach import (
     refuse_attention_to_later_tokens,
     use_segment_attention,
 )
+from .context_parts import Run, parts_of_rank
 from .kernels import KernelChoice
 from .layers.prediction_heads import LookAhead, PredictionHeads
 from .layers.replayed_routes import routes_set_for

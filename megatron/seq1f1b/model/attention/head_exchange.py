@@ -13,13 +13,15 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel.mappings import all_to_all
 from torch import Tensor
 
+from ..context_parts import Run, parts_of_rank
+
 
 class HeadExchange:
     """The all-to-alls of one attention layer over the c ranks of `group`, in rows of `row_size` (a) ranks.
 
-    Rank r holds the r-th and the (2c−1−r)-th of 2c equal parts of a segment, as Megatron cuts it. The ranks of a row
-    share the heads, and attend with the queries of their row to the keys of all rows. One row of all ranks is DeepSpeed
-    Ulysses; rows of one rank gather all keys and values. A KV head is sent to all ranks whose query heads read it.
+    Rank r holds two of 2c equal parts of a segment, as Megatron cuts it (context_parts.py). The ranks of a row share
+    heads, and attend with the queries of their row to the keys of all rows. One row of all ranks is DeepSpeed Ulysses;
+    rows of one rank gather all keys and values. A KV head is sent to all ranks whose query heads read it.
 
     A rank sends n/c · b · d · e · (2h·(a−1) + 2·lcm(g, a)·(c−1)) / a bytes in the forward, and as many in the backward,
     for n tokens of b sequences, with h query and g KV heads of size d and e bytes an element.
@@ -84,14 +86,12 @@ class HeadExchange:
         """This rank's part of a tensor [h] with an element for each query head."""
         return of_heads.unflatten(0, (self._row_size, -1))[self._group.rank() % self._row_size]
 
-    def own_queries(self, length: int) -> tuple[tuple[int, int], ...]:
-        """Start and end of the runs of queries of this rank's row in a segment of `length` tokens."""
+    def own_queries(self, length: int) -> tuple[Run, ...]:
+        """The runs of queries of this rank's row in a segment of `length` tokens."""
         rows = self._size // self._row_size
         if rows == 1:
             return ((0, length),)
-        row = self._group.rank() // self._row_size
-        part = length // (2 * rows)
-        return tuple((index * part, (index + 1) * part) for index in (row, 2 * rows - 1 - row))
+        return parts_of_rank((0, length), self._group.rank() // self._row_size, rows)
 
     def _by_share(self, tensor: Tensor) -> Tensor:
         """The heads of [n/c, b, h, d] divided among the ranks of a row: [a, n/c, b, h/a·d]."""

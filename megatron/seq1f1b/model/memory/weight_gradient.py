@@ -8,7 +8,7 @@ its queue does not separate units.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from types import SimpleNamespace
@@ -102,29 +102,34 @@ def deferring(linear: Callable[..., Tensor], store: WeightGradientStore) -> Call
         if not is_split or options.get("gtp_remat_size", 1) > 1:
             return linear(input=input, weight=weight, bias=bias, **options)
         kept = input.detach()  # without the graph, which is freed before the product is computed
-
-        def gradient(grad_output: Tensor) -> tuple[Tensor | None]:
-            rows = kept
-            if options["sequence_parallel"]:  # `kept` is this rank's part
-                rows = gather_from_sequence_parallel_region(kept, group=options["tp_group"], use_global_buffer=True)
-            grad_output, rows = prepare_input_tensors_for_wgrad_compute(grad_output, rows)
-            if not (options["gradient_accumulation_fusion"] and hasattr(weight, "main_grad")):
-                return (grad_output.t().matmul(rows),)
-            kernels = layers.fused_weight_gradient_mlp_cuda  # Apex's
-            in_fp32 = weight.main_grad.dtype is torch.float32
-            kernel = kernels.wgrad_gemm_accum_fp32 if in_fp32 else kernels.wgrad_gemm_accum_fp16
-            kernel(rows, grad_output, weight.main_grad)
-            return (accumulated(weight),)
-
+        product_of = partial(_product_of_local_layer, weight, kept, options)
         # With these options, Megatron appends the output gradient to the buffer instead of computing the weight
         # gradient, and returns none, as if it had been added to `main_grad`.
-        buffer = SimpleNamespace(append=lambda grad_output: store.leave([weight], partial(gradient, grad_output)))
+        buffer = SimpleNamespace(append=lambda grad_output: store.leave([weight], partial(product_of, grad_output)))
         deferred = {"gradient_accumulation_fusion": True, "wgrad_deferral_limit": 0, "grad_output_buffer": buffer}
         # Detached, or autograd would fire the weight's hooks before its gradient exists.
         output = linear(input=input, weight=weight.detach().requires_grad_(), bias=None, **options | deferred)
         return output if bias is None else output + bias
 
     return split
+
+
+def _product_of_local_layer(
+    weight: Tensor, kept: Tensor, options: Mapping[str, Any], grad_output: Tensor
+) -> tuple[Tensor | None]:
+    """The gradient of the weight of a Megatron linear layer, by its input, which was `kept`, and its output gradient.
+    `options` are those of its `_forward_impl`."""
+    rows = kept
+    if options["sequence_parallel"]:  # `kept` is this rank's part
+        rows = gather_from_sequence_parallel_region(kept, group=options["tp_group"], use_global_buffer=True)
+    grad_output, rows = prepare_input_tensors_for_wgrad_compute(grad_output, rows)
+    if not (options["gradient_accumulation_fusion"] and hasattr(weight, "main_grad")):
+        return (grad_output.t().matmul(rows),)
+    kernels = layers.fused_weight_gradient_mlp_cuda  # Apex's
+    in_fp32 = weight.main_grad.dtype is torch.float32
+    kernel = kernels.wgrad_gemm_accum_fp32 if in_fp32 else kernels.wgrad_gemm_accum_fp16
+    kernel(rows, grad_output, weight.main_grad)
+    return (accumulated(weight),)
 
 
 def _store_of(layer: Any, store: WeightGradientStore) -> SimpleNamespace:

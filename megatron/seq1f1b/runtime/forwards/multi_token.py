@@ -4,6 +4,7 @@ rank, which these layers read and predict.
 Tested in functional_tests/test_equality.py by test_a_step.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from megatron.core.transformer.enums import LayerType
 from torch import Tensor
 
-from ...model import LookAhead, PredictionHeads, Segment, SegmentContext
+from ...model import LookAhead, PredictionHeads, Run, Segment, SegmentContext, parts_of_rank
 from ...process.patches import PatchTable
 from ...schedule import Placement
 from ..model_calls.call_arguments import Arguments
@@ -30,7 +31,7 @@ def prediction_stage(config: Any, placement: Placement) -> int | None:
     if layout is None:
         return placement.num_stages - 1
     for stage in range(placement.num_stages):
-        chunk, rank = divmod(stage, placement.num_ranks)
+        chunk, rank = divmod(stage, placement.num_ranks)  # as Megatron's layout counts, whatever our placement
         if LayerType.mtp in layout.layout[rank][chunk]:
             return stage
     raise ValueError("the layout of a model with multi-token prediction has no stage for its layers")
@@ -62,49 +63,55 @@ def look_ahead(arguments: Arguments, segment: Segment, step: Step) -> LookAhead:
     As in Megatron, predictions stay within documents only if the call has `packed_seq_params`.
     """
     depth = step.config.mtp_num_layers
-    length = segment.sequence_length
     num_sequences = step.num_sequences[segment.microbatch]
     entries = arguments.by_name()
-    mask = entries.get("loss_mask")
-    if mask is None:
-        mask = torch.ones(num_sequences, length, device=step.device)
-        entries["loss_mask"] = mask
+    if entries.get("loss_mask") is None:
+        entries["loss_mask"] = torch.ones(num_sequences, segment.sequence_length, device=step.device)
     stays_within = entries.get("packed_seq_params") is not None and segment.documents is not None
-    # The number of each token's document; 0 for all where predictions may reach into the next one.
-    number = torch.zeros(num_sequences, length, dtype=torch.long)
+    document = torch.zeros(num_sequences, segment.sequence_length, dtype=torch.long)  # one, if predictions leave it
     if stays_within:
-        for row, starts in zip(number, segment.documents or (), strict=True):
-            row[list(starts)] = 1
-    number = number.cumsum(dim=1).to(step.device, non_blocking=True)
+        document = _numbers_of_documents(segment)
+    document = document.to(step.device, non_blocking=True)
     runs = _runs(segment, step.groups.cp)
     following = {}
     for name in _ENTRIES:
         entry = entries.get(name)
         if entry is not None:
-            following[name] = torch.stack([_following(entry, end, depth, number) for _, end in runs])
-    counts = []
-    for shift in range(depth + 1):
-        is_same = number[:, shift:] == number[:, : length - shift]
-        counts.append((mask[:, shift:] * is_same).double().sum())
+            following[name] = torch.stack([_following(entry, end, depth, document) for _, end in runs])
     ends_document = None
     if stays_within:
-        is_last = torch.nn.functional.pad(number[:, 1:] != number[:, :-1], (0, 1))
+        is_last = torch.nn.functional.pad(document[:, 1:] != document[:, :-1], (0, 1))
         ends_document = torch.cat([is_last[:, start:end] for start, end in runs], dim=1)
-    return LookAhead(following, torch.stack(counts), ends_document)
+    return LookAhead(following, _counts(entries["loss_mask"], depth, document), ends_document)
 
 
-def _following(entry: Tensor, end: int, depth: int, number: Tensor) -> Tensor:
+def _numbers_of_documents(segment: Segment) -> Tensor:
+    """The number of the document of each token of the micro-batch, [b, s]."""
+    documents = segment.documents or ()
+    is_start = torch.zeros(len(documents), segment.sequence_length, dtype=torch.long)
+    for row, starts in zip(is_start, documents, strict=True):
+        row[list(starts)] = 1
+    return is_start.cumsum(dim=1)
+
+
+def _counts(mask: Tensor, depth: int, document: Tensor) -> Tensor:
+    """The sums of a loss mask [b, s], shifted by 0 to `depth` tokens that stay in their document."""
+    length = mask.shape[1]
+    counts = []
+    for shift in range(depth + 1):
+        is_same = document[:, shift:] == document[:, : length - shift]
+        counts.append((mask[:, shift:] * is_same).double().sum())
+    return torch.stack(counts)
+
+
+def _following(entry: Tensor, end: int, depth: int, document: Tensor) -> Tensor:
     """The `depth` columns of an entry [b, s] behind `end`, zeros beyond the sequence and in another document."""
-    is_same = number[:, end : end + depth] == number[:, end - 1 : end]
+    is_same = document[:, end : end + depth] == document[:, end - 1 : end]
     columns = entry[:, end : end + depth] * is_same
     return torch.nn.functional.pad(columns, (0, depth - columns.shape[1]))
 
 
-def _runs(segment: Segment, context: dist.ProcessGroup) -> list[tuple[int, int]]:
-    """Start and end of the runs of tokens of this rank in the sequence, see model/attention/head_exchange.py."""
-    if context.size() == 1:
-        return [(segment.start, segment.end)]
-    part = segment.length // (2 * context.size())
-    start_of_first = segment.start + context.rank() * part
-    end_of_second = segment.end - context.rank() * part
-    return [(start_of_first, start_of_first + part), (end_of_second - part, end_of_second)]
+def _runs(segment: Segment, context: dist.ProcessGroup) -> Sequence[Run]:
+    """The runs of tokens of this rank in the sequence."""
+    run = (segment.start, segment.end)
+    return [run] if context.size() == 1 else parts_of_rank(run, context.rank(), context.size())

@@ -1,9 +1,8 @@
 """The tokens of a micro-batch on the ranks of a context-parallel group: as a program divides them, and by segments.
 
 A program gives every rank its share of whole sequences, or of each document of a pack; a segment needs the share of its
-own tokens. Both shares are zigzags: of 2c equal parts, rank r has part r and part 2c-1-r (Megatron's
-`get_batch_on_this_cp_rank`). What the model gets is gathered once a call, numbers for each token; what it returns goes
-back to the ranks that the program expects it on, row by row.
+own tokens. Both are two parts of each run of tokens (model/context_parts.py). What the model gets is gathered once a
+call, numbers for each token; what it returns goes back to the ranks that the program expects it on, row by row.
 
 Tested in functional_tests/test_programs.py by test_a_program_trains_as_with_whole_sequences.
 """
@@ -21,20 +20,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ...model import Segment
+from ...model import Run, Segment, parts_of_rank
 from .call_arguments import Arguments, bounds_of, holds_no_tensors, size_of, token_dimensions
 
-Runs = Sequence[tuple[int, int]]  # start and end of consecutive tokens
+Runs = Sequence[Run]
 
 
-def zigzag(runs: Runs, rank: int, size: int) -> np.ndarray:
+def positions_of(runs: Runs, rank: int, size: int) -> np.ndarray:
     """The positions of the tokens of one rank, where each run of tokens is divided among `size` ranks."""
-    parts = []
-    for start, end in runs:
-        length = (end - start) // (2 * size)
-        parts.append(np.arange(start + rank * length, start + (rank + 1) * length))
-        parts.append(np.arange(end - (rank + 1) * length, end - rank * length))
-    return np.concatenate(parts)
+    parts = [parts_of_rank(run, rank, size) for run in runs]
+    return np.concatenate([np.arange(start, end) for of_run in parts for start, end in of_run])
 
 
 class ContextShares:
@@ -51,7 +46,7 @@ class ContextShares:
                     f"{end - start} tokens cannot be divided into the {2 * self._size} parts that context parallelism "
                     f"needs; pad sequences or documents to a multiple of {2 * self._size}"
                 )
-        self._of_program = [zigzag(runs, rank, self._size) for rank in range(self._size)]
+        self._of_program = [positions_of(runs, rank, self._size) for rank in range(self._size)]
         self.num_own = len(self._of_program[group.rank()])  # tokens of each sequence on this rank
         self._order = np.argsort(np.concatenate(self._of_program))
 
@@ -62,13 +57,13 @@ class ContextShares:
 
     def part(self, whole: Tensor, dimension: int, segment: Segment) -> Tensor:
         """This rank's share of a segment along a dimension of a gathered tensor."""
-        own = zigzag([(segment.start, segment.end)], self._group.rank(), self._size)
+        own = positions_of([(segment.start, segment.end)], self._group.rank(), self._size)
         return whole.index_select(dimension, self._index(own))
 
     def rearranged(self, own: Tensor, dimension: int, segments: Sequence[Segment]) -> Tensor:
         """The program's share, of this rank's shares of all segments one after the other; gradients go back."""
         runs = [(segment.start, segment.end) for segment in segments]
-        by_segments = [zigzag(runs, rank, self._size) for rank in range(self._size)]
+        by_segments = [positions_of(runs, rank, self._size) for rank in range(self._size)]
         rank = self._group.rank()
         order, counts = _by_peer(by_segments[rank], _holders(self._of_program))
         arriving, arriving_counts = _by_peer(self._of_program[rank], _holders(by_segments))
