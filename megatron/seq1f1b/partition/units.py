@@ -68,8 +68,8 @@ def _shares_by_work(
 def _shares_of_rounds(
     packs: Sequence[Pack], replicas: int, work_of: Mapping[Pack, float], multiple_of: int
 ) -> list[list[Pack]]:
-    """The packs of each replica, dealt in rounds of one for each replica, those of a round with as many segments: the
-    most work of a round goes where there is least so far."""
+    """The packs of each replica, dealt in rounds of one for each: the most work of a round goes where there is least so
+    far. The packs of a round get equal numbers of segments."""
     descending = sorted(packs, key=lambda pack: (len(pack.lengths), work_of[pack]), reverse=True)
     shares: list[list[Pack]] = [[] for _ in range(replicas)]
     loads = [0.0] * replicas
