@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from math import ceil
+from operator import itemgetter
 
 from msgspec import structs
 
@@ -99,23 +100,25 @@ def advice(config: PipelineConfig, costs: RunCosts) -> Iterator[str]:
 
 
 def _of_waiting_gpus(config: PipelineConfig, costs: RunCosts) -> Iterator[str]:
-    """The host takes equally long to launch a layer of any segment; times are nearly in proportion to lengths."""
+    """Advice if a GPU runs a layer of the fastest segment in less time than its host takes to launch it."""
     run = config.run
-    lengths = config.lengths
-    host = costs.machine.host.layer_forward
+    host_seconds = costs.machine.host.layer_forward  # for a layer of any segment
     model = costs.model
     assert model is not None
     devices = run.tensor_parallel_size * (run.settings.get("context_parallel_size") or 1) / run.micro_batch_size
     device = structs.replace(costs.machine.device, kernel_latency=0.0)
-    (layers,) = analytic_costs(model, (model.num_layers,), device, num_devices=devices)
-    seconds = [time / model.num_layers for time in segment_times(lengths, layers.forward)]
-    shortest = min(range(len(seconds)), key=seconds.__getitem__)
-    if seconds[shortest] < host:
-        most = int(sum(seconds) / host)
-        enough = ceil(lengths[shortest] * host / seconds[shortest])
-        way_out = f"--sequence-splits {most} keeps GPUs busy" if most > 1 else "whole sequences keep GPUs busier"
+    (all_layers,) = analytic_costs(model, (model.num_layers,), device, num_devices=devices)
+    layer_seconds = [time / model.num_layers for time in segment_times(config.lengths, all_layers.forward)]
+    fastest, length = min(zip(layer_seconds, config.lengths, strict=True), key=itemgetter(0))
+    if fastest < host_seconds:
+        # Times are nearly in proportion to lengths.
+        enough_tokens = ceil(length * host_seconds / fastest)
+        most_segments = int(sum(layer_seconds) / host_seconds)
+        way_out = "whole sequences keep GPUs busier"
+        if most_segments > 1:
+            way_out = f"--sequence-splits {most_segments} keeps GPUs busy"
         yield (
-            f"the segment of {lengths[shortest]} tokens takes a GPU about {1e3 * seconds[shortest]:.2g} ms a layer, "
-            f"and its host about {1e3 * host:.2g} ms to launch it, so that the GPU waits, as with all "
-            f"segments of less than about {enough} tokens; {way_out}"
+            f"the segment of {length} tokens takes a GPU about {1e3 * fastest:.2g} ms a layer, "
+            f"and its host about {1e3 * host_seconds:.2g} ms to launch it, so that the GPU waits, as with all "
+            f"segments of less than about {enough_tokens} tokens; {way_out}"
         )
