@@ -13,7 +13,8 @@ from megatron.seq1f1b.launch import install
 
 def main() -> None:
     """`python -m megatron.seq1f1b SCRIPT [ARGUMENTS]`."""
-    if len(sys.argv) < 2:
+    names_script = len(sys.argv) > 1 and sys.argv[1].strip() and not sys.argv[1].startswith("-")
+    if not names_script:
         raise SystemExit("usage: python -m megatron.seq1f1b SCRIPT [ARGUMENTS], with a Megatron training script")
     # As if the script had been run directly: its name comes first, and imports start in its folder.
     del sys.argv[0]

@@ -36,6 +36,8 @@ FILES = {
     "words": "many small words",
     "object": '{"lengths": [32, 32]}',
     "negative": "-10 74",
+    "vocab.json": '{"a": 0, "b": 1, "ab": 2, "<|endoftext|>": 3}',
+    "merges.txt": "#version: 0.2\na b\n",
     "broken/tokenizer.json": '{"version": "1.0", "model"',
     # Data sets: names, an index and its tokens.
     "data.idx": INDEX,
@@ -65,6 +67,7 @@ FILES = {
 def folder(launch, tmp_path_factory):
     """Files of every kind, and a checkpoint in the folder `trained`."""
     folder = write_files(tmp_path_factory.mktemp("files"), FILES)
+    os.mkfifo(folder / "pipe")
     saved = [*TINY_GPT, "--mock-data", "--train-iters", "1", "--save-interval", "1"]
     for name, flags in (("trained", ()), ("without_optimizer", ("--no-save-optim",))):
         launch(1, [*saved, "--save", folder / name, *flags]).check()
@@ -124,6 +127,22 @@ def test_a_script_that_is_no_program_is_one_sentence(launch, folder):
     assert (
         last
         == f"error: {folder / 'words'}: it is not a Python program: line 1: invalid syntax; name the training script."
+    )
+
+
+@pytest.mark.parametrize("flags, sentence", [("", "an argument is empty"), ("--data-path", "--data-path has no value")])
+def test_an_empty_argument_is_one_sentence(launch, flags, sentence):
+    """As of a variable of the shell that is not set."""
+    job = launch(1, [*TINY_GPT, *flags.split(), ""])
+    assert job.code == 2 and job.log.splitlines()[-1].startswith(f"error: {sentence}"), job.log[-2000:]
+
+
+def test_a_path_that_is_no_text_is_one_sentence(launch, folder):
+    """Its bytes stand in the file with the traceback, too."""
+    job = launch(1, [*TINY_GPT, "--data-path", os.fsdecode(b"caf\xe9")])
+    last = job.log.splitlines()[-1]
+    assert job.code == 2 and "Traceback" not in job.log and last.startswith("error: reading the data failed: One or"), (
+        last
     )
 
 

@@ -164,3 +164,13 @@ def test_a_run_goes_on_for_longer_than_planned(launch, tmp_path):
     flags.append("--override-opt-param-scheduler")
     launch(1, [*flags, "--train-iters", 2]).check()
     assert len(launch(1, [*flags, "--train-iters", 4]).check().losses()) == 2
+
+
+def test_a_rejected_loss_ends_with_a_sentence(launch):
+    """Megatron computes the step again, and leaves with its own code on all ranks."""
+    flags = ["--lr", "1e30", "--sequence-splits", "2", "--pipeline-model-parallel-size", "2", "--mock-data"]
+    job = launch(2, [*TINY_GPT, *flags], watched=False)
+    (sentence,) = [line for line in job.log.splitlines() if line.startswith("error: ")]
+    assert job.codes == (16, 16) and "Traceback" not in job.log
+    assert "iteration 2 is NaN, infinite or far too large, and again when it is computed once more" in sentence
+    assert "lower --lr 1e+30, and look at" in sentence

@@ -5,16 +5,19 @@ Tested in functional_tests/test_bad_input.py by test_one_sentence.
 
 import math
 import os
+import stat
 import tempfile
 from argparse import Namespace
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from ..files.reading import read_text
 from ..files.typed import named_by, read_json
 from ..process.flag_names import flag_of
+from ..process.hub import spare_hub
 
 # Sizes of a model, a batch and a cluster.
 _SIZES = (
@@ -47,6 +50,22 @@ _SIZES = (
     "distributed_timeout_minutes",
     "ckpt_step",
 )
+# No size, and no number of iterations, samples or tokens, is larger; this leaves room for products of some of them,
+# which torch keeps in 64 bits.
+_MOST = 10**15
+# Of layers, experts, processes and threads that Megatron makes one by one, nobody means more, and a host may not
+# survive as many processes.
+_MOST_OF = MappingProxyType(
+    {
+        "num_layers": 10_000,
+        "mtp_num_layers": 10_000,
+        "num_experts": 100_000,
+        "num_workers": 1024,
+        "num_dataset_builder_threads": 1024,
+        "dist_ckpt_workers": 1024,
+        "distributed_timeout_minutes": 1_000_000,  # a time that libraries count in nanoseconds
+    }
+)
 # Those of Megatron that take the files --vocab-file and --merge-file.
 _TOKENIZERS_OF_FILES = ("BertWordPieceCase", "BertWordPieceLowerCase", "GPT2BPETokenizer", "HuggingFaceTokenizer")
 _CORPORA = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
@@ -74,6 +93,9 @@ def check_late_mistakes(args: Namespace) -> None:
         raise ValueError(f"--load {given('load')} is a file; give the folder that --save named")
     if given("position_embedding_type") == "rope" and given("rotary_percent") == 0:  # it would train without positions
         raise ValueError("--rotary-percent 0.0 must be above 0")
+    base = given("rotary_base")
+    if base is not None and base <= 0:  # it would train on NaN
+        raise ValueError(f"--rotary-base {base} must be above 0")
     for end in ("first", "last"):  # Megatron would train a model of another depth
         layers = given(f"decoder_{end}_pipeline_num_layers")
         if layers and layers > args.num_layers:
@@ -92,14 +114,21 @@ def check_late_mistakes(args: Namespace) -> None:
 
 
 def check_sizes(args: Namespace) -> None:
-    """Raise ValueError for a size below 1, a corpus without a path, or a batch that does not divide: Megatron would
-    blame the data, divide by 0, or name no flag."""
+    """Raise ValueError for a size below 1, a number that is too large for torch, a corpus without a path, or a batch
+    that does not divide: Megatron would blame the data, divide by 0, name no flag, or not end."""
+    for name, value in vars(args).items():
+        most = _MOST_OF.get(name, _MOST)
+        if isinstance(value, int) and abs(value) > most:
+            raise ValueError(f"{flag_of(name)} {value} is too large; the most is {most:,}")
     for name in _SIZES:
         size = getattr(args, name, None)
         if size is not None and size < 1:
             raise ValueError(f"{flag_of(name)} {size} must be a whole number from 1 on")
+    if getattr(args, "hybrid_layer_pattern", None) == "":
+        raise ValueError("--hybrid-layer-pattern has no value; give a symbol for each layer")
     for name in _CORPORA:
-        if getattr(args, name, None) == []:
+        paths = getattr(args, name, None)
+        if paths is not None and ("" in paths or not paths):
             raise ValueError(f"{flag_of(name)} has no value; give it the path of a .bin and .idx pair")
     sizes = (args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size)
     model_ranks = prod(sizes)
@@ -142,6 +171,7 @@ def _check_virtual_stages(args: Namespace) -> None:
 def check_places(args: Namespace) -> None:
     """Raise ValueError for a folder, by the flag that names it, into which this rank will not be able to write, and for
     a tokenizer's file that it cannot read."""
+    check_no_pipes(args)
     given = vars(args).get
     for name in ("save", "load", "pretrained_checkpoint"):
         if given(name) == "":  # of a variable that is not set: Megatron would save nothing, and load from here
@@ -165,8 +195,25 @@ def check_places(args: Namespace) -> None:
     _require_writable(written)
     if not args.dry_run and given("tokenizer_type") in _TOKENIZERS_OF_FILES:
         _check_tokenizer_files(args)
+        spare_hub(args.tokenizer_type, args.tokenizer_model)
     if given("wandb_project") and not given("wandb_save_dir") and not given("save"):
         raise ValueError(f"--wandb-project {given('wandb_project')} needs a folder to write to; add --wandb-save-dir")
+
+
+def check_no_pipes(args: Namespace) -> None:
+    """Raise ValueError for a flag of Megatron that names a pipe or a device: a library would wait for somebody to write
+    to it, or read it for ever. Our own flags may, and have a type of their own."""
+    for name, value in vars(args).items():
+        if isinstance(value, str) and _is_pipe_or_device(value):
+            raise ValueError(f"{flag_of(name)} {value} is a pipe or a device; name a file or a folder")
+
+
+def _is_pipe_or_device(text: str) -> bool:
+    try:
+        mode = os.stat(text).st_mode
+    except (OSError, ValueError):  # there is none of this name
+        return False
+    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
 
 
 def _check_tokenizer_files(args: Namespace) -> None:

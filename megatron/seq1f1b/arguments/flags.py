@@ -51,13 +51,13 @@ def number_type(
 
 
 def _in_digits(text: str) -> str:
-    """The number that `8k` or `1m` stands for, as a question; empty for all else."""
-    match = re.fullmatch("([0-9]+)([km])", text, re.IGNORECASE)
-    if match is None:
-        return ""
-    unit = 1024 if match[2].lower() == "k" else 1024**2
-    number = int(match[1]) * unit
-    return f" (did you mean {number}?)"
+    """The number that `8k`, `1m` or `1e3` stands for, as a question; empty for all else."""
+    if match := re.fullmatch("([0-9]+)([km])", text, re.IGNORECASE):
+        unit = 1024 if match[2].lower() == "k" else 1024**2
+        return f" (did you mean {int(match[1]) * unit}?)"
+    if re.fullmatch("[0-9.]+e[0-9]", text, re.IGNORECASE) and float(text).is_integer():
+        return f" (did you mean {float(text):.0f}?)"
+    return ""
 
 
 def given_path(text: str) -> Path:
@@ -90,10 +90,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     for action in parser._actions:
         if action.help is not None:  # Megatron 0.19 has a bare percent sign in a help text, so --help fails
             action.help = re.sub(r"(?<!%)%(?![%(])", "%%", action.help)
+        if action.dest == "yaml_cfg":
+            action.type = _refuse_yaml
         if callable(action.type) and not isinstance(action.type, type):
             action.type = _with_errors_of_flags(action)
     parser.error = partial(refuse, parser)  # type: ignore[method-assign]
     return parser
+
+
+def _refuse_yaml(file: str) -> NoReturn:
+    """The type of --yaml-cfg, which leaves a run without our flags, and with few of Megatron's."""
+    raise argparse.ArgumentTypeError(
+        f"with {file} Megatron reads no flag of the command line, and so none of ours; write its settings as flags"
+    )
 
 
 def _with_errors_of_flags(action: argparse.Action) -> Callable[[str], Any]:
@@ -277,7 +286,9 @@ def refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
     """Replaces `ArgumentParser.error`, which prints the usage, several hundred lines, on every rank."""
     near = ""
     if message.startswith("unrecognized arguments: "):
-        unknown = message.removeprefix("unrecognized arguments: ").split()[0]
+        unknown = message.removeprefix("unrecognized arguments: ").partition(" ")[0]
+        if not unknown:
+            raise ValueError("an argument is empty; is a variable of the shell not set?")
         near = did_you_mean(unknown, parser._option_string_actions)
     elif choice := re.search(r"invalid choice: '(.+?)' \(choose from (.+)\)", message):
         near = did_you_mean(choice[1], re.findall(r"[^', ]+", choice[2]))

@@ -8,11 +8,13 @@ import gc
 import os
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from errno import ENOSPC
 from importlib import import_module
 from importlib.metadata import version
+from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from ..process.near_names import did_you_mean
 from ..process.sentences import say, sentence_of
@@ -39,6 +41,11 @@ _COLLECTED_AFTER = 200_000  # new objects
 def main(argv: Sequence[str] | None = None) -> int:
     """The console command `seq1f1b COMMAND ...`; returns its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    return _caught(lambda: _command(words), words)
+
+
+def _command(words: list[str]) -> int | None:
+    """Run the command that is the first of these words of the command line; the others stay."""
     if not words or words[0] in ("-h", "--help"):
         lines = (f"  {name:{max(map(len, COMMANDS))}}  {what}" for name, (_, what) in COMMANDS.items())
         last = "seq1f1b COMMAND --help explains its options, seq1f1b --version names the version.\n"
@@ -50,25 +57,34 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"seq1f1b {version('megatron-seq1f1b')}")
         return 0
     if name == "--print-completion":
-        return _run("completion", words)
+        return _module("completion").main(words)
     if name not in COMMANDS:
         way_out = did_you_mean(name, COMMANDS) or f"it has {', '.join(COMMANDS)}"
         say(f"seq1f1b has no command {name!r}; {way_out}")
         return 2
     sys.argv[0] = f"seq1f1b {name}"  # for --help
-    return run(name, words)
+    return _module(COMMANDS[name][0]).main(words)
 
 
 def run(name: str, argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. A mistake of the user becomes one sentence and the code 2."""
-    return _run(COMMANDS[name][0], argv)
+    words = sys.argv[1:] if argv is None else argv
+    return _caught(lambda: _module(COMMANDS[name][0]).main(argv), words)
 
 
-def _run(module: str, argv: Sequence[str] | None) -> int:
+def _module(name: str) -> Any:
+    return import_module(f".{name}", __name__)
+
+
+def _caught(command: Callable[[], int | None], words: Sequence[str]) -> int:
+    """The exit code of a command with these words; whatever goes wrong becomes a sentence."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # it was closed, as by `>&-`
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - until the process ends
     # A plan makes millions of actions, none of them in a cycle: to look for those would take half of its time.
     gc.set_threshold(_COLLECTED_AFTER)
     try:
-        code = import_module(f".{module}", __name__).main(argv) or 0
+        code = command() or 0
         sys.stdout.flush()
         return code
     except BrokenPipeError:  # the reader of the pipe has closed it, as in `seq1f1b plan-split | head`
@@ -79,8 +95,22 @@ def _run(module: str, argv: Sequence[str] | None) -> int:
         if isinstance(error, OSError) and error.errno == ENOSPC and error.filename is None:  # all files are named
             _print_nowhere()
             error = ValueError(f"the output: {error.strerror}")
-        say(sentence_of(error), None if is_plain else "".join(traceback.format_exception(error)))
+        sentence = _with_flag(sentence_of(error), words)
+        say(sentence, None if is_plain else "".join(traceback.format_exception(error)))
         return 130 if isinstance(error, KeyboardInterrupt) else 2
+
+
+def _with_flag(sentence: str, words: Sequence[str]) -> str:
+    """A sentence about a file with the flag, among these words of the command line, that names the file."""
+    flag = ""
+    for word in words:
+        name, is_joined, value = word.partition("=")
+        if word.startswith("--"):
+            flag = name
+        path = value if word.startswith("--") and is_joined else word
+        if flag and path and sentence.startswith((f"{path}:", f"{Path(path)}:")):
+            return f"{flag} {sentence}"
+    return sentence
 
 
 def _print_nowhere() -> None:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from ..files.reading import reason
+from ..files.reading import opened, reason
 from ..files.typed import converted
 
 JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
@@ -33,8 +33,10 @@ def find_files(inputs: Iterable[str], glob: str) -> list[Path]:
         if given.is_dir():
             # A pipe or socket in a folder would block for ever.
             files += sorted(path for path in given.rglob(glob) if path.is_file())
-        else:
+        elif given.is_file() or given.is_fifo():
             files.append(given)
+        else:
+            raise ValueError(f"--input {given} is a device; name files, folders or pipes")
     if not files:
         raise ValueError(f"no file under --input {' '.join(inputs)} matches --glob '{glob}'")
     return files
@@ -43,7 +45,7 @@ def find_files(inputs: Iterable[str], glob: str) -> list[Path]:
 def documents(files: Iterable[Path], progress: Callable[[int], Any] = lambda num_bytes: None) -> Iterator[Document]:
     """The documents of all files, in order; `progress` is called with the size of each."""
     for path in files:
-        with path.open("rb") as stream:
+        with opened(path) as stream:
             is_json = any(suffix.lower() in JSON_SUFFIXES for suffix in path.suffixes)
             for number, content in enumerate(stream if is_json else [stream.read()], 1):
                 progress(len(content))

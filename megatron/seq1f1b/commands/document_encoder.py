@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ..process.hub import spare_hub
 from .corpus_documents import Document, text_of
 
 
@@ -19,6 +20,7 @@ class Encoder:
         from megatron.core.datasets.indexed_dataset import DType
         from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 
+        spare_hub(args.tokenizer_type, args.tokenizer_model)
         self.tokenizer = build_tokenizer(args)
         self._end = [self.tokenizer.eod] if args.append_eod else []
         if any(token not in range(self.tokenizer.vocab_size) for token in self._end):

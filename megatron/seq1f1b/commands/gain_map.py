@@ -27,7 +27,7 @@ from ..report.gain_figure import Place, plot_gain_map
 from ..report.text import aligned
 from .gain_cells import Cell, CellQuestion, append_cell, cut_unfinished_line, read_cells
 from .model_flags import PRESETS, preset
-from .parsing import Parser, amount, amount_or_0, count, count_up_to, output_path
+from .parsing import Parser, amount, amount_or_0, count_up_to, output_path, sequence_length
 from .plan_text import short_name
 from .progress import show
 
@@ -36,7 +36,7 @@ def make_parser() -> Parser:
     parser = Parser(__doc__)
     add = parser.add_argument
     add("--model", choices=PRESETS, required=True, metavar="NAME", help=", ".join(PRESETS))
-    add("--seq-length", type=count, required=True, metavar="TOKENS", help="of a sequence; required")
+    add("--seq-length", type=sequence_length, required=True, metavar="TOKENS", help="of a sequence; required")
     parser.add_machine("h100-80gb")
     add("--gpus", type=count_up_to(10**6), nargs="+", required=True, metavar="N", help="numbers of GPUs; required")
     add("--tokens", type=amount, nargs="+", required=True, help="of a step, such as 4e6; required")

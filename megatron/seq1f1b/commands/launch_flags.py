@@ -1,9 +1,13 @@
 """The flags of a launch of Megatron, read and written without Megatron: those that a planner decides, and the rest."""
 
 import argparse
+import csv
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from itertools import islice
+from pathlib import Path
+from types import MappingProxyType
 
 from ..arguments.flags import EQUAL_SPLITS, share_or_auto
 from ..costs.layer_times import comm_type_of_segments
@@ -14,7 +18,7 @@ from ..planner.space import Candidate
 from ..process.flag_names import flag_of
 from ..schedule import FAMILY_NAMES
 from .model_flags import add_every_model_flag
-from .parsing import Parser, count, name_of, with_values
+from .parsing import Parser, count, name_of, values_of, with_values
 
 # The modules of attention for --offload-modules, its norm included.
 _OF_ATTENTION = "attn_norm qkv_linear core_attn attn_proj"
@@ -68,6 +72,14 @@ def read_launch(words: Sequence[str], preset: Sequence[str] = ()) -> argparse.Na
     if launch.num_experts and not is_flex:
         launch.passed_through.append("--moe-token-dispatcher-type alltoall")
     return launch
+
+
+@cache
+def megatron_values() -> Mapping[str, float]:
+    """How many values each flag of Megatron takes, known without Megatron; tools/upstream_flags.py lists them."""
+    with Path(__file__).with_name("megatron_flags.csv").open(newline="") as file:
+        rows = [*csv.DictReader(file)]
+    return MappingProxyType({row["flag"]: values_of(row["values"]) for row in rows if row["values"]})
 
 
 def launch_parser() -> Parser:

@@ -3,7 +3,7 @@
 import argparse
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -42,6 +42,10 @@ _SIZES: Mapping[str, int | None] = MappingProxyType(
         "mamba-num-groups": 8,
         "mamba-state-dim": 128,
     }
+)
+# Of what predictions and Megatron go through one by one.
+_MOST_OF: Mapping[str, Callable[[str], Any]] = MappingProxyType(
+    {"mtp-num-layers": count_up_to(MOST_LAYERS), "num-experts": count_up_to(100_000)}
 )
 
 
@@ -96,7 +100,7 @@ def add_every_model_flag(parser: argparse.ArgumentParser) -> None:
     add_model_flags(parser, num_layers=None, hidden_size=None, num_attention_heads=None, vocab_size=51200)
     add = parser.add_argument
     for name, default in _SIZES.items():
-        add(f"--{name}", type=count, default=default)
+        add(f"--{name}", type=_MOST_OF.get(name, count), default=default)
     add("--moe-layer-freq", type=_layer_frequency, default=1)
     add("--window-attn-skip-freq", type=_layer_frequency)
     add("--window-size", type=_window)
@@ -110,7 +114,7 @@ def add_every_model_flag(parser: argparse.ArgumentParser) -> None:
 
 def _window(text: str) -> tuple[int, ...]:
     """Tokens before and after the query, in the form of Megatron's parser: 128,0 or (128,0)."""
-    return tuple(int(number) for number in text.strip("()").split(","))
+    return tuple(min(int(number), 10**9) for number in text.strip("()").split(","))
 
 
 def _layer_frequency(text: str) -> int | list[int]:

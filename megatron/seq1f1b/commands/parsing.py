@@ -6,9 +6,10 @@ Tested in commands/test_bad_input.py by test_one_sentence.
 import argparse
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from ..arguments.flags import number_type, refuse
@@ -30,24 +31,47 @@ class Parser(argparse.ArgumentParser):
 
     error = refuse
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # which `parse_args` calls, too
+        self._refuse_empty(sys.argv[1:] if args is None else args)
+        return super().parse_known_args(args, namespace)
+
+    def _refuse_empty(self, words: Sequence[str]) -> None:
+        """Refuse an empty value, as of a variable of the shell that is not set. As a path it would be the folder in
+        which the command runs."""
+        flag = ""
+        for word in words:
+            name, is_joined, value = word.partition("=")
+            if word.startswith("--"):
+                flag = name
+            is_empty = not value.strip() if is_joined and word.startswith("--") else not word.strip()
+            if is_empty:
+                place = f"{flag} has an empty value; drop the flag, or give it one" if flag else "a word is empty"
+                self.error(f"{place} (is a variable of the shell not set?)")
+
     @property
     def flags(self) -> list[str]:
         """All spellings of the flags that it reads."""
         return list(self._option_string_actions)
 
-    def refuse_stray(self, argv: Sequence[str] | None, *others: argparse.ArgumentParser) -> None:
+    def refuse_stray(
+        self,
+        argv: Sequence[str] | None,
+        *others: argparse.ArgumentParser,
+        most_values: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:
         """Refuse a word that is no value of the flag before it, which `parse_known_args` would let pass. Flags are
-        those of this parser and of `others`; one that none of them knows may have any number of values. Without `argv`
-        words are those of the command line."""
-        actions: dict[str, argparse.Action] = {}
+        those of this parser, of `others`, and of `most_values`, which has how many may follow; one that none of them
+        knows may have any number of values. Without `argv` words are those of the command line."""
+        known = dict(most_values)
         for parser in (*others, self):
-            actions |= parser._option_string_actions
+            for name, action in parser._option_string_actions.items():
+                known[name] = values_of(action.nargs)
         most = 0.0  # values that may follow
         flag = ""
         for word in sys.argv[1:] if argv is None else argv:
             if word.startswith("--") and word != "--":
                 flag, is_joined, _ = word.partition("=")
-                most = 0.0 if is_joined else _most_values(actions.get(flag))
+                most = 0.0 if is_joined else known.get(flag, inf)
             elif most < 1 or word == "--":
                 behind = f"behind {flag} " if flag else ""
                 self.error(f"the word {word!r} {behind}is the value of no flag; drop it, or name its flag")
@@ -62,23 +86,23 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--machine", default=default, help=f"{names}, or your own file; default: {default}")
 
 
-def _most_values(action: argparse.Action | None) -> float:
-    """How many values may follow a flag; any number may follow one that is not known."""
-    if action is None or action.nargs in ("+", "*"):
+def values_of(nargs: str | int | None) -> float:
+    """How many values may follow a flag with this number of them in the form of argparse."""
+    if nargs in ("+", "*"):
         return inf
-    if action.nargs in (None, "?"):
-        return 1
-    return float(action.nargs)
+    return 1.0 if nargs in (None, "?") else float(nargs)
 
 
-# The types of flags that count or measure something.
-count = number_type(int, lambda number: number >= 1, "not a whole number from 1 on")
+# The types of flags that count or measure something. No size of a model or of a step is larger.
+count = number_type(int, lambda number: 1 <= number <= 10**9, "not a whole number from 1 to 1,000,000,000")
+# Of a sequence: positions at which it may be cut are listed.
+sequence_length = number_type(int, lambda number: 1 <= number <= 10**8, "not a whole number from 1 to 100,000,000")
 amount = number_type(float, lambda number: 0 < number < inf, "not a number above 0")
 amount_or_0 = number_type(float, lambda number: 0 <= number < inf, "not a number from 0 on")
 
 
 def count_up_to(most: int) -> Callable[[str], Any]:
-    return number_type(int, lambda number: 1 <= number <= most, f"not a whole number from 1 to {most}")
+    return number_type(int, lambda number: 1 <= number <= most, f"not a whole number from 1 to {most:,}")
 
 
 def with_values(words: Sequence[str]) -> list[str]:
@@ -105,6 +129,8 @@ def output_path(*endings: str) -> Callable[[str], Path]:
         if not path.name.endswith(endings):
             raise argparse.ArgumentTypeError(f"{path}: expected a name that ends in {', '.join(endings)}")
         is_new = not path.exists()
+        if not is_new and not path.is_file():  # a file would take its place; to open a pipe may take for ever
+            raise argparse.ArgumentTypeError(f"{path} cannot be written (it is no file); name another")
         try:
             path.open("ab").close()
         except OSError as error:

@@ -20,7 +20,7 @@ from difflib import get_close_matches
 from math import ceil
 from pathlib import Path
 
-from ..arguments.flags import given_path
+from ..arguments.flags import add_arguments, given_path
 from ..arguments.unsupported import OurFeature
 from ..costs.machine import OUTSIDE_GIB, read_machine
 from ..files.lengths import read_histogram
@@ -30,10 +30,10 @@ from ..planner.gain import Gain
 from ..planner.search import Plan
 from ..planner.space import Question
 from . import plan_text
-from .launch_flags import decided_flags, launch_parser, read_launch
+from .launch_flags import decided_flags, launch_parser, megatron_values, read_launch
 from .launch_rules import LaunchRules
 from .model_flags import PRESETS, model_of, preset_words, without_heads
-from .parsing import PICTURES, Parser, amount, amount_or_0, count, count_up_to, name_of, output_path
+from .parsing import PICTURES, Parser, amount, amount_or_0, count_up_to, name_of, output_path, sequence_length
 from .plan_answer import Answer
 from .plan_json import write_answer
 from .plan_kinds import PlanKind, PlansInUnits, PlansOfSequences
@@ -51,7 +51,7 @@ def make_parser() -> Parser:
     add("--model", choices=PRESETS, metavar="NAME", help=f"{', '.join(PRESETS)}; instead of --num-layers and its kin")
     size = os.environ.get("WORLD_SIZE")
     add("--gpus", type=count_up_to(10**6), default=size, metavar="N", help="default: WORLD_SIZE")
-    add("--seq-length", type=count, metavar="TOKENS", help="of a sequence; required without --lengths")
+    add("--seq-length", type=sequence_length, metavar="TOKENS", help="of a sequence; required without --lengths")
     lengths = "plan for unequal lengths, cut off at --seq-length: a CSV of 'tokens,sequences', or the .idx of a corpus"
     add("--lengths", type=given_path, metavar="FILE", help=lengths)
     add("--global-batch-size", type=count_up_to(2**16), metavar="N", help="in sequences; required")
@@ -78,7 +78,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         own = [flag for flag in parser.flags if abs(len(flag) - len(name)) <= 2]
         if near := get_close_matches(name, own, n=1, cutoff=0.83):
             parser.error(f"{name} is unknown; did you mean {near[0]}?")
-    parser.refuse_stray(argv, launch_parser())
+    parser.refuse_stray(argv, launch_parser(), _training_parser(), most_values=megatron_values())
     missing = _missing(args, words)
     if missing:
         *first, last = missing
@@ -104,6 +104,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if args.model and args.launch.of_model:
         parser.error(f"--model {args.model} has its own {args.launch.of_model[0]}; drop one of them")
     return args
+
+
+def _training_parser() -> argparse.ArgumentParser:
+    """The flags of this package for training."""
+    return add_arguments(argparse.ArgumentParser(allow_abbrev=False, add_help=False))
 
 
 def _missing(args: argparse.Namespace, words: Sequence[str]) -> list[str]:

@@ -27,7 +27,7 @@ from ..report.plan_figures import CutRow, plot_splits
 from ..report.text import aligned
 from ..schedule import FAMILIES, Placement, Shape, build, simulate
 from .model_flags import add_model_flags, settings_of
-from .parsing import PICTURES, Parser, count, output_path
+from .parsing import PICTURES, Parser, count, output_path, sequence_length
 
 # Simulating this many takes ten seconds for each strategy.
 MOST_ACTIONS = 1_000_000
@@ -37,7 +37,7 @@ def make_parser() -> Parser:
     parser = Parser(__doc__)
     add = parser.add_argument
     add_model_flags(parser, num_layers=32, hidden_size=4096, num_attention_heads=32, vocab_size=32768)
-    add("--seq-length", type=count, default=65536, help="default: 65536")
+    add("--seq-length", type=sequence_length, default=65536, help="default: 65536")
     add("--sequence-splits", type=count, default=8, metavar="K", help="segments; default: 8")
     add("--pipeline-model-parallel-size", type=count, default=8, metavar="P", help="ranks; default: 8")
     chunks = "model chunks on each rank; default: 1"

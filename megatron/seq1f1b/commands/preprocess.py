@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..arguments.checks import check_no_pipes
 from ..arguments.flags import number_type
 from ..files.writing import written_together
 from .corpus_documents import JSON_SUFFIXES, WAY_OUT, documents, find_files, texts
@@ -67,7 +68,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     ArgumentGroupFactory(TokenizerConfig).build_group(parser, "tokenizer")
     parser.set_defaults(tokenizer_type="HuggingFaceTokenizer", pad_vocab_size=False)
     own.refuse_stray(argv, parser)
-    return parser.parse_args(of_tokenizer, args)
+    parsed = parser.parse_args(of_tokenizer, args)
+    check_no_pipes(parsed)
+    return parsed
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -23,7 +23,7 @@ from ..planner.space import Question
 from ..planner.way_out import way_out
 from .launch_flags import decided_flags
 from .model_flags import PRESETS, preset, preset_words
-from .parsing import Parser, amount, count, count_up_to, with_values
+from .parsing import Parser, amount, count_up_to, sequence_length, with_values
 from .plan_text import in_lines, row, with_header
 from .progress import show
 
@@ -103,7 +103,7 @@ def make_parser() -> Parser:
     add("--tokens", type=amount, required=True, metavar="D", help="to train on, such as 2e12; required")
     add("--gpus", type=count_up_to(2**16), required=True, metavar="N", help="the most; required")
     parser.add_machine("h100-80gb")
-    add("--seq-length", type=count, default=4096, metavar="TOKENS", help="default: 4096")
+    add("--seq-length", type=sequence_length, default=4096, metavar="TOKENS", help="default: 4096")
     laws = f"{', '.join(LAWS)}; docs/planning.md has the formulas; default: tokens"
     add("--critical-batch-law", choices=LAWS, default="tokens", metavar="LAW", help=laws)
     return parser

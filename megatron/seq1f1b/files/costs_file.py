@@ -30,8 +30,6 @@ class _Costs(Struct, forbid_unknown_fields=True):
 def read_costs(shape: Shape, text: str) -> tuple[Costs, float]:
     """The costs in a .json file, or written out as `f=1,message=0.5`, and the time of a copy to the host or back.
     Raises ValueError for what is no set of costs, or of another shape."""
-    if not text:
-        raise ValueError("--costs has no value; give times such as f=1,message=0.5, or a .json file")
     if Path(text).suffix == ".json" or Path(text).exists():
         costs = read_json(text, _Costs)
     else:

@@ -1,20 +1,33 @@
-"""The content of files that may hold anything; errors are in plain words.
-
-Tested in commands/test_bad_input.py by test_one_sentence.
-"""
+"""The content of files that may hold anything; errors are in plain words."""
 
 import ast
 import json
 import warnings
 from pathlib import Path
+from typing import BinaryIO
+
+from ..process.job_store import in_time
 
 _MOST = 2**30  # bytes of a pipe or device, which may have no end
+_PATIENCE = 10.0  # seconds within which somebody must open a pipe to write to it
+
+
+def opened(path: str | Path) -> BinaryIO:
+    """A file or pipe, open to be read. Raises ValueError, with the name of the file, if it cannot be."""
+    try:
+        if not Path(path).is_fifo():
+            return open(path, "rb")
+        return in_time(_PATIENCE, lambda: open(path, "rb"))  # which waits for somebody who writes
+    except OSError as error:
+        raise ValueError(f"{path}: {reason(error)}") from error
+    except RuntimeError:
+        raise ValueError(f"{path}: nobody has written to this pipe for {_PATIENCE:g} s; name a file") from None
 
 
 def read_bytes(path: str | Path) -> bytes:
     """The content of a file or pipe. Raises ValueError, with the name of the file, if it cannot be read."""
     try:
-        with open(path, "rb") as file:
+        with opened(path) as file:
             if Path(path).is_file():
                 return file.read()
             content = file.read(_MOST + 1)

@@ -27,7 +27,12 @@ _LOST_PEER = re.compile(
     re.DOTALL,
 )
 _TIMED_OUT = re.compile(r"Timed out waiting (\d+)ms for \w+ operation to complete\.?")
-_PLACE_IN_C = re.compile(r"\[\S+\.(?:cc|cpp|cu|h):\d+\]:? ?")
+_NO_MEMORY = re.compile(
+    r"(?:\[enforce fail [^\]]*\] err == 0\. )?DefaultCPUAllocator: can't allocate memory: you tried to allocate "
+    r"(?P<bytes>\d+) bytes\. Error code 12 \(Cannot allocate memory\)"
+)
+_NO_INTERFACE = re.compile(r"Unable to find address for: (\S+)")
+_PLACE_IN_C = re.compile(r"\[\S+\.(?:cc|cpp|cu|h):\d+\]:? ?|\[enforce fail at [^\]]*\] (?:[^.]* [!=]= [^.]*\. )?")
 
 # Errors of a file system, which come without the name of the file if they end a write.
 _OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
@@ -46,7 +51,7 @@ def has_lost_a_peer(error: BaseException) -> bool:
 
 
 def plain(text: str) -> str:
-    """The words of a library for communication, in those of the person who started the job."""
+    """The words of a library for communication or for memory, in those of the person who started the job."""
 
     def lost(match: re.Match[str]) -> str:
         place = f" on {match['host']}" if match["host"] else ""
@@ -61,6 +66,14 @@ def plain(text: str) -> str:
             "--distributed-timeout-minutes"
         )
 
+    def too_large(match: re.Match[str]) -> str:
+        return (
+            f"a tensor of {int(match['bytes']) / 2**30:,.1f} GiB does not fit into the memory of this host; look at "
+            "the sizes of the model and of a micro-batch"
+        )
+
+    text = _NO_MEMORY.sub(too_large, text)
+    text = _NO_INTERFACE.sub(r"\1 (GLOO_SOCKET_IFNAME) is no network interface of this host; ip addr lists them", text)
     return _TIMED_OUT.sub(timed_out, _LOST_PEER.sub(lost, _PLACE_IN_C.sub("", text)))
 
 

@@ -67,10 +67,10 @@ def address() -> str:
     return f"MASTER_ADDR={os.environ['MASTER_ADDR']}, MASTER_PORT={os.environ['MASTER_PORT']}"
 
 
-def in_time(seconds: float, call: Callable[[], Any]) -> Any:
+def in_time[T](seconds: float, call: Callable[[], T]) -> T:
     """The result of `call()`; raises RuntimeError if it takes longer: a store whose process is stopped never answers,
     and its clients have no time-out for that."""
-    result: Future[Any] = Future()
+    result: Future[T] = Future()
 
     def run() -> None:
         try:

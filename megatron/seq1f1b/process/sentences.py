@@ -33,6 +33,12 @@ _ACTIONS: Mapping[str, str] = MappingProxyType(
         "save_checkpoint": "saving a checkpoint to {save}",
     }
 )
+# Megatron asks the hub for the settings of a tokenizer whose files are all here.
+_GPT2_WITHOUT_HUB = (
+    "put vocab.json, merges.txt and a tokenizer_config.json with the text "
+    '{"tokenizer_class": "GPT2Tokenizer"} into a folder, and give that by --tokenizer-type HuggingFaceTokenizer '
+    "--tokenizer-model"
+)
 _LITTLE = 2**20  # bytes
 _LONGEST = 400  # characters of an exception's words: some hold whole state dictionaries
 _OF_TRAINING = ("megatron", "tokenizers", "torch", "tqdm")  # packages of the extra `train`
@@ -53,7 +59,15 @@ def say(sentence: str, trace: str | None = None, stream: TextIO | None = None) -
 
 def _written(trace: str) -> str:
     """The file with a traceback; a full disk must not hide the sentence."""
-    new = partial(tempfile.NamedTemporaryFile, "w", prefix="seq1f1b-traceback-", suffix=".txt", delete=False)
+    new = partial(
+        tempfile.NamedTemporaryFile,
+        "w",
+        encoding="utf-8",
+        errors="backslashreplace",  # of bytes in paths that are no text
+        prefix="seq1f1b-traceback-",
+        suffix=".txt",
+        delete=False,
+    )
     for folder in (os.getcwd, tempfile.gettempdir):
         with suppress(OSError), new(dir=folder()) as file:
             file.write(trace)
@@ -110,8 +124,12 @@ def _addition(function: str, error: BaseException, values: Mapping[str, Any]) ->
     """What a sentence about a failed function of `_ACTIONS` adds to the words of the error, after a semicolon."""
     if function == "save_checkpoint":  # which is noted, with the room that is left
         return "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
-    if function == "build_tokenizer" and not (values["tokenizer_model"] or values["vocab_file"]):
+    if function != "build_tokenizer":
+        return ""
+    if not (values["tokenizer_model"] or values["vocab_file"]):
         return "; name its files, by --tokenizer-model or by --vocab-file and --merge-file"
+    if "couldn't connect to" in str(error) and values["tokenizer_type"] == "GPT2BPETokenizer":
+        return f"; {_GPT2_WITHOUT_HUB}"
     return ""
 
 

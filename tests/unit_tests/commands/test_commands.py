@@ -40,6 +40,22 @@ def test_help_and_the_version(capsys, monkeypatch):
     assert capsys.readouterr().out == f"seq1f1b {version('megatron-seq1f1b')}\n"
 
 
+@pytest.mark.parametrize(
+    "words, streams, code, printed",
+    [
+        ("--help", "> /dev/full", 2, "error: the output: No space left on device.\n"),
+        ("--version", ">&-", 0, ""),
+        ("check none.csv", "<&- >&-", 2, "error: none.csv: No such file or directory.\n"),
+        ("check none.csv", "<&- >&- 2>&-", 2, ""),
+    ],
+)
+def test_an_output_that_is_closed_or_full_leaves_no_traceback(words, streams, code, printed):
+    program = f"from megatron.seq1f1b.commands import main; raise SystemExit(main({words.split()!r}))"
+    shell = ["bash", "-c", f'"{sys.executable}" -c "{program}" {streams}']
+    done = subprocess.run(shell, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (code, printed)
+
+
 # Words that are typed so far, the last perhaps in part -> what bash offers.
 COMPLETED = {
     "pl": "plot plan plan-split",

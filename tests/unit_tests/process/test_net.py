@@ -12,6 +12,7 @@ import pytest
 
 from megatron.seq1f1b.arguments import parse_options
 from megatron.seq1f1b.process import causes, net, sentences
+from megatron.seq1f1b.process.causes import plain
 from megatron.seq1f1b.process.net import Net
 from megatron.seq1f1b.process.sentences import sentence_of
 
@@ -215,3 +216,22 @@ def test_after_the_first_step_a_traceback_is_printed(monkeypatch, capfd):
     monkeypatch.setattr(net, "_first_step_is_over", lambda: True)
     Net().caught(type(ERROR), ERROR, ERROR.__traceback__)
     assert capfd.readouterr().err.startswith("Traceback (most recent call last)")
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        (
+            "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to "
+            "allocate 4000000000000 bytes. Error code 12 (Cannot allocate memory)",
+            "a tensor of 3,725.3 GiB does not fit into the memory of this host; look at the sizes of the model",
+        ),
+        (
+            "[enforce fail at /gloo/transport/tcp/device.cc:84] ifa != nullptr. Unable to find address for: ib9",
+            "ib9 (GLOO_SOCKET_IFNAME) is no network interface of this host; ip addr lists them",
+        ),
+    ],
+    ids=["memory", "interface"],
+)
+def test_words_of_torchs_c_code_become_those_of_the_user(text, words):
+    assert plain(text).startswith(words)

@@ -10,6 +10,7 @@ from .corpora import Corpora
 from .log import IterationLog
 from .parameter_groups import ParameterGroups
 from .skipped_iterations import SkippedIterations
+from .unexpected_results import UnexpectedResults
 
 
 def patches(args: Callable[[], Namespace], executor: Callable[[], Any]) -> list[Patch]:
@@ -28,4 +29,5 @@ def patches(args: Callable[[], Namespace], executor: Callable[[], Any]) -> list[
         wrapping(straggler, exit_silently, "logs exceptions on every rank, too"),
         *ParameterGroups(args).patches(),
         *skipped.patches(),
+        *UnexpectedResults(args).patches(),
     ]

@@ -3,6 +3,7 @@
 Tested in functional_tests/test_training_features.py by test_a_part_without_documents_is_left_out.
 """
 
+import os
 from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
@@ -15,6 +16,8 @@ from megatron.core.datasets.utils import Split
 
 from ...process.patches import Patch, PatchTable, wrapping
 from ...process.ranks import warn_on_rank_0
+
+_INDEX_BYTES = 12  # of a sample: two numbers for where it starts, and one for its place in the order
 
 
 class Corpora:
@@ -55,13 +58,29 @@ def _built(upstream: Callable, kind: Any, is_built: Callable[[], bool], synchron
     return None
 
 
+def _check_size(split: Split, num_samples: int) -> None:
+    """Raise ValueError for more samples than the memory of this host has numbers for. Megatron counts the epochs that
+    they take one by one before it asks for that memory, which may go on for ever."""
+    needed = _INDEX_BYTES * num_samples
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > memory:
+        flag = (
+            "--train-iters or --train-samples" if split is Split.train else "--eval-iters or a larger --eval-interval"
+        )
+        raise ValueError(
+            f"{num_samples:,} samples for the {split.name} part need an index of {needed / 2**30:,.0f} GiB, and this "
+            f"host has {memory / 2**30:,.0f} GiB; give a smaller {flag}"
+        )
+
+
 def _is_left_out(kind: Any, arguments: tuple) -> bool:
     """Whether a part for evaluations has no tokens; raises ValueError for training."""
     if kind is BlendedDataset:
         return None in arguments[0]
     if not (isinstance(kind, type) and issubclass(kind, GPTDataset)):
         return False
-    dataset, _, indices, _, split, config = arguments
+    dataset, _, indices, num_samples, split, config = arguments
+    _check_size(split, num_samples or 0)
     # Megatron has no indices with --dataloader-fast-cache-load.
     if indices is None or any(dataset.sequence_lengths[index] for index in indices):
         return False
