@@ -116,6 +116,20 @@ def test_losses_of_context_parallel_ranks_are_those_of_one(launch):
     assert_same_losses(launch(2, [*MODEL, *shared.split()]).check(), own, PREDICTION)
 
 
+LAST_WITHOUT_EXPERTS = {
+    "hybrid": (2, "--hybrid-layer-pattern *E|*-"),
+    "TP 2": (4, "--moe-layer-freq [1]*2+[0]*2 --tensor-model-parallel-size 2 --sequence-parallel"),
+}
+
+
+@pytest.mark.parametrize("name", few_of(LAST_WITHOUT_EXPERTS, LAST_WITHOUT_EXPERTS))
+def test_what_is_logged_of_experts(trained, name):
+    """By a last rank without any, too, where Megatron averages over tensor-parallel ranks what segments sum."""
+    ranks, layers = LAST_WITHOUT_EXPERTS[name]
+    flags = f"{EXPERTS} {BALANCED} {layers}"
+    assert_same_losses(trained(ranks, f"{flags} {FOUR}"), trained(ranks, f"{flags} --attention-backend local"), flags)
+
+
 @pytest.mark.parametrize("align", ["", pytest.param("--no-align-param-gather", marks=pytest.mark.exhaustive)])
 def test_a_chunk_reduces_while_the_other_goes_backward(launch, tmp_path, align):
     """Also its parameters are gathered before its first forward ends; all of it is in the trace."""

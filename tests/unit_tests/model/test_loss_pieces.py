@@ -75,6 +75,7 @@ def test_losses_and_gradients_are_those_of_kept_logits(groups, piece, options):
     head = Head(**options)
     expected = step(head)
     compute_loss_in_pieces([head], MANY, piece)
+    assert head(*batch()[:2]).is_contiguous()  # so that a program can view them as one dimension
     for found, wanted in zip(step(head), expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 

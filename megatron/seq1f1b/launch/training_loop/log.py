@@ -14,6 +14,7 @@ from megatron.core import parallel_state
 
 from ...process.patches import PatchTable, wrapping
 from ...runtime import Reading
+from .expert_metrics import ExpertMetrics
 
 _LINE = re.compile(
     r" iteration +(?P<iteration>\d+)/.* elapsed time per iteration \(ms\): (?P<milliseconds>\S+) \|"
@@ -33,6 +34,7 @@ class IterationLog:
         self._skipped = skipped
         self._tokens: float | None = None  # in the last step, over all replicas, without padding
         self._microbatches: float | None = None  # per replica in that step, on average
+        self._expert_metrics = ExpertMetrics()
 
     def patches(self) -> PatchTable:
         training = "megatron.training.training"
@@ -41,7 +43,7 @@ class IterationLog:
             wrapping(f"{training}.training_log", self.training_log, "averages two losses into the second line"),
             wrapping(f"{training}.print_rank_last", self.print_rank_last, "shows neither tokens/s nor bubble ratios"),
             wrapping(f"{training}.consume_seqlen_stats_in_iteration", self.count_documents, "counts by segment"),
-            wrapping(experts, self.report_experts, "divides by the micro-batches of the flags, but units make others"),
+            wrapping(experts, self.report_experts, "counts micro-batches by flags, and layers wrongly"),
             wrapping(f"{training}.report_theoretical_memory", self.report_memory, "counts whole micro-batches"),
         )
 
@@ -111,9 +113,12 @@ class IterationLog:
         return tokens, squares
 
     def report_experts(self, upstream: Callable, tracker: Any, loss_scale: float, *rest: Any, **more: Any) -> str:
-        """Average over the micro-batches that ran if documents are kept apart."""
+        """Average over the micro-batches that ran if documents are kept apart; of all layers with experts, on pipeline
+        ranks without such, too."""
         if self._microbatches:
             loss_scale = 1 / self._microbatches
+        if more.get("force_initialize"):
+            self._expert_metrics.complete(tracker, more["track_names"], more.get("pg_collection"))
         return upstream(tracker, loss_scale, *rest, **more)
 
     def report_memory(self, upstream: Callable, args: Namespace, *rest: Any, **more: Any) -> None:

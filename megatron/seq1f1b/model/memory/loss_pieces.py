@@ -113,7 +113,8 @@ class Logits:
             return by_place(loss(labels.movedim(0, -1).flatten(1), of(hidden, weight)))
 
         losses = _LossOfPieces.apply(of_piece, self.length, self.hidden, self.weight, by_place(labels))
-        return losses.movedim(0, -1).flatten(1)
+        # Programs view losses as one dimension, as they may those of Megatron.
+        return losses.movedim(0, -1).flatten(1).contiguous()
 
     def max(self, dim: int) -> tuple[Tensor, ...]:
         """The largest logit of each token and its index [n, b], from which Megatron counts correct predictions."""
