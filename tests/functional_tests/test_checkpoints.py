@@ -124,6 +124,17 @@ def test_a_gpt_goes_on_as_a_hybrid_model(launch, saved, name):
     assert hybrid.losses() == gpt.losses()
 
 
+def test_predictions_are_logged_from_a_v(launch, tmp_path):
+    """Whose loss is on the first rank, while the last one prints."""
+    flags = [*MODEL, *SAVES, "--mtp-num-layers", "1", "--position-embedding-type", "rope"]
+    expected = launch(1, [*flags, "--save", tmp_path, "--save-interval", "2"]).check()
+    in_a_v = pipeline(2, *CHUNKS, *IN_A_V, "--sequence-splits", "2")
+    job = launch(2, [*flags, *in_a_v, "--load", tmp_path, "--ckpt-step", "2"]).check()
+    for kind in ("lm loss", "mtp_1 loss"):
+        assert len(expected.losses(kind)) == 4
+        assert job.losses(kind) == pytest.approx(expected.losses(kind)[2:], abs=1e-5)
+
+
 @pytest.mark.exhaustive
 def test_a_new_python_saves_them_as_on_a_gpu(tmp_path):
     """It imports the training script, too."""

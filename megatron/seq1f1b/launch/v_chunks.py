@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 
 from ..process.patches import Patch, PatchTable, patched, wrapping
@@ -64,12 +65,14 @@ def patches() -> PatchTable:
     built = "builds looped chunks"
     state = "megatron.core.parallel_state"
     layout = "megatron.core.transformer.pipeline_parallel_layer_layout.PipelineParallelLayerLayout"
+    predictions = "megatron.core.transformer.multi_token_prediction.MTPLossLoggingHelper.reduce_metrics_in_tracker"
     return (
         wrapping("megatron.training.models.dist_utils.build_virtual_pipeline_stages", _v_shaped, built),
         wrapping("megatron.training.training.get_model", _v_shaped, built),
         wrapping(f"{state}.is_pipeline_last_stage", _is_last_stage, "seeks the loss on the last rank"),
         wrapping(f"{state}.initialize_model_parallel", _with_embedding_ranks, "seeks the output on the last rank"),
         wrapping(f"{layout}.get_layer_offset", _layer_offset, "counts the layers before a looped chunk"),
+        wrapping(predictions, _predictions_on_last_rank, "logs those of the last rank, which has none"),
     )
 
 
@@ -120,3 +123,26 @@ def _layer_offset(
     if vp_stage is not None and pp_rank is None:
         pp_rank = placement.stage_of(_pipeline_rank(), vp_stage) % placement.num_ranks
     return upstream(layout, layer_type, vp_stage, pp_rank)
+
+
+def _predictions_on_last_rank(reduce: Callable[[], None]) -> None:
+    """Send the losses of multi-token prediction from the rank of the loss to the last one, which logs them."""
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    reduce()
+    placement = _placement()
+    source = placement.rank_of(placement.num_stages - 1)
+    last = placement.num_ranks - 1
+    if source == last or _pipeline_rank() not in (source, last):
+        return
+    tracker: dict[str, Any] = MTPLossLoggingHelper.tracker
+    pipeline = parallel_state.get_pipeline_model_parallel_group()
+    ranks = dist.get_process_group_ranks(pipeline)
+    if _pipeline_rank() == source:
+        own = {name: tracker[name].cpu() for name in ("loss_values", "correct_values", "total_values")}
+        dist.send_object_list([own], ranks[last], group=pipeline)
+    else:
+        arrived: list[Any] = [None]
+        dist.recv_object_list(arrived, ranks[source], group=pipeline)
+        device = torch.cuda.current_device()
+        tracker.update((name, value.to(device)) for name, value in arrived[0].items())
