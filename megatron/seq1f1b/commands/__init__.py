@@ -18,6 +18,7 @@ from typing import Any
 
 from ..process.near_names import did_you_mean
 from ..process.sentences import say, sentence_of
+from ..process.streams import prepare_streams
 
 # Name -> (module, what it does).
 COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
@@ -78,9 +79,7 @@ def _module(name: str) -> Any:
 
 def _caught(command: Callable[[], int | None], words: Sequence[str]) -> int:
     """The exit code of a command with these words; whatever goes wrong becomes a sentence."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:  # it was closed, as by `>&-`
-            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - until the process ends
+    prepare_streams()
     # A plan makes millions of actions, none of them in a cycle: to look for those would take half of its time.
     gc.set_threshold(_COLLECTED_AFTER)
     try:

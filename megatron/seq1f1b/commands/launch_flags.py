@@ -76,10 +76,11 @@ def read_launch(words: Sequence[str], preset: Sequence[str] = ()) -> argparse.Na
 
 @cache
 def megatron_values() -> Mapping[str, float]:
-    """How many values each flag of Megatron takes, known without Megatron; tools/upstream_flags.py lists them."""
+    """How many values each flag of Megatron takes at most, known without Megatron; tools/upstream_flags.py lists them.
+    Flags of another version than the installed one may have any number."""
     with Path(__file__).with_name("megatron_flags.csv").open(newline="") as file:
         rows = [*csv.DictReader(file)]
-    return MappingProxyType({row["flag"]: values_of(row["values"]) for row in rows if row["values"]})
+    return MappingProxyType({row["flag"]: values_of(row["values"] or "*") for row in rows})
 
 
 def launch_parser() -> Parser:

@@ -23,6 +23,7 @@ from ..process.job_variables import check_job_variables
 from ..process.megatron_versions import check_version
 from ..process.net import Net
 from ..process.patches import Patch, patched, rebound
+from ..process.streams import prepare_streams
 from .megatron_repairs import repairs
 from .overlay import Overlay, installed, remember
 from .validation import configured
@@ -76,6 +77,7 @@ def bind(
 
 def _catch_failures(net: Net, patches: ExitStack, is_rehearsal: bool) -> None:
     """Hold the net under a script until `patches` end, and join its other ranks, which a rehearsal does without."""
+    prepare_streams()
     hook = Patch("sys.excepthook", net.caught, "prints a traceback on every rank that fails")
     patches.enter_context(patched([hook]))
     if is_rehearsal:

@@ -147,13 +147,15 @@ def test_what_would_help_is_known_by_the_names_of_parts():
 
 def test_what_a_prediction_ignores_is_listed_and_comes_back(capsys):
     words = "--gpus 1 --seq-length 2048 --global-batch-size 1 --model 2.7b"
-    words += " --lr 1e-4 --foo --fp8-format hybrid --eval-global-batch-size 4"
+    words += " --lr 1e-4 --foo --save-intervall 9 --fp8-format hybrid --eval-global-batch-size 4 --dry-run"
     assert commands.main(["plan", *words.split()]) == 0
     printed = capsys.readouterr().out
     flags, _ = flags_of_sides(printed)
     assert "--lr 1e-4 \\" in flags and "--foo \\" in flags and flags.count("--bf16") == 1
     assert "--fp8-format is not modelled" in printed
-    assert "change no prediction: --lr, --foo, --fp8-format, --eval-global-batch-size." in printed
+    assert "\n--foo is no flag of Megatron" in printed and "--lr is no flag" not in printed
+    assert "--save-intervall is no flag of Megatron: did you mean --save-interval?\n" in printed
+    assert "change no prediction: --lr, --foo, --save-intervall, --fp8-format, --eval-global-batch-size" in printed
 
 
 def test_plans_with_different_parts_are_explained(monkeypatch):
