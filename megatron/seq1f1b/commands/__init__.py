@@ -47,6 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _command(words: list[str]) -> int | None:
     """Run the command that is the first of these words of the command line; the others stay."""
+    if words and words[0] == "help":  # as git has it: `help plan` is `plan --help`
+        words = [*words[1:2], "--help"]
     if not words or words[0] in ("-h", "--help"):
         lines = (f"  {name:{max(map(len, COMMANDS))}}  {what}" for name, (_, what) in COMMANDS.items())
         last = "seq1f1b COMMAND --help explains its options, seq1f1b --version names the version.\n"

@@ -31,11 +31,16 @@ def test_a_flag_has_one_spelling(capsys):
 def test_help_and_the_version(capsys, monkeypatch):
     assert commands.main(["--help"]) == 0
     printed = capsys.readouterr().out
+    assert commands.main(["help"]) == 0 and capsys.readouterr().out == printed
     assert all(f"  {name}" in printed and what in printed for name, (_, what) in commands.COMMANDS.items())
     monkeypatch.setattr(sys, "argv", ["seq1f1b"])
     with pytest.raises(SystemExit, match="0"):
         commands.main(["check", "--help"])
-    assert "usage: seq1f1b check" in capsys.readouterr().out
+    of_check = capsys.readouterr().out
+    assert "usage: seq1f1b check" in of_check
+    with pytest.raises(SystemExit, match="0"):
+        commands.main(["help", "check"])
+    assert capsys.readouterr().out == of_check
     assert commands.main(["--version"]) == 0
     assert capsys.readouterr().out == f"seq1f1b {version('megatron-seq1f1b')}\n"
 
