@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from .blocks import BYTES, Attention, Block, Product, pairs
 from .layer_bytes import keeps_logits
-from .machine import Group, Machine
+from .machine import ATTENTION_BLOCK, Group, Machine
 from .training_setup import ALL_BUT_ATTENTION, TrainingSetup
 
 # Guesses: the share of the products of weight gradients that can hide a collective; the bytes that PyTorch's kernels
@@ -34,18 +34,28 @@ _OF_LOGIT_BACKWARD = 16
 # the backward (transformer_engine/common/triton/cross_entropy.py).
 _OF_FUSED_LOGIT_FORWARD = 6
 _OF_FUSED_LOGIT_BACKWARD = 4
-# Megatron adds the biases of last products expert by expert, in 32 bit (TEGroupedMLP._apply_bias): a product with the
-# router's probabilities, a sum, the outputs of all experts in one tensor, and a cast; the backward has the gradients of
-# each. Bytes for each number of an output, and kernels for each expert.
-_OF_BIASED_FORWARD = 24
-_OF_BIASED_BACKWARD = 40
-_BIAS_KERNELS_FORWARD = 2
-_BIAS_KERNELS_BACKWARD = 6
-# Before the activation function both halves of a gated product are cut and joined again, each a kernel of its own
-# (weighted_bias_quick_geglu_impl): bytes for each number of the product.
-_OF_CLAMPED_FORWARD = 8
-_OF_CLAMPED_BACKWARD = 10
-_CLAMP_KERNELS = 3
+# cuBLAS sums the gradients of the first products of experts into those of their biases. None of its kernels for Hopper
+# and later does so beside a product in 16 bit, by their names (cuBLASLt 13.1): one more reading of them is the least.
+_OF_FIRST_BIASES = 2
+
+
+class _Kernels(NamedTuple):
+    """What PyTorch runs for each number of a tensor."""
+
+    single: float  # results that it computes number by number, see Device.single_numbers
+    single_bytes: float  # that these kernels move
+    other_bytes: float  # that the others move
+    launches: int  # of biases for each expert
+
+
+# Forward and backward. Megatron adds the biases of last products expert by expert (TEGroupedMLP._apply_bias): a product
+# with the router's probabilities, a sum, and the outputs of all experts in one tensor; the backward has a product and a
+# sum for the gradient of each factor. With probabilities in 32 bit there are casts of outputs and of gradients.
+_BIASES_IN_16_BIT = (_Kernels(1, 2, 10, 2), _Kernels(2, 8, 4, 4))
+_BIASES_IN_32_BIT = (_Kernels(2, 14, 14, 2), _Kernels(2, 16, 20, 6))
+# Before activation functions both halves of gated products are cut and joined (weighted_bias_quick_geglu_impl); the
+# backward compares each with its limits, takes the gradient or zero, and joins them.
+_CLAMPS = (_Kernels(1, 4, 4, 3), _Kernels(2.5, 9.5, 5.5, 7))
 
 
 class Parts(NamedTuple):
@@ -182,7 +192,7 @@ def _attention(
     batch = setup.micro_batch_size
     length = end - start
     keys = setup.model.keys_given(layer, start, end)
-    seen = pairs(start, end, setup.model.window_of(layer))
+    seen = _computed_pairs(start, end, setup.model.window_of(layer))
     if setup.seen:
         seen = min(seen, setup.seen[setup.spans.index((start, end))])
     heads = block.attention.heads / setup.context_parallel * batch
@@ -193,6 +203,18 @@ def _attention(
         cached = batch * keys / setup.context_parallel * block.attention.keys_values
         back += device.moving_time((BYTES + 8) * cached, 2)
     return forward, back
+
+
+def _computed_pairs(start: int, end: int, window: int | None) -> float:
+    """The pairs that attention of the tokens [start, end) computes. For a block of queries it takes the blocks of keys
+    in their windows, one more than a window has, and as long as for a second one to begin and end: three blocks for a
+    window of 128 keys, ten for one of 1,024. With cuDNN on H200 and heads of 64 the first takes 0.37 (forward) and 0.44
+    (backward) as long as the second (cudnn-frontend, benchmark/attention_training/results/gpt_oss/h200 and
+    benchmark/sdpa_benchmark_training/results/h200_919_only_cudnn)."""
+    seen = pairs(start, end, window)
+    if window is None or not window:
+        return seen
+    return min(pairs(start, end, None), seen * (window + 2 * ATTENTION_BLOCK) / window)
 
 
 def _routed_time(setup: TrainingSetup, machine: Machine, blocks: Sequence[Block], length: int, layer: int) -> LayerTime:
@@ -235,17 +257,28 @@ def _around_experts(setup: TrainingSetup, machine: Machine, block: Block, routed
         backward += padding
     if setup.model.has_biases:
         here = ceil(block.experts / setup.expert_parallel)
-        forward += device.moving_time(_OF_BIASED_FORWARD * outputs, _BIAS_KERNELS_FORWARD * here)
-        backward += device.moving_time(_OF_BIASED_BACKWARD * outputs, _BIAS_KERNELS_BACKWARD * here)
+        biases = _BIASES_IN_32_BIT if setup.routes_in_32_bit else _BIASES_IN_16_BIT
+        in_forward, in_backward = (_kernel_time(machine, kernels, outputs, here) for kernels in biases)
+        forward += in_forward
+        backward += in_backward + device.moving_time(_OF_FIRST_BIASES * routed * block.expert[0].outputs, here)
     if setup.model.clamps_activations:
-        forward += _clamp_time(machine, block, routed, _OF_CLAMPED_FORWARD)
-        backward += _clamp_time(machine, block, routed, _OF_CLAMPED_BACKWARD)
+        in_forward, in_backward = _clamp_times(machine, block, routed)
+        forward += in_forward
+        backward += in_backward
     return forward, backward
 
 
-def _clamp_time(machine: Machine, block: Block, routed: float, bytes_of_number: int) -> float:
-    """To clamp what goes into the activation functions of experts, for `routed` tokens on a rank."""
-    return machine.device.moving_time(bytes_of_number * routed * block.expert[0].outputs, _CLAMP_KERNELS)
+def _kernel_time(machine: Machine, kernels: _Kernels, numbers: float, times: int = 1) -> float:
+    """These kernels for a tensor of so many numbers, in as many parts as `times`."""
+    single = machine.device.single_time(kernels.single * numbers, kernels.single_bytes * numbers)
+    return single + machine.device.moving_time(kernels.other_bytes * numbers, kernels.launches * times)
+
+
+def _clamp_times(machine: Machine, block: Block, routed: float) -> tuple[float, float]:
+    """To clamp what goes into the activation functions of experts, for `routed` tokens on a rank, forward and
+    backward."""
+    forward, backward = (_kernel_time(machine, kernels, routed * block.expert[0].outputs) for kernels in _CLAMPS)
+    return forward, backward
 
 
 def has_experts(setup: TrainingSetup, layer: int) -> bool:
@@ -295,7 +328,7 @@ def repeated_time(
             again += device.moving_time(3 * rows * block.activated, 1)
             if setup.model.clamps_activations:
                 routed_tokens = rows / setup.tensor_parallel * block.active
-                again += _clamp_time(machine, block, routed_tokens, _OF_CLAMPED_FORWARD)
+                again += _clamp_times(machine, block, routed_tokens)[0]
         if "shared_experts" in modules and block.expert:
             again += _products_again(setup, machine, block.products, rows)
             again += device.moving_time(BYTES * rows * block.moved, 2)

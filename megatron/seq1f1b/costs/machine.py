@@ -25,7 +25,8 @@ _FOLDER = Path(__file__).parent / "machines"
 _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (128, 64, 0.8), (64, 64, 0.65))
 # Steps along the dimension that is summed over, which take as long as to fill and drain a tile: a guess.
 _TILE_OVERHEAD = 128
-_BLOCK = 128  # queries of a head, in the backward keys, on a multiprocessor at a time (arXiv 2307.08691, section 3.2)
+# Queries of a head, in the backward keys, on a multiprocessor at a time (arXiv 2307.08691, section 3.2).
+ATTENTION_BLOCK = 128
 
 
 _Seconds = Annotated[float, Meta(ge=0, le=60)]
@@ -44,9 +45,15 @@ class Device(Struct, frozen=True, forbid_unknown_fields=True, cache_hash=True):
     flash_forward: Share  # FlashAttention, heads of 128, long sequences
     flash_backward: Share
     kernel_latency: _Seconds  # from the start of one kernel to the start of the next, on an empty device
+    # What attention with heads of 64, which wait for their exponentials, reaches of the rates of heads of 128: with
+    # FlashAttention 2 on A100 0.85 (arXiv 2307.08691, section 4.1).
+    flash_small_heads: Annotated[float, Meta(ge=0.5, le=1)] = 0.85
     full_speed_rows: Count = 128  # queries from which on attention is at full speed: a block of FlashAttention
     # Numbers of queries, ascending, each with the factor by which attention of fewer queries is slower.
     slow_attention: tuple[tuple[Count, Annotated[float, Meta(ge=1, le=1000)]], ...] = ()
+    # Results/s of PyTorch's kernels on operands that repeat or are parts of rows, which they read number by number; 0:
+    # not known, these kernels count as others.
+    single_numbers: At0 = 0.0
     # Bytes/s to the memory of its host and at once back, while all devices of the node copy; 0: not known.
     host_bandwidth: At0 = 0.0
     host_memory_gib: At0 = 0.0  # what activations of one device may take of the memory of its host, GiB
@@ -81,6 +88,12 @@ class Device(Struct, frozen=True, forbid_unknown_fields=True, cache_hash=True):
         """`num_kernels` kernels that read and write `num_bytes` in all."""
         return num_bytes / (self.memory_bandwidth * self.memory_efficiency) + num_kernels * self.kernel_latency
 
+    def single_time(self, numbers: float, num_bytes: float) -> float:
+        """Kernels of `numbers` results, some of whose operands repeat or are parts of rows; they read and write
+        `num_bytes` in all."""
+        moving = self.moving_time(num_bytes)
+        return max(moving, numbers / self.single_numbers) if self.single_numbers else moving
+
     def flash_time(
         self, queries: int, keys: int, pairs: float, heads: float, head_dim: float, backward: bool = False
     ) -> float:
@@ -88,10 +101,9 @@ class Device(Struct, frozen=True, forbid_unknown_fields=True, cache_hash=True):
         `head_dim` is the mean size of a key and a value."""
         flops = (10 if backward else 4) * heads * head_dim * pairs  # the backward computes the scores again
         rate = self.peak_flops * (self.flash_backward if backward else self.flash_forward)
-        # Small heads wait for the exponentials: those of 64 reach 0.85 of the rate (arXiv 2307.08691, section 4.1).
-        rate *= min(1.0, 0.7 + 0.3 * head_dim / 128)
+        rate *= min(1.0, 1 - (1 - self.flash_small_heads) * (128 - head_dim) / 64)
         # Few blocks leave multiprocessors without work, and the last wave is full by half on average.
-        blocks = ceil((keys if backward else queries) / _BLOCK) * heads
+        blocks = ceil((keys if backward else queries) / ATTENTION_BLOCK) * heads
         idle = self.multiprocessors / (2 * blocks) if blocks else 0.0
         return flops / rate * (1 + min(idle, self.multiprocessors)) + self.kernel_latency
 

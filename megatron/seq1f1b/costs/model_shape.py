@@ -148,6 +148,7 @@ class ModelShape:
     learned_positions: int = 0  # with an embedding each; 0: positions are rotary
     has_qk_norms: bool = False  # each head of queries and of keys has a norm
     clamps_activations: bool = False  # what goes into activation functions of experts
+    routes_in_32_bit: bool = False  # probabilities of experts
 
     __hash__ = hash_once
 
@@ -198,6 +199,7 @@ def model_shape(settings: Mapping[str, Any]) -> ModelShape:
         learned_positions=learned_positions,
         has_qk_norms=bool(settings.get("qk_layernorm")),
         clamps_activations=settings.get("activation_func_clamp_value") is not None,
+        routes_in_32_bit=settings.get("moe_router_dtype") in ("fp32", "fp64"),
     )
 
 

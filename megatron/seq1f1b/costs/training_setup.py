@@ -240,6 +240,11 @@ class TrainingSetup:
         return self.hides_experts and self.family in PAIRED
 
     @property
+    def routes_in_32_bit(self) -> bool:
+        """Whether probabilities of experts have 32 bits: with a flex dispatcher they always do."""
+        return self.dispatches_once or self.model.routes_in_32_bit
+
+    @property
     def moves_parts(self) -> bool:
         """Whether a part of every unit moves to the host, as in Megatron, instead of some of the units."""
         return self.moves is not Moves.UNITS

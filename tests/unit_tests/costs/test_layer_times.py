@@ -20,8 +20,8 @@ from megatron.seq1f1b.costs.layer_times import (
     layer_time,
     repeated_time,
 )
-from megatron.seq1f1b.costs.machine import read_machine
-from megatron.seq1f1b.costs.model_shape import Experts
+from megatron.seq1f1b.costs.machine import Machine, read_machine
+from megatron.seq1f1b.costs.model_shape import Experts, ModelShape
 from megatron.seq1f1b.costs.simulator import predict
 from megatron.seq1f1b.costs.stage_costs import analytic_costs
 from megatron.seq1f1b.costs.stage_times import launch_times, rows_of_stage, waits_for_launches
@@ -165,31 +165,70 @@ def dispatched(setup: TrainingSetup) -> list[float]:
     return [layer_time(each, MACHINE, 0, 4096, 5).forward.dispatch for each in setups]
 
 
-def test_biases_of_experts_are_added_one_by_one():
-    """In 32 bit, by two kernels for each expert in the forward and six in the backward."""
-    biased = TrainingSetup(preset("gpt-oss-120b"), 4096, 1, expert_parallel=8)
-    plain = replace(biased, model=replace(biased.model, has_biases=False))
-    with_biases = layer_time(biased, MACHINE, 0, 4096)
-    without = layer_time(plain, MACHINE, 0, 4096)
+DEVICE = structs.replace(MACHINE.device, single_numbers=2e11)
+SLOW, FAST = (replace(MACHINE, device=structs.replace(DEVICE, single_numbers=rate)) for rate in (2e11, 0.0))
+
+
+def more_with(model: ModelShape, machine: Machine = SLOW, **without: bool) -> list[float]:
+    """Seconds of other kernels, forward and backward, that a model has more than one without what is named."""
+    setup = TrainingSetup(model, 4096, 1, expert_parallel=8)
+    times = [layer_time(replace(setup, model=one), machine, 0, 4096) for one in (model, replace(model, **without))]
+    with_them, plain = ([time.forward.other, time.input.other] for time in times)
+    return [one - other for one, other in zip(with_them, plain, strict=True)]
+
+
+@pytest.mark.parametrize(
+    "routes_in_32_bit, single, moved, kernels",
+    [(False, (1, 2), (10, 4), (2, 4)), (True, (2, 2), (14, 20), (2, 6))],
+    ids=["16 bit", "32 bit"],
+)
+def test_biases_of_experts_are_added_one_by_one(routes_in_32_bit, single, moved, kernels):
+    """Their products with probabilities of 16 or 32 bit read number by number, sums and casts do not."""
+    model = replace(preset("gpt-oss-120b"), routes_in_32_bit=routes_in_32_bit)
     outputs = 4096 * 4 * 2880
-    expected = [MACHINE.device.moving_time(24 * outputs, 2 * 16), MACHINE.device.moving_time(40 * outputs, 6 * 16)]
-    in_forward = with_biases.forward.other - without.forward.other
-    in_backward = with_biases.input.other - without.input.other
-    assert [in_forward, in_backward] == pytest.approx(expected)
+    expected = [
+        numbers * outputs / 2e11 + DEVICE.moving_time(others * outputs, launches * 16)
+        for numbers, others, launches in zip(single, moved, kernels, strict=True)
+    ]
+    expected[1] += DEVICE.moving_time(2 * 2 * outputs, 16)  # of the first products, twice as wide
+    assert more_with(model, has_biases=False) == pytest.approx(expected)
+
+
+def test_a_flex_dispatcher_has_probabilities_in_32_bit():
+    once = TrainingSetup(preset("gpt-oss-120b"), 4096, 1, expert_parallel=8, dispatches_once=True)
+    assert once.routes_in_32_bit
+    assert not replace(once, dispatches_once=False).routes_in_32_bit
+    assert replace(once, model=replace(once.model, routes_in_32_bit=True), dispatches_once=False).routes_in_32_bit
 
 
 def test_clamped_activations_are_kernels_of_their_own():
     """Both halves are cut, and joined again; once more where activation functions are computed again."""
-    clamped = TrainingSetup(preset("gpt-oss-120b"), 4096, 1, expert_parallel=8)
-    plain = replace(clamped, model=replace(clamped.model, clamps_activations=False))
+    model = preset("gpt-oss-120b")
     numbers = 4096 * 4 * 2 * 2880
-    forward = MACHINE.device.moving_time(8 * numbers, 3)
-    backward = MACHINE.device.moving_time(10 * numbers, 3)
-    with_clamps, without = (layer_time(setup, MACHINE, 0, 4096) for setup in (clamped, plain))
-    in_both = [getattr(with_clamps, name).other - getattr(without, name).other for name in ("forward", "input")]
-    assert in_both == pytest.approx([forward, backward])
-    again = [repeated_time(replace(setup, recompute="moe_act"), MACHINE, 0, 4096, 0) for setup in (clamped, plain)]
+    forward = numbers / 2e11 + DEVICE.moving_time(4 * numbers, 3)
+    backward = 2.5 * numbers / 2e11 + DEVICE.moving_time(5.5 * numbers, 7)
+    assert more_with(model, clamps_activations=False) == pytest.approx([forward, backward])
+    of_bytes = [DEVICE.moving_time(8 * numbers, 3), DEVICE.moving_time(15 * numbers, 7)]
+    assert more_with(model, FAST, clamps_activations=False) == pytest.approx(of_bytes)
+    setups = [
+        TrainingSetup(replace(model, clamps_activations=clamps), 4096, 1, expert_parallel=8, recompute="moe_act")
+        for clamps in (True, False)
+    ]
+    again = [repeated_time(setup, SLOW, 0, 4096, 0) for setup in setups]
     assert again[0] - again[1] == pytest.approx(forward)
+
+
+def test_attention_in_a_window_computes_whole_blocks():
+    """On H200, 256 heads of 4,096 tokens with windows of 128 keys take 0.264 and 0.917 ms with cuDNN."""
+    h200 = read_machine("h200-141gb")
+    setup = TrainingSetup(preset("gpt-oss-120b"), 4096, 1, micro_batch_size=4)
+    windowed, whole = [layer_time(setup, h200, 0, 4096, layer=layer) for layer in (0, 1)]
+    assert [windowed.forward.attention, windowed.input.attention] == pytest.approx([0.264e-3, 0.917e-3], rel=0.45)
+    pairs = 128 * 129 / 2 + (4096 - 128) * 128  # of a token with itself and the 127 before it
+    ratio = 3 * pairs / (4096 * 4097 / 2)
+    assert windowed.forward.attention / whole.forward.attention == pytest.approx(ratio, rel=0.05)
+    short = TrainingSetup(preset("gpt-oss-120b"), 128, 1)
+    assert layer_time(short, h200, 0, 128, layer=0) == layer_time(short, h200, 0, 128, layer=1)
 
 
 def test_products_of_8_bits_have_casts_and_experts_padding():

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from megatron.seq1f1b.costs import machine
 from megatron.seq1f1b.costs.machine import Group, read_machine
@@ -45,7 +46,7 @@ H100 = Path(machine.__file__).with_name("machines").joinpath("h100-80gb.toml").r
             "device.slow_attention[0][1]: expected a number from 1 on, not 0.5",
         ),
         ("[host]", "slow_attention = [[64, 2], [32, 2]]\n[host]", "device: the numbers of queries in slow_attention"),
-        ("[device]", "[device", "it is not TOML: Expected ']' at the end of a table declaration (at line 10"),
+        ("[device]", "[device", "it is not TOML: Expected ']' at the end of a table declaration (at line 11"),
         ("[device]", "\udcff", "it is not UTF-8 text"),
     ],
     ids=ascii,
@@ -130,3 +131,36 @@ def test_attention_takes_longer_in_segments_than_in_one_piece():
         return sum(device.flash_time(length, end, length * (2 * end - length + 1) / 2, 4, 128) for end in ends)
 
     assert time(1) < time(4) < time(64)
+
+
+@pytest.mark.parametrize(
+    "name, head_dim, length, forward, backward",
+    [
+        ("gb200-nvl72", 128, 16384, 1622e12, 1226e12),
+        ("gb200-nvl72", 128, 32768, 1708e12, 1328e12),
+        ("gb200-nvl72", 64, 16384, 1120e12, None),
+        ("h200-141gb", 128, 32768, 688e12, 581e12),
+    ],
+)
+def test_attention_is_as_fast_as_published(name, head_dim, length, forward, backward):
+    """With cuDNN, and for the heads of 64 with FlashAttention 4."""
+    on = read_machine(name).device
+    for published, back in ((forward, False), (backward, True)):
+        if published is not None:
+            flops = (10 if back else 4) * head_dim * 64 * length**2 / 2
+            time = on.flash_time(length, length, length**2 / 2, 64, head_dim, back)
+            assert flops / time == pytest.approx(published, rel=0.2)
+
+
+def test_small_heads_are_slower_and_large_ones_no_faster():
+    times = [device.flash_time(8192, 8192, 8192**2 / 2, 16 * 128 / size, size) for size in (64, 96, 128, 192)]
+    assert times[0] / times[2] == pytest.approx(1 / device.flash_small_heads, rel=0.03)
+    assert times[0] > times[1] > times[2] == pytest.approx(times[3], rel=0.03)
+
+
+def test_kernels_that_read_number_by_number():
+    """They take the longer of their numbers and their bytes, and only the latter where no rate is known."""
+    slow = structs.replace(device, single_numbers=1e11)
+    assert slow.single_time(1e9, 4e9) == pytest.approx(1e-2)
+    assert slow.single_time(1e9, 1e11) == slow.moving_time(1e11) > 1e-2
+    assert structs.replace(device, single_numbers=0.0).single_time(1e9, 4e9) == device.moving_time(4e9)
