@@ -29,10 +29,12 @@ def read_clocks() -> Clocks:
 
 
 def busy_seconds(statistics: str) -> float:
-    """Seconds in which processors ran programs, or the kernel for them, by the text of /proc/stat (see proc(5))."""
-    name, user, nice, system, *_ = statistics.split()
+    """Seconds in which processors ran programs or the kernel, by the text of /proc/stat (see proc(5)). While the kernel
+    moves packets, the program that it interrupts counts as running."""
+    name, user, nice, system, _, _, interrupts, soft_interrupts, *_ = statistics.split()
     assert name == "cpu"
-    return (int(user) + int(nice) + int(system)) / os.sysconf("SC_CLK_TCK")
+    ticks = sum(map(int, (user, nice, system, interrupts, soft_interrupts)))
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def share_of_others(before: Clocks, after: Clocks, num_processors: int) -> float:

@@ -9,8 +9,9 @@ from benchmarking.other_programs import Clocks, busy_seconds, share_of_others
 
 def test_processors_run_programs_and_the_kernel_for_them():
     ticks = os.sysconf("SC_CLK_TCK")
-    text = f"cpu  {3 * ticks} {2 * ticks} {ticks} 900 800 700 600 500 0 0\ncpu0 1 1 1 1 1 1 1 1 0 0\nintr 5\n"
-    assert busy_seconds(text) == 6
+    of_all = f"cpu  {3 * ticks} {2 * ticks} {ticks} 900 800 {ticks} {2 * ticks} 500 0 0"
+    text = f"{of_all}\ncpu0 1 1 1 1 1 1 1 1 0 0\nintr 5\n"
+    assert busy_seconds(text) == 9
 
 
 def test_what_ranks_do_not_take_is_of_others():
