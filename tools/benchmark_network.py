@@ -6,8 +6,8 @@
 1F1B, its interleaved form, Seq1F1B and Seq1F1B-I run at rates of the link at which the output of a stage takes a
 tenth, a half and all of the time of its forward. Times of actions come from other runs in one, four and eight segments,
 latency and bandwidth of the limited link from messages of two sizes; steps are simulated by these. All runs at one rate
-are timed in turn; rounds beside which other programs took much of the processors are timed again. Needs root, and `ip`,
-`tc` and `sysctl`. The namespaces are gone at the end.
+are timed in turn, and the faster half of the steps of each counts. Needs root, and `ip`, `tc` and `sysctl`. The
+namespaces are gone at the end.
 """
 
 from benchmarking.device import parser_of, start  # before Megatron
@@ -24,7 +24,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from random import Random
+from math import ceil, hypot
 from typing import NamedTuple
 
 import torch
@@ -32,8 +32,7 @@ import torch.distributed as dist
 
 from benchmark import run_step
 from benchmarking.model import Batch, build_model, use_ranks
-from benchmarking.other_programs import read_clocks, share_of_others
-from benchmarking.prediction import simulated_steps
+from benchmarking.prediction import predicted_seconds
 from benchmarking.profile import Profile, profile_of
 from benchmarking.variants import Variant, ours
 from megatron.seq1f1b.partition import even, segment_times
@@ -46,11 +45,6 @@ _PORT = "29511"
 # Of the time of a forward, what its output takes on the link.
 SHARES = (0.1, 0.5, 1.0)
 _MICROBATCHES = 4
-# The part of the processors that others may take beside a round; with none running, up to 2 % count as theirs.
-_QUIET = 0.03
-# Times as many rounds are run at most, to find quiet ones.
-_MOST_ROUNDS = 2
-_RESAMPLES = 1000
 # By number of model chunks: the names of methods, each with its segments.
 METHODS = {
     1: {"1F1B": 1, "Seq1F1B, k = 4": 4},
@@ -85,15 +79,13 @@ class Link(NamedTuple):
 
 
 class Result(NamedTuple):
-    """A method at one rate of the link: seconds of each of its steps, which were timed in turn with those of other
-    methods, and of a step as predicted, in the median. Other programs took so much of the processors at most."""
+    """A method at one rate of the link: seconds of each of its steps that count, and of a step as predicted."""
 
     share: float
     method: str
     measured: Sequence[float]
     predicted: float
     rate: float  # bytes/s
-    others: float
 
 
 def parse() -> argparse.Namespace:
@@ -135,31 +127,20 @@ def _message_seconds(size: int, repeats: int) -> float:
     return statistics.median(seconds[2:])
 
 
-def timed(variants: list[Variant], repeats: int) -> float:
-    """Time steps of each, in turn, in so many rounds after one that warms up: those beside which other programs took
-    least. Returns the most that they took of the processors."""
-    _time_round(variants)
+def timed(variants: list[Variant], repeats: int) -> None:
+    """Time steps of each, in turn; the first round warms up. Keeps the faster half of the steps of each variant, the
+    fastest first: whatever else a machine does only delays a step. So a round of a profile has the nth fastest step of
+    each of its runs."""
     for variant in variants:
         for values in _measured(variant):
             values.clear()
-    others: list[float] = []
-    while len(others) < _MOST_ROUNDS * repeats and sum(share <= _QUIET for share in others) < repeats:
-        others.append(_time_round(variants))
-    quietest = sorted(range(len(others)), key=others.__getitem__)[:repeats]
+    for _ in range(repeats + 1):
+        for variant in variants:
+            run_step(variant)
     for variant in variants:
+        fastest = sorted(range(1, repeats + 1), key=variant.seconds.__getitem__)[: ceil(repeats / 2)]
         for values in _measured(variant):
-            values[:] = [values[number] for number in sorted(quietest)]
-    return others[quietest[-1]]
-
-
-def _time_round(variants: list[Variant]) -> float:
-    """Time a step of each. Returns the part of the processors that other programs took, the same on all ranks."""
-    before = read_clocks()
-    for variant in variants:
-        run_step(variant)
-    found = [share_of_others(before, read_clocks(), os.cpu_count() or 1)]
-    dist.broadcast_object_list(found, src=0)
-    return found[0]
+            values[:] = [values[number] for number in fastest]
 
 
 def _measured(variant: Variant) -> tuple[list, ...]:
@@ -168,26 +149,19 @@ def _measured(variant: Variant) -> tuple[list, ...]:
 
 
 class Ratio(NamedTuple):
-    """A step as a part of another, in the median, with its standard error: None for single steps."""
+    """A mean step as a part of another, with its standard error: None for single steps."""
 
     value: float
     uncertain: float | None
 
 
-def ratio_of_medians(steps: Sequence[float], others: Sequence[float]) -> Ratio:
-    """Of steps and others that were timed in turn. The error is by bootstrap, over rounds: what slows both in one round
-    does not make the ratio uncertain."""
-    value = statistics.median(steps) / statistics.median(others)
+def ratio_of_means(steps: Sequence[float], others: Sequence[float]) -> Ratio:
+    """Of as many steps as others."""
+    value = statistics.mean(steps) / statistics.mean(others)
     if len(steps) == 1:
         return Ratio(value, None)
-    generator = Random(0)
-    rounds = range(len(steps))
-    ratios = []
-    for _ in range(_RESAMPLES):
-        drawn = generator.choices(rounds, k=len(rounds))
-        of_drawn = [statistics.median(values[number] for number in drawn) for values in (steps, others)]
-        ratios.append(of_drawn[0] / of_drawn[1])
-    return Ratio(value, statistics.stdev(ratios))
+    spreads = (statistics.stdev(values) / statistics.mean(values) for values in (steps, others))
+    return Ratio(value, value * hypot(*spreads) / len(steps) ** 0.5)
 
 
 def rates_of_shares(size: int, forward: float) -> dict[float, float]:
@@ -227,13 +201,12 @@ def compare(args: argparse.Namespace, interface: str) -> Iterator[Result]:
         if dist.get_rank() == 0:
             print(f"{rate / 1e6:.3g} MB/s ...", file=sys.stderr, flush=True)
         link = measured_link(bytes_of_output)
-        others = timed(in_turn, args.repeats)
+        timed(in_turn, args.repeats)
         for num_chunks, methods in METHODS.items():
             profile = profile_of(profiled[num_chunks])
             for (name, segments), variant in zip(methods.items(), compared[num_chunks], strict=True):
                 message = link.seconds(bytes_of_output // segments)
-                predicted = statistics.median(simulated_steps(variant, profile, message))
-                yield Result(share, name, tuple(variant.seconds), predicted, rate, others)
+                yield Result(share, name, tuple(variant.seconds), predicted_seconds(variant, profile, message), rate)
     limit(interface, None)
 
 
@@ -246,7 +219,7 @@ def table(results: list[Result]) -> str:
         of_share = [result for result in results if result.share == share]
         first = of_share[0]
         for result in of_share:
-            measured = ratio_of_medians(result.measured, first.measured)
+            measured = ratio_of_means(result.measured, first.measured)
             predicted = result.predicted / first.predicted
             error = predicted / measured.value - 1
             uncertain = ""
@@ -254,7 +227,7 @@ def table(results: list[Result]) -> str:
                 errors.append(abs(error))
                 uncertain = "" if measured.uncertain is None else f" ± {measured.uncertain:.2f}"
             lines.append(
-                f"| {share:g} | {result.method} | {statistics.median(result.measured):.2f} | {result.predicted:.2f} | "
+                f"| {share:g} | {result.method} | {statistics.mean(result.measured):.2f} | {result.predicted:.2f} | "
                 f"{measured.value:.2f}{uncertain} | {predicted:.2f} | {100 * error:+.1f} % |"
             )
     off = f"{100 * statistics.mean(errors):.1f} % off in the mean, {100 * max(errors):.1f} % at worst"
@@ -271,9 +244,8 @@ def run_rank() -> None:
         rates = dict.fromkeys(result.rate for result in results)
         print(
             f"2 ranks, {_MICROBATCHES} micro-batches of one sequence of {args.seq_length} tokens, {args.num_layers} "
-            f"layers, hidden {args.hidden_size}; medians of {args.repeats}; links of "
-            f"{', '.join(f'{rate / 1e6:.3g}' for rate in rates)} MB/s; other programs took "
-            f"{100 * max(result.others for result in results):.1f} % of the processors at most\n\n{table(results)}"
+            f"layers, hidden {args.hidden_size}; means of the faster half of {args.repeats}; links of "
+            f"{', '.join(f'{rate / 1e6:.3g}' for rate in rates)} MB/s\n\n{table(results)}"
         )
     dist.destroy_process_group()
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from benchmark import run_step
 from benchmarking.model import Batch, build_model, use_ranks
-from benchmarking.prediction import simulated_steps, table
+from benchmarking.prediction import predicted_seconds, table
 from benchmarking.profile import profile_of
 from benchmarking.variants import Variant, model_shape, ours
 from megatron.seq1f1b.costs.blocks import paper_flops
@@ -109,7 +109,7 @@ def compare(args: argparse.Namespace, num_chunks: int) -> list[tuple[str, float,
     profile = profile_of([variant for _, variant in profiled])
     message = message_seconds(args)
     return [
-        (name, statistics.mean(variant.seconds), statistics.mean(simulated_steps(variant, profile, message)))
+        (name, statistics.mean(variant.seconds), predicted_seconds(variant, profile, message))
         for name, variant in others
     ]
 

@@ -1,5 +1,6 @@
 """Steps predicted from what single actions took in other runs."""
 
+import statistics
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from random import Random
@@ -14,9 +15,9 @@ from .variants import Variant
 _DRAWS = 100
 
 
-def simulated_steps(variant: Variant, profile: Profile, message_seconds: float) -> list[float]:
-    """Seconds of steps of the schedule of a variant, lowered, with messages of so many seconds. Actions take what is
-    drawn for them, in each step from one round of the profile."""
+def predicted_seconds(variant: Variant, profile: Profile, message_seconds: float) -> float:
+    """The schedule of a variant, lowered, with messages of so many seconds: the mean of steps whose actions take what
+    is drawn for them, from one round of the profile after the other."""
     lowered = lower(as_run(variant))
     costs = Costs.uniform(variant.shape, message=message_seconds)
     bounds = list(pairwise(accumulate(variant.lengths, initial=0)))
@@ -27,7 +28,7 @@ def simulated_steps(variant: Variant, profile: Profile, message_seconds: float) 
         round_ = number % len(profile.rounds)
         drawn = {action: profile.drawn(round_, action, *bounds[action.segment], generator) for action in actions}
         steps.append(execute_lowered(lowered, costs, drawn=drawn).makespan)
-    return steps
+    return statistics.mean(steps)
 
 
 def table(rows: Sequence[tuple[str, float, float]]) -> str:
