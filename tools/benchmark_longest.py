@@ -55,7 +55,11 @@ IMPORTED = (
     "megatron.seq1f1b.launch.training_loop",
     "megatron.training",
 )
-OUT_OF_MEMORY = re.compile(r"can't allocate memory|Cannot allocate memory|MemoryError|bad_alloc|out of memory", re.I)
+OUT_OF_MEMORY = re.compile(
+    r"can't allocate memory|Cannot allocate memory|MemoryError|bad_alloc|out of memory"
+    r"|does not fit into the memory of this host",  # the sentence of process/causes.py
+    re.I,
+)
 LOSS = re.compile(r"lm loss: (\S+) \|")
 PEAK = re.compile(r"^peak (\d+)$", re.MULTILINE)
 SECONDS = re.compile(r"elapsed time per iteration \(ms\): ([\d.]+)")

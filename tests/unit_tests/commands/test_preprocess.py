@@ -109,7 +109,7 @@ def test_bad_documents_stop_the_run_or_are_skipped(corpus, tmp_path, capsys):
     source.write_bytes(lines + b'{"text": "\\ud800"}\n{"text": "too"}\n')
     assert made(corpus, source, "bad") == 2
     error = capsys.readouterr().err
-    assert f"error: {source}:2: 'text' is missing" in error and "--on-error skip" in error
+    assert f"error: --input {source}:2: 'text' is missing" in error and "--on-error skip" in error
     assert names(corpus) == before
     assert made(corpus, source, "bad", "--on-error", "skip") == 0
     out, error = capsys.readouterr()

@@ -94,7 +94,7 @@ def test_an_unfinished_file_leaves_what_was_there(name, tmp_path, monkeypatch, c
 
     monkeypatch.setattr("pathlib.Path.replace", full)
     assert seq1f1b("plot", *SIZES, "--output", tmp_path / name) == 2
-    sentence = f"error: {tmp_path / name}: cannot be written: No space left on device; {tmp_path} has "
+    sentence = f"error: --output {tmp_path / name}: cannot be written: No space left on device; {tmp_path} has "
     assert capsys.readouterr().err.startswith(sentence)
     assert (tmp_path / name).read_text() == "before" and list(tmp_path.iterdir()) == [tmp_path / name]
 

@@ -46,7 +46,7 @@ H100 = Path(machine.__file__).with_name("machines").joinpath("h100-80gb.toml").r
             "device.slow_attention[0][1]: expected a number from 1 on, not 0.5",
         ),
         ("[host]", "slow_attention = [[64, 2], [32, 2]]\n[host]", "device: the numbers of queries in slow_attention"),
-        ("[device]", "[device", "it is not TOML: Expected ']' at the end of a table declaration (at line 11"),
+        ("[device]", "[device", "it is not TOML: Expected ']' at the end of a table declaration (at line 10"),
         ("[device]", "\udcff", "it is not UTF-8 text"),
     ],
     ids=ascii,
