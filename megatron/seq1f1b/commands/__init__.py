@@ -16,6 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from ..process.flag_names import values_by_flag
 from ..process.near_names import did_you_mean
 from ..process.sentences import say, sentence_of
 from ..process.streams import prepare_streams
@@ -103,12 +104,7 @@ def _caught(command: Callable[[], int | None], words: Sequence[str]) -> int:
 
 def _with_flag(sentence: str, words: Sequence[str]) -> str:
     """A sentence about a file with the flag, among these words of the command line, that names the file."""
-    flag = ""
-    for word in words:
-        name, is_joined, value = word.partition("=")
-        if word.startswith("--"):
-            flag = name
-        path = value if word.startswith("--") and is_joined else word
+    for flag, path in values_by_flag(words):
         if flag and path and sentence.startswith((f"{path}:", f"{Path(path)}:")):
             return f"{flag} {sentence}"
     return sentence

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ..arguments.flags import number_type, refuse
+from ..process.flag_names import values_by_flag
 
 # Endings of the pictures that matplotlib draws.
 PICTURES = (".png", ".svg", ".pdf")
@@ -38,13 +39,8 @@ class Parser(argparse.ArgumentParser):
     def _refuse_empty(self, words: Sequence[str]) -> None:
         """Refuse an empty value, as of a variable of the shell that is not set. As a path it would be the folder in
         which the command runs."""
-        flag = ""
-        for word in words:
-            name, is_joined, value = word.partition("=")
-            if word.startswith("--"):
-                flag = name
-            is_empty = not value.strip() if is_joined and word.startswith("--") else not word.strip()
-            if is_empty:
+        for flag, value in values_by_flag(words):
+            if not value.strip():
                 place = f"{flag} has an empty value; drop the flag, or give it one" if flag else "a word is empty"
                 self.error(f"{place} (is a variable of the shell not set?)")
 

@@ -1,6 +1,6 @@
-"""How flags are spelled."""
+"""How flags are spelled, and which values follow them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 
 # Megatron's flags that have another name than their values.
@@ -19,3 +19,16 @@ _SPELLED: Mapping[str, str] = MappingProxyType(
 def flag_of(name: str) -> str:
     """The flag whose value has this name after parsing: `--num-layers` for `num_layers`."""
     return _SPELLED.get(name, f"--{name.replace('_', '-')}")
+
+
+def values_by_flag(words: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Each value among the words of a command line, with the flag before it; that is empty for the words before the
+    first flag."""
+    flag = ""
+    for word in words:
+        if not word.startswith("--"):
+            yield flag, word
+            continue
+        flag, is_joined, value = word.partition("=")
+        if is_joined:
+            yield flag, value
