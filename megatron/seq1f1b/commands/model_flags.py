@@ -114,6 +114,7 @@ def add_every_model_flag(parser: argparse.ArgumentParser) -> None:
 
 def _window(text: str) -> tuple[int, ...]:
     """Tokens before and after the query, in the form of Megatron's parser: 128,0 or (128,0)."""
+    # No sequence is longer than the largest number here, so that wider windows are all alike.
     return tuple(min(int(number), 10**9) for number in text.strip("()").split(","))
 
 

@@ -235,12 +235,12 @@ def print_notes(kind: PlanKind, rules: LaunchRules, args: argparse.Namespace, fl
         if name in ("--fp8-format", "--fp4-format"):
             print(f"{name} is not modelled: times and memory are those of 16 bit.")
     unread = [name_of(flag) for flag in launch.unread if flag in flags]
-    known = {*megatron_values(), *_training_parser()._option_string_actions}
-    for name in unread:
-        if name not in known:
-            near = did_you_mean(name, known)
-            print(f"{name} is no flag of Megatron: {near}" if near else f"{name} is no flag of Megatron.")
     if unread:
+        known = {*megatron_values(), *_training_parser()._option_string_actions}
+        for name in unread:
+            if name not in known:
+                near = did_you_mean(name, known)
+                print(f"{name} is no flag of Megatron: {near}" if near else f"{name} is no flag of Megatron.")
         print(f"These flags come back as given and change no prediction: {', '.join(unread)}.")
     for sentence in kind.notes(flags):
         print(sentence)
