@@ -183,6 +183,11 @@ def gpu_name(flags: Namespace) -> str:
     return torch.cuda.get_device_name() if not flags.dry_run and torch.cuda.is_available() else "A100"
 
 
+def host_memory() -> int:
+    """Bytes of the memory of this host."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def device_memory(flags: Namespace) -> float:
     """Bytes that this process can use, in whole GiB so that ranks on equal machines agree."""
     import torch
@@ -190,7 +195,7 @@ def device_memory(flags: Namespace) -> float:
     if flags.dry_run:
         return float(flags.device_memory * _GIB)
     if is_on_cpu(flags):
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        total = host_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     else:
         total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
     return max(1, total // _GIB) * _GIB

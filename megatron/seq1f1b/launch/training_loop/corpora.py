@@ -3,7 +3,6 @@
 Tested in functional_tests/test_training_features.py by test_a_part_without_documents_is_left_out.
 """
 
-import os
 from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
@@ -14,6 +13,7 @@ from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.datasets.utils import Split
 
+from ...arguments.megatron_run import host_memory
 from ...process.patches import Patch, PatchTable, wrapping
 from ...process.ranks import warn_on_rank_0
 
@@ -51,18 +51,29 @@ class Corpora:
 
 def _built(upstream: Callable, kind: Any, is_built: Callable[[], bool], synchronizes: bool, *arguments: Any) -> Any:
     """A data set; None for a part of --split that has too few documents."""
-    if not is_built() or not _is_left_out(kind, arguments):
-        return upstream(kind, is_built, synchronizes, *arguments)
-    if synchronizes and dist.is_initialized():
-        dist.barrier()  # ranks that build nothing wait there
-    return None
+    if is_built():
+        _check_size(kind, arguments)
+        if _is_left_out(kind, arguments):
+            if synchronizes and dist.is_initialized():
+                dist.barrier()  # ranks that build nothing wait there
+            return None
+    return upstream(kind, is_built, synchronizes, *arguments)
 
 
-def _check_size(split: Split, num_samples: int) -> None:
+def _is_of_samples(kind: Any) -> bool:
+    """Whether a data set is of samples of one corpus, not of several data sets."""
+    return isinstance(kind, type) and issubclass(kind, GPTDataset)
+
+
+def _check_size(kind: Any, arguments: tuple) -> None:
     """Raise ValueError for more samples than the memory of this host has numbers for. Megatron counts the epochs that
     they take one by one before it asks for that memory, which may go on for ever."""
+    if not _is_of_samples(kind):
+        return
+    _, _, _, given_samples, split, _ = arguments
+    num_samples = given_samples or 0
     needed = _INDEX_BYTES * num_samples
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = host_memory()
     if needed > memory:
         flag = (
             "--train-iters or --train-samples" if split is Split.train else "--eval-iters or a larger --eval-interval"
@@ -77,10 +88,9 @@ def _is_left_out(kind: Any, arguments: tuple) -> bool:
     """Whether a part for evaluations has no tokens; raises ValueError for training."""
     if kind is BlendedDataset:
         return None in arguments[0]
-    if not (isinstance(kind, type) and issubclass(kind, GPTDataset)):
+    if not _is_of_samples(kind):
         return False
-    dataset, _, indices, num_samples, split, config = arguments
-    _check_size(split, num_samples or 0)
+    dataset, _, indices, _, split, config = arguments
     # Megatron has no indices with --dataloader-fast-cache-load.
     if indices is None or any(dataset.sequence_lengths[index] for index in indices):
         return False
