@@ -27,8 +27,8 @@ CASES = [
 INDEX = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ2i2q3q", 1, 8, 2, 3, 3, 5, 0, 6, 0, 1, 2)
 NEGATIVE = INDEX.replace(struct.pack("<2i2q", 3, 5, 0, 6), struct.pack("<2i2q", -3, 11, 0, -6))
 LATEST = "latest_checkpointed_iteration.txt"
-# Folders of checkpoints with a folder for the second iteration.
-OF_ITERATION_2 = ("words_for_a_number", "gone", "half", "garbage", "untracked")
+# An iteration that folders of checkpoints have beside what is wrong with them.
+SAVED = "iter_0000002/empty"
 FILES = {
     "chats.jsonl": "{}",
     "three": "20 20 24",
@@ -57,7 +57,11 @@ FILES = {
     f"gone/{LATEST}": "7",
     f"half/{LATEST}": "4",
     f"garbage/{LATEST}": "4",
-    **{f"{folder}/iter_0000002/empty": "" for folder in OF_ITERATION_2},
+    f"words_for_a_number/{SAVED}": "",
+    f"gone/{SAVED}": "",
+    f"half/{SAVED}": "",
+    f"garbage/{SAVED}": "",
+    f"untracked/{SAVED}": "",
     "half/iter_0000004/.metadata": "garbage",
     **{f"garbage/iter_0000004/{name}": "garbage" for name in (".metadata", "metadata.json", "common.pt")},
 }
