@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 
 def save_qwen(
@@ -42,6 +43,14 @@ def save_qwen(
         model = Qwen3MoeForCausalLM(experts)
     model.save_pretrained(folder)
     save_tokenizer(folder, vocabulary)
+
+
+def save_dense_and_experts(folder: Path, vocabulary: int) -> None:
+    """A Qwen3 in `dense`, and one of four experts in `experts`, saved by rank 0; all ranks wait for it."""
+    if dist.get_rank() == 0:
+        save_qwen(folder / "dense", vocabulary)
+        save_qwen(folder / "experts", vocabulary, num_experts=4)
+    dist.barrier()
 
 
 def save_llama(folder: Path, vocabulary: int) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,9 @@ import torch
 import torch.distributed as dist
 from megatron.core.utils import unwrap_model
 
+from frameworks.both_ways import both_ways
 from frameworks.equal_steps import Training
-from frameworks.installed import installed
-from frameworks.models import save_qwen
-from frameworks.own_attention import OWN_ATTENTION
-from megatron.seq1f1b.process.patches import patched
+from frameworks.models import save_dense_and_experts
 
 VOCABULARY = 64
 # Tokens of the prompts and responses of a batch: a few long rollouts among short ones.
@@ -48,19 +47,17 @@ def trained_twice(
     folder: Path, cases: Mapping[str, Any], train: Train
 ) -> dict[str, tuple[PolicyTraining, PolicyTraining]]:
     """Every case, with segments of 16 tokens and without segments."""
-    if dist.get_rank() == 0:
-        save_qwen(folder / "dense", VOCABULARY)
-        save_qwen(folder / "experts", VOCABULARY, num_experts=4)
-    dist.barrier()
+    save_dense_and_experts(folder, VOCABULARY)
     results = {}
     for name, case in cases.items():
         model = folder / ("experts" if case.has_experts else "dense")
-        with installed(segment_tokens=16, pipeline_schedule=case.schedule):
-            ours = train(model, case, folder / f"{name}-ours")
-        with patched([OWN_ATTENTION]):
-            own = train(model, replace(case, sizes=case.own_sizes or case.sizes), folder / f"{name}-own")
-        results[name] = ours, own
-        print(name, ours.losses, own.losses, ours.norms, own.norms, ours.peak_bytes, own.peak_bytes, flush=True)
+        own_case = replace(case, sizes=case.own_sizes or case.sizes)
+        results[name] = both_ways(
+            name,
+            partial(train, model, case, folder / f"{name}-ours"),
+            partial(train, model, own_case, folder / f"{name}-own"),
+            pipeline_schedule=case.schedule,
+        )
     return results
 
 

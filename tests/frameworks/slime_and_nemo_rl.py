@@ -25,14 +25,12 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 from torch.nn.functional import pad
 
+from frameworks.both_ways import both_ways
 from frameworks.equal_steps import Training
-from frameworks.installed import installed
 from frameworks.live_bytes import LiveBytes
-from frameworks.own_attention import OWN_ATTENTION
 from functional_tests.equality.cases import Layout
 from functional_tests.equality.layout import build
 from functional_tests.equality.models import VOCABULARY, Model
-from megatron.seq1f1b.process.patches import patched
 
 STEPS, TEMPERATURE = 5, 0.9
 # Tokens of prompt and response, in three packs.
@@ -52,15 +50,7 @@ class PolicyTraining(Training):
 
 def with_segments_and_without() -> dict[str, tuple[PolicyTraining, PolicyTraining]]:
     """Both programs, by segments of 16 tokens and by Megatron's own schedule."""
-    results = {}
-    for name in PROGRAMS:
-        with installed(segment_tokens=16):
-            ours = train(name)
-        with patched([OWN_ATTENTION]):
-            own = train(name)
-        results[name] = ours, own
-        print(name, ours.losses, own.losses, ours.norms, own.norms, ours.peak_bytes, own.peak_bytes, flush=True)
-    return results
+    return {name: both_ways(name, partial(train, name), partial(train, name)) for name in PROGRAMS}
 
 
 def train(program: str) -> PolicyTraining:

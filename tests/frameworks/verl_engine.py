@@ -15,26 +15,24 @@ optimizer, its micro-batches, forwards, and losses. What the program around it d
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.enums import ModelType
 
-from frameworks.installed import installed
+from frameworks.both_ways import both_ways
+from frameworks.equal_steps import Training
 from frameworks.live_bytes import LiveBytes
-from frameworks.models import save_qwen
-from frameworks.own_attention import OWN_ATTENTION, forget_backend
-from megatron.seq1f1b.process.patches import patched
+from frameworks.models import save_dense_and_experts
+from frameworks.own_attention import forget_backend
+from frameworks.policies import LENGTHS, VOCABULARY
 
-VOCABULARY, STEPS = 64, 5
-# Tokens of the prompts and responses of a batch: a few long rollouts among short ones.
-LENGTHS = ((5, 90), (9, 20), (3, 7), (12, 60), (6, 33), (10, 5), (4, 71), (8, 16))
+STEPS = 5
 
 
 @dataclass(frozen=True)
@@ -87,45 +85,34 @@ CASES_OF_THE_DEFAULT = {
 }
 
 
-@dataclass(frozen=True)
-class Training:
-    """Of one rank; only one rank of the last stage has losses, gradient norms, and what it infers before and after the
-    steps."""
+@dataclass
+class VerlTraining(Training):
+    """With what the rank that has losses infers before and after the steps."""
 
-    losses: list[float]
-    norms: list[float]
-    before: dict[str, torch.Tensor]
-    after: dict[str, torch.Tensor]
-    without_adapters: dict[str, torch.Tensor]  # after the steps, with LoRA
-    peak_bytes: int  # of tensors that live at once in the last step
+    before: dict[str, torch.Tensor] = field(default_factory=dict)
+    after: dict[str, torch.Tensor] = field(default_factory=dict)
+    without_adapters: dict[str, torch.Tensor] = field(default_factory=dict)  # after the steps, with LoRA
 
 
-def with_mbridge(folder: Path) -> dict[str, tuple[Training, Training]]:
+def with_mbridge(folder: Path) -> dict[str, tuple[VerlTraining, VerlTraining]]:
     return _with_segments_and_without(folder, CASES)
 
 
-def with_megatron_bridge(folder: Path) -> dict[str, tuple[Training, Training]]:
+def with_megatron_bridge(folder: Path) -> dict[str, tuple[VerlTraining, VerlTraining]]:
     return _with_segments_and_without(folder, CASES_OF_THE_DEFAULT)
 
 
-def _with_segments_and_without(folder: Path, cases: dict[str, Case]) -> dict[str, tuple[Training, Training]]:
+def _with_segments_and_without(folder: Path, cases: dict[str, Case]) -> dict[str, tuple[VerlTraining, VerlTraining]]:
     """Every case, with segments of 16 tokens and without segments."""
-    if dist.get_rank() == 0:
-        save_qwen(folder / "dense", VOCABULARY)
-        save_qwen(folder / "experts", VOCABULARY, num_experts=4)
-    dist.barrier()
+    save_dense_and_experts(folder, VOCABULARY)
     results = {}
     for name, case in cases.items():
-        with installed(segment_tokens=16):
-            ours = train(folder, case)
-        with patched([OWN_ATTENTION]):
-            own = train(folder, case if case.own_sizes is None else replace(case, sizes=case.own_sizes))
-        results[name] = ours, own
-        print(name, ours.losses, own.losses, ours.norms, own.norms, ours.peak_bytes, own.peak_bytes, flush=True)
+        own_case = replace(case, sizes=case.own_sizes or case.sizes)
+        results[name] = both_ways(name, partial(train, folder, case), partial(train, folder, own_case))
     return results
 
 
-def train(folder: Path, case: Case) -> Training:
+def train(folder: Path, case: Case) -> VerlTraining:
     loss = case.loss
     dynamic = case.dynamic
     engine = engine_of(folder / ("experts" if case.has_experts else "dense"), case)
@@ -147,7 +134,14 @@ def train(folder: Path, case: Case) -> Training:
     if case.has_lora:  # of the reference, as verl has it then
         with engine.disable_adapter():
             without_adapters = inferred(engine, loss, dynamic)
-    return Training(losses, norms, before, after, without_adapters, memory.peak)
+    return VerlTraining(
+        losses=losses,
+        norms=norms,
+        peak_bytes=memory.peak,
+        before=before,
+        after=after,
+        without_adapters=without_adapters,
+    )
 
 
 def engine_of(folder: Path, case: Case) -> Any:
