@@ -3,6 +3,7 @@
 import sys
 from argparse import Namespace
 from collections import Counter
+from dataclasses import replace
 from types import ModuleType
 
 import megatron.core.pipeline_parallel as of_megatron
@@ -89,6 +90,16 @@ def test_a_schedule_from_a_file_and_a_trace(launch, megatrons_own, tmp_path):
     assert len(read_timeline(tmp_path / "iteration-1-pipeline-0.json").ranks[0]) >= 12
 
 
+def test_a_schedule_from_a_file_takes_micro_batches_in_any_order(launch, megatrons_own, tmp_path):
+    """The stages differ in it here; each reads them in their own order."""
+    order = build("gpipe", Shape(Placement(2), 3))
+    first, last = order.ranks
+    forwards, backwards = first[:3], first[3:]
+    write_schedule(replace(order, ranks=((*reversed(forwards), *backwards), last)), tmp_path / "mine.csv")
+    options = {"pipeline_schedule_file": tmp_path / "mine.csv"}
+    assert_equal(launch.call(2, step, options=options), megatrons_own)
+
+
 @pytest.fixture(scope="module")
 def masked(launch):
     """Megatron's own, with a mask that keeps documents apart."""
@@ -171,7 +182,18 @@ def _size(tensors) -> int:
     return tensors.numel() if isinstance(tensors, torch.Tensor) else sum(each.numel() for each in tensors)
 
 
-def trained(partitions: bool, layers: int = 4, calls=1, experts=1, **sizes: int) -> dict:
+def with_penalty(data_iterator, model):
+    """A step whose loss reaches weights beside the call of the model."""
+    output, loss_func = forward_step(data_iterator, model)
+
+    def with_penalty_on_weights(losses):
+        loss, count, report = loss_func(losses)
+        return loss + model.module.output_layer.weight.square().sum() * count, count, report
+
+    return output, with_penalty_on_weights
+
+
+def trained(partitions: bool, layers: int = 4, calls=1, experts=1, step=forward_step, **sizes: int) -> dict:
     """Three steps of Adam of a program with a layer in each chunk, each on the gradients of several calls of Megatron's
     function, of three micro-batches each: losses and norms, weights, and what the last step moves and holds."""
     options = {"partition_state": True} if partitions else {}
@@ -190,7 +212,7 @@ def trained(partitions: bool, layers: int = 4, calls=1, experts=1, **sizes: int)
                 for chunk in chunks:
                     chunk.config.finalize_model_grads_func = finalize_model_grads if call == calls - 1 else None
                 reports = of_megatron.get_forward_backward_func()(
-                    forward_step_func=forward_step,
+                    forward_step_func=step,
                     data_iterator=[batches(Case("", 1, 3, "even", "random"), call, 2) for _ in chunks],
                     model=chunks,
                     num_microbatches=3,
@@ -244,6 +266,13 @@ def test_a_partitioned_state_trains_a_program_alike(launch):
         sizes = [len(chunk) for chunk in partitioned["chunks"]]
         assert partitioned["reduced"] == pytest.approx(sum(sizes) / 2, rel=0.005)
         assert partitioned["gathered"] == pytest.approx(sum(sizes) - sum(sizes[-2:]) / 2, rel=0.005)
+
+
+def test_a_partitioned_state_has_gradients_of_a_penalty(launch):
+    """Which goes backward before the chunk does."""
+    for whole, partitioned in both(launch, step=with_penalty):
+        assert whole["losses"] == partitioned["losses"]
+        assert all(map(torch.equal, whole["chunks"], partitioned["chunks"]))
 
 
 def test_a_partitioned_state_adds_up_gradients_of_two_calls(launch):

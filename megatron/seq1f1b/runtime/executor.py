@@ -193,7 +193,8 @@ class PipelineExecutor:
         """Whether the model runs on parts of what the program calls it with; else on each micro-batch as it comes."""
         segmentation = self.segmentation
         cuts = segmentation.from_calls or segmentation.cuts_sequences
-        return cuts or step.groups.cp.size() > 1 or self._goes_by_plans(step)
+        keeps_order = step.forward_only or self._schedule.keeps_order
+        return cuts or not keeps_order or step.groups.cp.size() > 1 or self._goes_by_plans(step)
 
     @contextmanager
     def _failing_for_good(self, step: Step) -> Iterator[None]:
@@ -227,8 +228,8 @@ class PipelineExecutor:
     ) -> Losses:
         """Run the actions of this rank, then Megatron's end of the step."""
         self.context.splits_backwards = schedule.splits_backwards
-        losses = Losses(step)
         syncs = gradient_syncs(step.config, step.chunks, finishes_last=len(step.chunks) == 1 and step.rank == 0)
+        losses = Losses(step, syncs)
         with ExitStack() as around:
             for sync in syncs:
                 around.callback(sync.close)  # also after a failure

@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Self
 
 from .automatic import auto
@@ -86,6 +87,19 @@ class ScheduleChoice:
     def has_moves(self) -> bool:
         """Whether the given schedule contains moves of activations."""
         return self.given is not None and self.given.has_moves
+
+    @cached_property
+    def keeps_order(self) -> bool:
+        """Whether every stage runs the forwards of micro-batches in their order, in which programs read them."""
+        if self.given is None:
+            return True
+        newest: dict[int, int] = {}  # the micro-batch that went forward last, by stage
+        for action in chain.from_iterable(self.given.ranks):
+            if action.kind is Kind.F:
+                if action.microbatch < newest.get(action.stage, 0):
+                    return False
+                newest[action.stage] = action.microbatch
+        return True
 
     def resolve(self, shape: Shape, lengths: Sequence[int], costs: CostsOfLengths | None) -> Clock | Schedule:
         """The schedule of a step with segments of `lengths` tokens, the same on every rank; `auto` plans for equal

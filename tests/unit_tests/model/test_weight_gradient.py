@@ -43,9 +43,8 @@ def expected(layer: Layer, *inputs: torch.Tensor) -> torch.Tensor:
 
 
 def go_backward(layer: Layer, unit: int, input: torch.Tensor) -> None:
-    loss = layer(input).square().sum()
     layer.store.unit = unit
-    loss.backward()
+    layer(input).square().sum().backward()
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
@@ -85,6 +84,14 @@ def test_without_anything_to_split_the_layer_is_left_alone():
     torch.testing.assert_close(first.weight.grad, expected(first, input))
     with torch.no_grad():
         assert not first(tokens()).requires_grad
+
+
+def test_a_layer_that_a_program_calls_by_itself_is_left_alone():
+    layer = Layer()
+    input = tokens()
+    layer(input).square().sum().backward()
+    torch.testing.assert_close(layer.weight.grad, expected(layer, input))
+    layer.store.assert_empty()
 
 
 @pytest.mark.parametrize("zero_out", [False, True])

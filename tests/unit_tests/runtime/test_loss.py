@@ -54,6 +54,21 @@ def test_a_nan_loss_ends_the_step(machine):
         run(executor(), Stage(), num_microbatches=2, step=partial(checking_step, [], losses))
 
 
+@pytest.mark.parametrize("k", [1, 2])
+def test_a_sum_of_weights_is_no_number_of_tokens(alone, k):
+    """Megatron's sum of numbers of tokens takes no other numbers, and ours would cut them."""
+
+    def step(data_iterator, model):
+        output = model(next(data_iterator))
+        return output, lambda output: (output.sum(), torch.tensor(2.5), {})
+
+    stage = Stage()
+    run(executor(k=k), stage, num_microbatches=2, step=step)
+    stage.config.calculate_per_token_loss = True
+    with pytest.raises(ValueError, match="number of tokens of type torch.float32, .* divide the loss by the sum"):
+        run(executor(k=k), stage, num_microbatches=2, step=step)
+
+
 REPORTS = {
     "a dictionary": lambda loss: {"loss": loss.detach()},
     "nothing": lambda loss: None,

@@ -80,6 +80,11 @@ def test_outputs_without_gradients_are_plain_tensors():
     assert not joined.requires_grad and not scalars[0].requires_grad
 
 
+def test_a_number_that_differs_is_refused():
+    with pytest.raises(ValueError, match="returns 5 for one segment and 3 for another, and only values for each token"):
+        of_segments(lambda x: (x.square(), x.shape[1]), torch.randn(2, LENGTH, 4))
+
+
 def test_logits_are_held_once():
     """No output of a segment outlives its turn; only its graph does."""
     outputs, gone, scalars = Outputs(LENGTH), [], []

@@ -88,17 +88,19 @@ def defer_weight_gradients(store: WeightGradientStore, chunks: Iterable[torch.nn
     if of_te:
         base = "transformer_engine.pytorch.module.base.TransformerEngineBaseModule"
         rows.append(Patch(f"{base}.wgrad_store", lambda layer, _: _store_of(layer, store), "mixes units", wraps=True))
-        rows.append(wrapping(f"{base}.forward", _on_aliases, "fires hooks too early"))
+        rows.append(wrapping(f"{base}.forward", partial(_on_aliases, store), "fires hooks too early"))
     local_ones = [module for module in modules if hasattr(module, "_forward_impl")]
     return patched_on([*local_ones, *of_te], rows)
 
 
 def deferring(linear: Callable[..., Tensor], store: WeightGradientStore) -> Callable[..., Tensor]:
     """`linear`, the `_forward_impl` of a Megatron linear layer, with its weight gradient left in `store`; unchanged if
-    there is nothing to split: frozen weights, computed weights, inputs without a gradient."""
+    there is nothing to split: frozen weights, computed weights, inputs without a gradient, a layer that the program
+    calls by itself."""
 
     def split(*, input: Tensor, weight: Tensor, bias: Tensor | None, **options: Any) -> Tensor:
         is_split = input.requires_grad and weight.requires_grad and weight.is_leaf and torch.is_grad_enabled()
+        is_split = is_split and store.unit is not None
         if not is_split or options.get("gtp_remat_size", 1) > 1:
             return linear(input=input, weight=weight, bias=bias, **options)
         kept = input.detach()  # without the graph, which is freed before the product is computed
@@ -151,11 +153,14 @@ def _store_of(layer: Any, store: WeightGradientStore) -> SimpleNamespace:
 
         store.leave(parameters, gradients)
 
-    return SimpleNamespace(delay_wgrad_compute=lambda: True, put=put)
+    return SimpleNamespace(delay_wgrad_compute=lambda: store.unit is not None, put=put)
 
 
-def _on_aliases(layer: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run the layer on parameters with the same values and the same `main_grad`, but without hooks."""
+def _on_aliases(store: WeightGradientStore, layer: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run the layer on parameters with the same values and the same `main_grad`, but without hooks; as it is if the
+    program calls it by itself."""
+    if store.unit is None:
+        return forward(*args, **kwargs)
     live = {name: layer._parameters[name] for name in _aliased(layer)}
     for name, parameter in live.items():
         layer._parameters[name] = alias = parameter.detach().requires_grad_(parameter.requires_grad)

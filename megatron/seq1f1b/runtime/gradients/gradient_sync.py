@@ -24,6 +24,8 @@ class ChunkSync:
     """Moves the weights and gradients of one model chunk around its forwards and backwards in a step. This base class
     does nothing, for weights and gradients that stay whole."""
 
+    makes_gradients = False  # whether gradients have memory from the first `before_backward` on only
+
     def __init__(self) -> None:
         self._no_sync = ExitStack()
 

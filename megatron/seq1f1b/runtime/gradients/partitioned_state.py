@@ -69,6 +69,8 @@ class PartitionedChunk(ChunkSync):
     """The weights and gradients of a model chunk in Megatron's DistributedDataParallel: whole, or shares of them. In a
     step it gathers, reduces and releases them."""
 
+    makes_gradients = True
+
     def __init__(self, ddp: Any) -> None:
         super().__init__()
         self._states: list[PartitionedChunk] = []  # of all chunks of this rank

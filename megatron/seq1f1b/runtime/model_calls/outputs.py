@@ -35,7 +35,7 @@ class Outputs:
 
     def add(self, output: Any, segment: Segment) -> Tensor:
         """Take the output for a segment, in order; the scalar that stands for it in the backward. Raises ValueError for
-        a tensor with no dimension that counts the tokens."""
+        a tensor with no dimension that counts the tokens, and for a number that differs from segment to segment."""
         start = segment.start // self._num_shares
         length = segment.length // self._num_shares
         leaves, tree = tree_flatten(output)
@@ -49,6 +49,8 @@ class Outputs:
             pairs = zip(leaves, self._dimensions, strict=True)
             self._leaves = [self._buffer(leaf, dimension) for leaf, dimension in pairs]
             self._differentiable = [place for place, leaf in enumerate(leaves) if _has_gradient(leaf)]
+        else:
+            self._require_equal_numbers(leaves)
         if not segment.is_whole_sequence:
             for buffer, leaf, dimension in zip(self._leaves, leaves, self._dimensions, strict=True):
                 if dimension is not None:
@@ -87,6 +89,14 @@ class Outputs:
             gradient if gradient is None or dimension is None else gradient.narrow(dimension, start, length)
             for gradient, dimension in zip(self._gradients, dimensions, strict=True)
         ]
+
+    def _require_equal_numbers(self, leaves: list[Any]) -> None:
+        for leaf, first in zip(leaves, self._leaves, strict=True):
+            if isinstance(leaf, (int, float)) and leaf != first:
+                raise ValueError(
+                    f"the model returns {first} for one segment and {leaf} for another, and only values for each token "
+                    "can be joined to those of the whole sequence; let it return such, or drop --sequence-splits"
+                )
 
     def _buffer(self, leaf: Any, dimension: int | None) -> Any:
         """Room for a leaf of all segments; one that is whole needs none."""
