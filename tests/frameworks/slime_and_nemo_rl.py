@@ -42,18 +42,18 @@ PROGRAMS = ("slime", "nemo-rl")
 
 
 @dataclass
-class PolicyTraining(Training):
+class ProgramTraining(Training):
     """With log-probabilities from before the steps, by rollout, on the last stage."""
 
     log_probs: list[Tensor] = field(default_factory=list)
 
 
-def with_segments_and_without() -> dict[str, tuple[PolicyTraining, PolicyTraining]]:
+def with_segments_and_without() -> dict[str, tuple[ProgramTraining, ProgramTraining]]:
     """Both programs, by segments of 16 tokens and by Megatron's own schedule."""
     return {name: both_ways(name, partial(train, name), partial(train, name)) for name in PROGRAMS}
 
 
-def train(program: str) -> PolicyTraining:
+def train(program: str) -> ProgramTraining:
     """Five steps."""
     chunks = build(Model(dtype=torch.float32), Layout(pipeline=2))
     config = chunks[0].config
@@ -69,7 +69,7 @@ def train(program: str) -> PolicyTraining:
         micro_batch_size=1,
         decoder_seq_length=128,
     )
-    training = PolicyTraining()
+    training = ProgramTraining()
     if program == "slime":
         with torch.no_grad():
             reports = run(
