@@ -12,7 +12,7 @@ import sys
 import pytest
 import torch
 
-from frameworks import verl_engine
+from frameworks import verl_engine, verl_trainer
 from frameworks.equal_steps import require_equal_steps, with_losses
 from frameworks.marks import of_framework
 from megatron.seq1f1b.commands import main
@@ -86,11 +86,48 @@ def test_workers_in_ray_are_reached_by_the_variable(enabled, tmp_path):
 
 def run_in_ray(folder, **variables):
     """What verl_workers.py prints, as it says, and the log of all processes."""
+    command = ["-m", "frameworks.verl_workers", str(folder)]
+    log = run(command, "frameworks.verl_on_cpu", RAY_DEDUP_LOGS="0", **variables)
+    [result] = [line for line in log.splitlines() if line.startswith('{"losses"')]
+    return json.loads(result), log
+
+
+def test_a_trainer_is_reached_by_the_variable(enabled, tmp_path):
+    verl_trainer.save_model_and_conversations(tmp_path)
+    flags = {"SEQ1F1B": "--segment-tokens 16"}
+    ours, log = fine_tune(tmp_path, "ours", **flags)
+    own, silent = fine_tune(tmp_path, "own")
+    assert "segments of at most 16 tokens" in log and "megatron.seq1f1b" not in silent
+    assert len(own) == verl_trainer.STEPS + 1  # and a validation
+    for mine, whole in zip(ours, own, strict=True):
+        assert mine == pytest.approx(whole, rel=1e-5)
+    torch.testing.assert_close(
+        verl_trainer.saved_weights(tmp_path / "ours"), verl_trainer.saved_weights(tmp_path / "own"), rtol=0, atol=1e-6
+    )
+    fine_tune(tmp_path, "stopped", "trainer.total_training_steps=3", **flags)
+    resumed, _ = fine_tune(tmp_path, "stopped", **flags)
+    assert resumed == ours[3:]
+
+
+def fine_tune(folder, name, *words, **variables):
+    """What verl's trainer for fine-tuning logs, step by step, and the log of all processes."""
+    metrics = folder / f"{name}.jsonl"
+    command = [*torchrun_of(2), "-m", "verl.trainer.sft_trainer", *verl_trainer.words(folder, name), *words]
+    log = run(command, "frameworks.verl_trainer_on_cpu", VERL_FILE_LOGGER_PATH=str(metrics), **variables)
+    return verl_trainer.steps_of(metrics), log
+
+
+def torchrun_of(ranks):
+    return ["-m", "torch.distributed.run", "--standalone", "--local-addr", "localhost", f"--nproc-per-node={ranks}"]
+
+
+def run(command, hook, **variables):
+    """The log of all processes of a program of verl's, on a CPU by the module `hook`."""
     environment = {name: value for name, value in os.environ.items() if name != "SEQ1F1B"}
-    environment |= {"PYTHONPATH": python_path(ROOT, ROOT / "tests"), "RAY_DEDUP_LOGS": "0"}
-    environment |= {"VERL_USE_EXTERNAL_MODULES": "frameworks.verl_on_cpu", "VERL_PLATFORM": "cpu"}
+    environment |= {"PYTHONPATH": python_path(ROOT, ROOT / "tests")}
+    environment |= {"VERL_USE_EXTERNAL_MODULES": hook, "VERL_PLATFORM": "cpu"}
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "frameworks.verl_workers", str(folder)],
+        [sys.executable, "-W", "ignore", *command],
         env=environment | variables,
         capture_output=True,
         text=True,
@@ -98,8 +135,7 @@ def run_in_ray(folder, **variables):
     )
     log = done.stdout + done.stderr
     assert done.returncode == 0, log
-    [result] = [line for line in done.stdout.splitlines() if line.startswith('{"losses"')]
-    return json.loads(result), log
+    return log
 
 
 def test_segments_beside_megatrons_own_schedule(launch):
