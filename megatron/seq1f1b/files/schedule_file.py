@@ -24,14 +24,14 @@ from .writing import written_whole
 def write_schedule(schedule: Schedule, path: str | Path) -> None:
     """Write one row for each rank, an action a cell; `read_schedule` is the inverse."""
     with written_whole(path) as unfinished, open(unfinished, "w", newline="", encoding="utf-8") as file:
-        csv.writer(file, lineterminator="\n").writerows(map(schedule.written, range(len(schedule.ranks))))
+        csv.writer(file, lineterminator="\n").writerows(map(schedule.texts, range(len(schedule.ranks))))
 
 
 def read_schedule(path: str | Path) -> Schedule:
-    """A valid schedule of compute actions and moves; its sizes follow from the file.
+    """Read a schedule of compute actions and moves, and validate it. Its sizes follow from the actions in the file.
 
     Empty cells and rows are skipped, and a missing segment is segment 0 (`2F3` is `2F3.0`). The placement follows from
-    the ranks of the stages. Raises ScheduleError, with the name of the file, and row and cell of what is no action.
+    the ranks of the stages. Raises ScheduleError with the name of the file, and with row and cell of what is no action.
     """
     paired: set[Action] = set()
     reader = csv.reader(StringIO(read_text(path), newline=""))
@@ -72,20 +72,30 @@ def _read_place(cell: str) -> list[Action]:
 
 
 def _shape_of(ranks: list[tuple[Action, ...]]) -> Shape:
+    """The smallest shape that has all actions. Raises ValueError for stages that do not divide, or for gaps in
+    numbers."""
     if not ranks:
         raise ValueError("it holds no actions; a row is a rank, and a cell an action such as 2F3.1")
-    stages = 1 + max(action.stage for rank in ranks for action in rank)
-    if stages % len(ranks):
-        raise ValueError(f"{stages} stages do not divide evenly over {len(ranks)} rows")
-    # The first stage of the second chunk shows which way that chunk runs.
-    turns = any(action.stage == len(ranks) for action in ranks[-1]) and len(ranks) > 1
-    placement = Placement(len(ranks), stages // len(ranks), "v" if turns else "looped")
+    placement = _placement_of(ranks)
     segments: dict[int, int] = {}  # by micro-batch
     for action in chain.from_iterable(ranks):
         segments[action.microbatch] = max(segments.get(action.microbatch, 0), action.segment + 1)
-    count = sum(map(len, ranks))
-    microbatches = 1 + max(segments)
-    if stages * (sum(segments.values()) + microbatches - len(segments)) > count:  # checked first: sizes cost memory
-        largest = Shape(placement, microbatches, max(segments.values()))
-        raise ValueError(f"its {count} actions are fewer than the forwards of {largest}; number all from 0")
-    return Shape.of(placement, [segments.get(microbatch, 1) for microbatch in range(microbatches)])
+    num_actions = sum(map(len, ranks))
+    num_microbatches = 1 + max(segments)
+    # Checked before anything is made of these sizes, since large numbers would cost memory. A micro-batch without
+    # actions has one segment at least.
+    fewest_units = sum(segments.values()) + num_microbatches - len(segments)
+    if placement.num_stages * fewest_units > num_actions:
+        largest = Shape(placement, num_microbatches, max(segments.values()))
+        raise ValueError(f"its {num_actions} actions are fewer than the forwards of {largest}; number all from 0")
+    return Shape.of(placement, [segments.get(microbatch, 1) for microbatch in range(num_microbatches)])
+
+
+def _placement_of(ranks: list[tuple[Action, ...]]) -> Placement:
+    num_ranks = len(ranks)
+    num_stages = 1 + max(action.stage for rank in ranks for action in rank)
+    if num_stages % num_ranks:
+        raise ValueError(f"{num_stages} stages do not divide evenly over {num_ranks} rows")
+    # The first stage of the second chunk is on the last rank if that chunk runs back.
+    turns = num_ranks > 1 and any(action.stage == num_ranks for action in ranks[-1])
+    return Placement(num_ranks, num_stages // num_ranks, "v" if turns else "looped")

@@ -35,7 +35,7 @@ from .one_queue import NominalTimes, Transfer, issue_order, nominal_times
 from .schedule import Place, Placement, Schedule, Shape, places
 
 # The most actions, over all ranks, that are simulated for nominal times when training starts.
-_SIMULATED = 250_000
+_MOST_SIMULATED = 250_000
 
 # The compute actions of each rank, those of a pair at one place.
 Order = Sequence[Place]
@@ -95,35 +95,74 @@ def lower(schedule: Schedule, one_queue: bool = False, in_turn: bool = False) ->
     return Schedule(shape, tuple(ranks), schedule.paired)
 
 
+class _RankInput(NamedTuple):
+    """What the lowering of one rank reads of a schedule."""
+
+    actions: Sequence[Action]  # of this rank, moves among them
+    orders: Mapping[int, Order]  # of this rank and its neighbours
+    times: NominalTimes | None  # of the same ranks, if messages are ordered by them
+
+
 def lower_rank(source: Schedule | Clock, rank: int, one_queue: bool = False, in_turn: bool = False) -> list[Action]:
     """`lower` for one rank. Of a clock only the orders of this rank and its neighbours are computed. If it has many
     actions, its ticks serve as nominal times, since a simulation would take seconds; on one queue that costs up to 3 %
     of such a step."""
     shape = source.shape
     needs_times = one_queue or in_turn
-    if isinstance(source, Clock) and needs_times and source.num_actions <= _SIMULATED:
+    if isinstance(source, Clock) and needs_times and source.num_actions <= _MOST_SIMULATED:
         source = source.schedule()
-    neighbours = shape.placement.neighbours_of(rank)
-    orders: Orders
-    times: NominalTimes | None = None
-    actions: Sequence[Action]
     if isinstance(source, Clock):
-        of_ranks = {near: source.order(near) for near in (rank, *neighbours)}
-        orders = {near: places(order, source.pairs_in(order)) for near, order in of_ranks.items()}
-        if needs_times:
-            times = {near: source.ticks([place[0] for place in order]) for near, order in orders.items()}
-        actions = of_ranks[rank]
+        given = _input_of_clock(source, rank, needs_times)
     else:
-        plain = source.without_moves()
-        orders = {near: plain.places(near) for near in (rank, *neighbours)}
-        if needs_times:
-            times = nominal_times(plain)
-        actions = source.ranks[rank]
+        given = _input_of_schedule(source, rank, needs_times)
     transfers = {}
-    for near in neighbours:
-        transfers[near, rank] = _transfers(shape, orders, near, rank)
-        transfers[rank, near] = _transfers(shape, orders, rank, near)
-    return _merged(shape, rank, orders[rank], actions, transfers, times, in_turn)
+    for near in shape.placement.neighbours_of(rank):
+        transfers[near, rank] = _transfers(shape, given.orders, near, rank)
+        transfers[rank, near] = _transfers(shape, given.orders, rank, near)
+    return _merged(shape, rank, given.orders[rank], given.actions, transfers, given.times, in_turn)
+
+
+def _input_of_clock(clock: Clock, rank: int, needs_times: bool) -> _RankInput:
+    orders: dict[int, Order] = {}
+    ticks: dict[int, Sequence[float]] = {}
+    for near in (rank, *clock.shape.placement.neighbours_of(rank)):
+        actions = clock.order(near)
+        orders[near] = places(actions, clock.pairs_in(actions))
+        if needs_times:
+            ticks[near] = clock.ticks([place[0] for place in orders[near]])
+    own_actions = [action for place in orders[rank] for action in place]
+    return _RankInput(own_actions, orders, ticks if needs_times else None)
+
+
+def _input_of_schedule(schedule: Schedule, rank: int, needs_times: bool) -> _RankInput:
+    plain = schedule.without_moves()
+    ranks = (rank, *schedule.shape.placement.neighbours_of(rank))
+    orders = {near: plain.places(near) for near in ranks}
+    return _RankInput(schedule.ranks[rank], orders, nominal_times(plain) if needs_times else None)
+
+
+class _Merge:
+    """The actions to add in front of and behind the places of a rank."""
+
+    def __init__(self, order: Order) -> None:
+        self._order = order
+        self._before: list[list[Action]] = [[] for _ in order]
+        self._after: list[list[Action]] = [[] for _ in order]
+
+    def add_before(self, number: int, action: Action) -> None:
+        self._before[number].append(action)
+
+    def add_after(self, number: int, action: Action) -> None:
+        self._after[number].append(action)
+
+    def actions(self) -> list[Action]:
+        """All actions, in order."""
+        merged: list[Action] = []
+        for before, place, after in zip(self._before, self._order, self._after, strict=True):
+            merged += before
+            merged += place
+            merged += after
+        return merged
 
 
 def _merged(
@@ -138,62 +177,56 @@ def _merged(
     """The compute `actions` and moves of a rank, in order, with all others around them. `order` has the compute actions
     by their places. `transfers` has the messages from one rank to another; by their nominal `times` they get an order
     for one queue, or in turn."""
-    before: list[list[Action]] = [[] for _ in order]  # what to add in front of each place
-    after: list[list[Action]] = [[] for _ in order]  # and behind it
-    for index, action in _gathers(shape, order):
-        before[index].append(action)
+    merge = _Merge(order)
+    for number, action in _gathers(shape, order):
+        merge.add_before(number, action)
     incoming: list[list[Transfer]] = []  # by channel
     outgoing: list[list[Transfer]] = []
     for near in shape.placement.neighbours_of(rank):
         incoming += transfers[near, rank]
         outgoing += transfers[rank, near]
-    if times is not None:
+    if times is None:
+        for transfer in chain.from_iterable(incoming):
+            merge.add_before(transfer.posted, transfer.receive)
+        for transfer in chain.from_iterable(outgoing):
+            merge.add_after(transfer.sent, transfer.send)
+    else:
         for num_before, action in issue_order([*incoming, *outgoing], rank, times, in_turn):
             if num_before == 0:
-                before[0].append(action)
+                merge.add_before(0, action)
             else:
-                after[num_before - 1].append(action)
-    else:
-        for transfer in chain.from_iterable(incoming):
-            before[transfer.posted].append(transfer.receive)
-        for transfer in chain.from_iterable(outgoing):
-            after[transfer.sent].append(transfer.send)
-    for index, action in _reductions(shape, order):
-        after[index].append(action)
+                merge.add_after(num_before - 1, action)
+    for number, action in _reductions(shape, order):
+        merge.add_after(number, action)
     number_of = {action: number for number, action in _numbered(order)}
     following = 0  # the number of the place behind the action
     for action in actions:
         if action.kind in MOVE_KINDS:
-            before[following].append(action)
+            merge.add_before(following, action)
         else:
             following = number_of[action] + 1
-    merged: list[Action] = []
-    for index, place in enumerate(order):
-        merged += before[index]
-        merged += place
-        merged += after[index]
-    return merged
+    return merge.actions()
 
 
 def partition_state(lowered: Sequence[Action]) -> list[Action]:
     """The actions of a rank that keeps the parameters of at most two model chunks: the one at work, while F, B and I of
     its stage follow one another, and the next, which is gathered meanwhile. W needs no parameters."""
     needing = [action.stage for action in lowered if action.kind.facts.needs_parameters]
-    at_work = [stage for stage, _ in groupby(needing)]
+    turns = [stage for stage, _ in groupby(needing)]  # the chunk at work, as these follow one another
     result: list[Action] = []
-    there: list[int] = []  # the stages of the chunks that have their parameters
-    turn = -1  # the index in `at_work` of the chunk at work
+    gathered: list[int] = []  # the stages of the chunks that have their parameters
+    turn = -1  # the index in `turns` of the chunk at work
     for action in lowered:
         if action.kind is Kind.GATHER:
             continue
-        if action.kind.facts.needs_parameters and (turn < 0 or action.stage != at_work[turn]):
+        if action.kind.facts.needs_parameters and (turn < 0 or action.stage != turns[turn]):
             turn += 1
-            wanted = list(dict.fromkeys(at_work[turn : turn + 2]))
-            result += [Action(Kind.RELEASE, stage) for stage in there if stage not in wanted]
-            result += [Action(Kind.GATHER, stage) for stage in wanted if stage not in there]
-            there = wanted
+            wanted = list(dict.fromkeys(turns[turn : turn + 2]))
+            result += [Action(Kind.RELEASE, stage) for stage in gathered if stage not in wanted]
+            result += [Action(Kind.GATHER, stage) for stage in wanted if stage not in gathered]
+            gathered = wanted
         result.append(action)
-    return result + [Action(Kind.RELEASE, stage) for stage in there]
+    return result + [Action(Kind.RELEASE, stage) for stage in gathered]
 
 
 def _transfers(shape: Shape, orders: Orders, source: int, destination: int) -> list[list[Transfer]]:

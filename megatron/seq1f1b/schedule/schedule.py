@@ -167,7 +167,7 @@ class Schedule:
         """The forwards in the order of a rank that run beside the backward after them."""
         return self.paired.intersection(order)
 
-    def written(self, rank: int) -> list[str]:
+    def texts(self, rank: int) -> list[str]:
         """The text form of the actions of a rank; that of a pair is `2F3.1|2B1.0`."""
         return [BESIDE.join(map(str, place)) for place in self.places(rank)]
 
@@ -176,7 +176,7 @@ class Schedule:
         return places(self.ranks[rank], self.paired)
 
     def __str__(self) -> str:
-        return "\n".join(f"rank {rank}: " + " ".join(self.written(rank)) for rank in range(len(self.ranks)))
+        return "\n".join(f"rank {rank}: " + " ".join(self.texts(rank)) for rank in range(len(self.ranks)))
 
 
 def places(order: Iterable[Action], paired: Set[Action]) -> list[Place]:

@@ -33,7 +33,7 @@ def rules_of(shape: Shape, costs: Costs, kinds: Iterable[Kind]) -> dict[Kind, li
     """The rules of the actions of each kind, by stage and segment."""
     rank_of = shape.placement.rank_of
     units = shape.num_microbatches * shape.num_segments
-    filled = replace(shape, unequal=())
+    with_all_segments = replace(shape, unequal=())  # as if no micro-batch lacked any
 
     def code_of(action: Action) -> int:
         row = _OUTCOMES.index(action.kind.facts.outcome)
@@ -48,8 +48,8 @@ def rules_of(shape: Shape, costs: Costs, kinds: Iterable[Kind]) -> dict[Kind, li
     def rule_of(action: Action) -> Rule:
         kind, stage, _, segment = action
         code = code_of(action)
-        needs = tuple((code_of(needed) - code, delay(needed, stage)) for needed in dependencies(action, filled))
-        return Rule(code, costs.duration(kind, stage, segment), needs)
+        needs = [(code_of(needed) - code, delay(needed, stage)) for needed in dependencies(action, with_all_segments)]
+        return Rule(code, costs.duration(kind, stage, segment), tuple(needs))
 
     def rules_of_kind(kind: Kind) -> list[list[Rule]]:
         return [
@@ -64,9 +64,9 @@ def pending(shape: Shape) -> list[float]:
     """The end of the action of each code: negative until it is known, 0 for segments that a micro-batch lacks."""
     of_stage: list[float] = []
     for microbatch in range(shape.num_microbatches):
-        there = shape.segments_of(microbatch)
-        of_stage += [-inf] * there
-        of_stage += [0.0] * (shape.num_segments - there)
+        num_segments = shape.segments_of(microbatch)
+        of_stage += [-inf] * num_segments
+        of_stage += [0.0] * (shape.num_segments - num_segments)
     return of_stage * (len(_OUTCOMES) * shape.num_stages)
 
 

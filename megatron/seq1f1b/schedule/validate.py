@@ -12,8 +12,8 @@ from .timing import run
 # The kinds of actions that make a unit complete.
 _WAYS = ({Kind.F, Kind.B}, {Kind.F, Kind.I, Kind.W})
 
-_AROUND = 4  # actions shown on each side
-_RANKS = 8  # ranks shown
+_ACTIONS_SHOWN = 4  # on each side of the one at fault
+_RANKS_SHOWN = 8
 
 
 class ScheduleError(ValueError):
@@ -58,16 +58,20 @@ def _check_complete(schedule: Schedule, rank: int) -> None:
     for unit, kinds in kinds_of.items():
         if set(kinds) not in _WAYS:
             stage, microbatch, segment = unit
-            place = max(len(actions) - 1, 0)
-            for index, action in enumerate(actions):
-                if (action.stage, action.microbatch) == (stage, microbatch):
-                    place = index
-                    break
+            place = _first_of_microbatch(actions, stage, microbatch)
             raise ScheduleError(
                 f"rank {rank}: stage {stage}, micro-batch {microbatch}, segment {segment} has "
                 f"{' and '.join(kinds) or 'no action'}; each unit needs F and B, or F, I and W\n"
                 + neighbourhood(schedule, rank, [place] * shape.num_ranks)
             )
+
+
+def _first_of_microbatch(actions: Sequence[Action], stage: int, microbatch: int) -> int:
+    """The index of the first action of a micro-batch on a stage, or of the last action of the rank if there is none."""
+    for index, action in enumerate(actions):
+        if (action.stage, action.microbatch) == (stage, microbatch):
+            return index
+    return max(len(actions) - 1, 0)
 
 
 def _check_pairs(schedule: Schedule, rank: int) -> None:
@@ -110,7 +114,7 @@ def _check_runs(schedule: Schedule) -> None:
     waits: dict[int, str] = {}  # rank -> what it waits for, in the order of the walk
     rank = stuck[0]
     while rank not in waits:
-        place = _ahead(schedule, rank, done[rank])
+        place = _next_place(schedule, rank, done[rank])  # at which the rank is stuck
         action, needed = _first_need(place, schedule.shape, ran)
         owner = schedule.shape.placement.rank_of(needed.stage)
         if needed not in schedule.ranks[owner]:  # the needed backward is split
@@ -120,12 +124,12 @@ def _check_runs(schedule: Schedule) -> None:
             rule = ": segments go backward in descending order" if is_ascending else ""
             index = schedule.ranks[rank].index(action)
             raise _error(schedule, rank, index, f"comes before {needed}, which it needs{rule}")
-        ahead = _ahead(schedule, owner, done[owner])
-        waits[rank] = f"rank {rank}: {_written(place)} needs {needed} of rank {owner}"
+        ahead = _next_place(schedule, owner, done[owner])
+        waits[rank] = f"rank {rank}: {_text_of(place)} needs {needed} of rank {owner}"
         if needed not in ahead:
-            waits[rank] += f", where {_written(ahead)} comes first"
+            waits[rank] += f", where {_text_of(ahead)} comes first"
         elif len(ahead) > 1:
-            waits[rank] += f", which runs in {_written(ahead)}"
+            waits[rank] += f", which runs in {_text_of(ahead)}"
         rank = owner
     lines = ["the schedule deadlocks; each of these waits for the next, in a cycle:"]
     # The walk may have come to the cycle from outside; it ended at the first rank that it met again.
@@ -134,20 +138,24 @@ def _check_runs(schedule: Schedule) -> None:
     raise ScheduleError("\n".join([*lines, neighbourhood(schedule, rank, done)]))
 
 
-def _ahead(schedule: Schedule, rank: int, index: int) -> Place:
-    """The action or the pair that a rank has to run next."""
+def _next_place(schedule: Schedule, rank: int, index: int) -> Place:
+    """The action at an index of a rank, or the pair that begins with it."""
     actions = schedule.ranks[rank]
-    return actions[index : index + 2] if actions[index] in schedule.paired else actions[index : index + 1]
+    size = 2 if actions[index] in schedule.paired else 1
+    return actions[index : index + size]
 
 
-def _written(place: Place) -> str:
+def _text_of(place: Place) -> str:
     return BESIDE.join(map(str, place))
 
 
 def _first_need(place: Place, shape: Shape, ran: Collection[Action]) -> tuple[Action, Action]:
-    """The action of a place that has to wait, and for what."""
-    needs = ((action, need) for action in place for need in dependencies(action, shape))
-    return next((action, need) for action, need in needs if need not in ran)
+    """The first action of a place whose need has not run, and that need."""
+    for action in place:
+        for need in dependencies(action, shape):
+            if need not in ran:
+                return action, need
+    raise AssertionError(f"{_text_of(place)} can run")
 
 
 def _error(schedule: Schedule, rank: int, index: int, problem: str) -> ScheduleError:
@@ -156,13 +164,13 @@ def _error(schedule: Schedule, rank: int, index: int, problem: str) -> ScheduleE
 
 
 def neighbourhood(schedule: Schedule, rank: int, at: Sequence[int]) -> str:
-    """The ranks around `rank`, each around its index in `at`, with that action in brackets."""
-    first = max(0, min(rank - _RANKS // 2, len(schedule.ranks) - _RANKS))
+    """The ranks near `rank`, a line each: the actions near its index in `at`, with that action in brackets."""
+    first = max(0, min(rank - _RANKS_SHOWN // 2, len(schedule.ranks) - _RANKS_SHOWN))
     lines = []
-    for other in range(first, min(first + _RANKS, len(schedule.ranks))):
+    for other in range(first, min(first + _RANKS_SHOWN, len(schedule.ranks))):
         actions = schedule.ranks[other]
-        low = max(0, at[other] - _AROUND)
-        high = min(len(actions), at[other] + _AROUND + 1)
+        low = max(0, at[other] - _ACTIONS_SHOWN)
+        high = min(len(actions), at[other] + _ACTIONS_SHOWN + 1)
         words = [f"[{actions[n]}]" if n == at[other] else f" {actions[n]} " for n in range(low, high)]
         if low > 0:
             words.insert(0, "...")

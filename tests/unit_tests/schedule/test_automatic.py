@@ -16,7 +16,8 @@ from megatron.seq1f1b.schedule import (
     simulate,
     validate,
 )
-from megatron.seq1f1b.schedule.automatic import ListScheduler, shortest_makespan
+from megatron.seq1f1b.schedule.automatic import shortest_makespan
+from megatron.seq1f1b.schedule.list_scheduling import ListScheduler
 
 from . import strategies
 from .strategies import few, shapes

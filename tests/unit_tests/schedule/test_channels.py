@@ -85,7 +85,7 @@ def test_no_family_hangs_on_one_hardware_queue_or_in_turn(simulated, family, sha
     def lowered(**options):
         return Schedule(shape, tuple(tuple(lower_rank(clock, rank, **options)) for rank in range(shape.num_ranks)))
 
-    with mock.patch.object(lowering, "_SIMULATED", simulated):
+    with mock.patch.object(lowering, "_MOST_SIMULATED", simulated):
         free, safe, in_turn = lowered(), lowered(one_queue=True), lowered(in_turn=True)
     timeline = execute(safe, costs, one_queue=True, buffered=buffered)
     assert timeline.makespan >= simulate(clock.schedule(), costs).makespan - 1e-9

@@ -93,7 +93,7 @@ def test_no_family_hangs_on_one_queue(family, shape, buffered, message):
         return Schedule(shape, ranks, schedule.paired)
 
     for simulated in (10**6, 0):
-        with mock.patch.object(lowering, "_SIMULATED", simulated):
+        with mock.patch.object(lowering, "_MOST_SIMULATED", simulated):
             execute(lowered(one_queue=True), costs, one_queue=True, buffered=buffered)
             execute(lowered(in_turn=True), costs, in_turn=True, buffered=buffered)
 
