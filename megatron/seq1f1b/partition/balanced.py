@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
-from math import cos, pi, sqrt
+from math import ceil, cos, pi, sqrt
 
 from .lengths import SegmentTime, check_length, positions, tile
 from .summed_time import Reach, SlowestTime
@@ -39,10 +39,12 @@ def balanced(
     check_length(sequence_length, num_segments, multiple_of)
     step = tile(sequence_length, num_segments, multiple_of)
     cuts = positions(sequence_length, step)
-    between = within_documents(time, documents, cuts) if documents else lambda a, b: time(cuts[a], cuts[b])
-    reach = time.reach(cuts) if isinstance(time, SlowestTime) and not documents else _reach_by(between)
+    between = within_documents(time, documents, cuts) if documents else _between(time, cuts)
+    reach = _reach_by(between)
+    if isinstance(time, SlowestTime) and not documents:
+        reach = time.reach(cuts)  # the same, faster
     last = len(cuts) - 1
-    shortest = -(-min_length // step)
+    shortest = ceil(min_length / step)  # in steps
     if shortest * num_segments > last:
         shortest = 1
 
@@ -54,7 +56,8 @@ def balanced(
             start = ends[-1]
             first = max(start + 1, earliest[number + 1])
             most_here = most if weights is None else most * weights[number]
-            ends.append(max(reach(start, first, latest[number + 1], most_here), start + shortest))
+            end = reach(start, first, latest[number + 1], most_here)
+            ends.append(max(end, start + shortest))
         return ends
 
     first_cuts = [0] * (num_segments + 1)
@@ -80,8 +83,13 @@ def balanced(
     return tuple(cuts[end] - cuts[start] for start, end in pairwise(latest))
 
 
+def _between(time: SegmentTime, cuts: Sequence[int]) -> SegmentTime:
+    """The time of a segment by the indices of the cuts at its ends."""
+    return lambda first, last: time(cuts[first], cuts[last])
+
+
 def _reach_by(between: SegmentTime) -> Reach:
-    """How far segments reach by the time between two cuts, which is called for some of the cuts."""
+    """A reach that bisects the cuts by the time `between` two of them, which grows with the second."""
 
     def reach(start: int, first: int, latest: int, most: float) -> int:
         return first - 1 + bisect_right(range(first, latest + 1), most, key=partial(between, start))
@@ -90,9 +98,12 @@ def _reach_by(between: SegmentTime) -> Reach:
 
 
 def within_documents(time: SegmentTime, documents: Sequence[Sequence[int]], cuts: Sequence[int]) -> SegmentTime:
-    """A function of two indices into the ascending positions `cuts`: the time of the tokens between them, as of a
-    segment of a single document with as many tokens and the average number of query-key pairs within the documents of
-    the sequences in the micro-batch; that segment may begin before 0."""
+    """The time of a segment by the indices of the `cuts` at its ends, where attention stays within documents.
+
+    That is the time of a segment of one long document with as many tokens and as many query-key pairs, on average over
+    the sequences of the micro-batch. With n tokens after a prefix of p, such a segment has n·p + n·(n + 1)/2 pairs,
+    which gives p. It may be negative, so that the segment begins before 0.
+    """
     of_sequences = [_pairs_before(cuts, starts) for starts in documents]
     pairs = [sum(counts) / len(documents) for counts in zip(*of_sequences, strict=True)]
 
@@ -105,7 +116,7 @@ def within_documents(time: SegmentTime, documents: Sequence[Sequence[int]], cuts
 
 
 def _pairs_before(cuts: Sequence[int], starts: Sequence[int]) -> list[int]:
-    """For each of the `cuts`, the query-key pairs of one sequence with a query before it."""
+    """For each of the `cuts`, the number of query-key pairs of one sequence whose query is before it."""
 
     def of_document(length: int) -> int:
         return length * (length + 1) // 2

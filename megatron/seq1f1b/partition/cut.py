@@ -40,18 +40,19 @@ def _balanced(task: Task) -> tuple[int, ...]:
         return cut(documents=task.documents)
     # If kernels are slower for short segments, the time jumps as a segment shrinks, so equal times may not exist, and
     # long segments may be better or worse.
-    found = cut()
-    if min(found) < task.full_speed_rows:
+    lengths = cut()
+    if min(lengths) < task.full_speed_rows:
         long_enough = cut(min_length=task.full_speed_rows)
-        found = min((found, long_enough), key=lambda lengths: max(segment_times(lengths, time)))
+        if max(segment_times(long_enough, time)) < max(segment_times(lengths, time)):
+            lengths = long_enough
     if task.step is None:
-        return found
-    return shortest_step(found, lambda weights: cut(weights=weights), task.step, task.trials)
+        return lengths
+    return shortest_step(lengths, lambda weights: cut(weights=weights), task.step, task.trials)
 
 
 _BALANCED = Strategy(_balanced, needs="time", follows_documents=True)
 
-# The strategy of --sequence-splits alone.
+# The strategy where --sequence-split-strategy is not given.
 DEFAULT_STRATEGY = "balanced"
 
 STRATEGIES: Mapping[str, Strategy] = MappingProxyType(
@@ -71,12 +72,24 @@ def cut_sequence(strategy: str, task: Task) -> tuple[int, ...]:
     Raises ValueError if an input that the strategy needs is missing, or if a segment would be empty.
     """
     used = STRATEGIES[strategy]
-    if used.needs != "nothing" and (task.flops if used.needs == "flops" else task.time) is None:
-        problem = (
-            "--sequence-split-profile; write a trace with --pipeline-trace, or use --sequence-split-strategy balanced"
-            if used.needs == "measured time"
-            else "the sizes of a transformer, which this model does not have; use --sequence-split-strategy even, or "
-            "--sequence-split-file"
-        )
-        raise ValueError(f"--sequence-split-strategy {strategy} needs {problem}")
+    missing = _missing_input(used, task)
+    if missing is not None:
+        raise ValueError(f"--sequence-split-strategy {strategy} needs {missing}")
     return used.cut(task)
+
+
+def _missing_input(strategy: Strategy, task: Task) -> str | None:
+    """What a strategy needs and a task lacks, with the way out; None if it has all."""
+    if strategy.needs == "nothing":
+        return None
+    given = task.flops if strategy.needs == "flops" else task.time
+    if given is not None:
+        return None
+    if strategy.needs == "measured time":
+        return (
+            "--sequence-split-profile; write a trace with --pipeline-trace, or use --sequence-split-strategy balanced"
+        )
+    return (
+        "the sizes of a transformer, which this model does not have; use --sequence-split-strategy even, or "
+        "--sequence-split-file"
+    )

@@ -1,4 +1,4 @@
-"""What to cut, helpers of all cuts, equal lengths, and a check of lengths that are given.
+"""The task of a cut, what all cuts share, equal lengths, and the check of lengths that a user gives.
 
 Tested in partition/test_partition.py.
 """
@@ -69,8 +69,10 @@ def tile(sequence_length: int, num_segments: int, multiple_of: int) -> int:
 
 
 def positions(sequence_length: int, step: int) -> list[int]:
-    """0, and every position a multiple of `step` before the end; the remainder is at the start."""
-    return [0, *range(sequence_length - (sequence_length // step - 1) * step, sequence_length + 1, step)]
+    """The positions at which a sequence may be cut, its start and its end among them: `step` apart, but for the first
+    part, which takes the remainder."""
+    first = step + sequence_length % step
+    return [0, *range(first, sequence_length + 1, step)]
 
 
 def segment_times(lengths: Iterable[int], time: SegmentTime) -> list[float]:
@@ -82,8 +84,10 @@ def even(sequence_length: int, num_segments: int, multiple_of: int = 1) -> tuple
     """Lengths that differ by at most `multiple_of`, all multiples of it; longer ones first, where the prefix is short.
     Raises ValueError if the sequence is too short for that many segments, or is not a multiple itself."""
     check_length(sequence_length, num_segments, multiple_of)
-    base, longer = divmod(sequence_length // multiple_of, num_segments)
-    return tuple(multiple_of * (base + (number < longer)) for number in range(num_segments))
+    pieces, num_longer = divmod(sequence_length // multiple_of, num_segments)
+    longer = (multiple_of * (pieces + 1),) * num_longer
+    others = (multiple_of * pieces,) * (num_segments - num_longer)
+    return longer + others
 
 
 def check_lengths(lengths: Sequence[int], sequence_length: int, num_segments: int | None, multiple_of: int) -> None:

@@ -67,16 +67,17 @@ def terapipe(task: Task) -> tuple[int, ...]:
     return tuple(cuts[end] - cuts[start] for start, end in pairwise((0, *path.ends)))
 
 
-def _least_latency(solve: Callable[[float], Path | None], weight: float, num_segments: int | None) -> Path:
-    """The path of least `total` + `weight` · `longest`; ties go to the least `longest`.
+# The path of least total in which no segment takes longer than this time; None if there is no such path.
+PathWithin = Callable[[float], Path | None]
 
-    `solve(tmax)` returns a path of least total among paths with a longest time of at most tmax, or None.
-    """
+
+def _least_latency(path_within: PathWithin, weight: float, num_segments: int | None) -> Path:
+    """The path of least `total` + `weight` · `longest`; ties go to the least `longest`."""
 
     def latency(path: Path) -> float:
         return path.total + weight * path.longest
 
-    best = solve(inf)
+    best = path_within(inf)
     assert best is not None, "there are enough positions for so many segments"
     shortest = best.total / num_segments if num_segments else 0.0  # no path has a smaller longest time
     # Open intervals of tmax, the most promising first: (bound of the latency, low, high, bound of the total).
@@ -88,19 +89,24 @@ def _least_latency(solve: Callable[[float], Path | None], weight: float, num_seg
         middle = (low + high) / 2
         if not low < middle < high:
             continue
-        found = solve(middle)
+        found = path_within(middle)
         if found is None or found.total > least:
             heappush(intervals, (least + weight * middle, middle, high, least))
         if found is not None:
             # From its longest time up to the middle this path stays the best.
             heappush(intervals, (found.total + weight * low, low, found.longest, found.total))
             best = min(best, found, key=latency)
+    # Without a weight the longest time does not count, so any path of least total may have been found.
+    return best if weight else _balanced_path(best, path_within, shortest)
 
-    # Without a weight, the least total alone leaves the longest time open, so minimise that too.
+
+def _balanced_path(path: Path, path_within: PathWithin, shortest: float) -> Path:
+    """A path of the same total with a smaller longest time if there is one; none has less than `shortest`."""
+    best = path
     low = shortest
-    while not weight and best.longest - low > _BALANCE_TOLERANCE * best.longest:
+    while best.longest - low > _BALANCE_TOLERANCE * best.longest:
         middle = (low + best.longest) / 2
-        found = solve(middle)
+        found = path_within(middle)
         if found is not None and found.total <= best.total * (1 + _TOLERANCE):
             best = found
         else:
@@ -108,38 +114,63 @@ def _least_latency(solve: Callable[[float], Path | None], weight: float, num_seg
     return best
 
 
-def _shortest_path(times: NDArray[np.float64], num_segments: int | None) -> Callable[[float], Path | None]:
-    """A function of tmax: the segments of least total that each take at most tmax; None if there are none."""
+def _shortest_path(times: NDArray[np.float64], num_segments: int | None) -> PathWithin:
+    """The dynamic programme for these `times` of segments, by end and start - end."""
     last = len(times) - 1
-    ends = np.arange(last + 1)
 
-    def solve(tmax: float) -> Path | None:
+    def path_within(tmax: float) -> Path | None:
         possible = times <= tmax
         longest = last - int(possible.any(axis=0).argmax())  # the longest allowed segment, in positions
         allowed = np.where(possible, times, inf)[:, last - longest :]
-        totals = np.full(longest + last + 1, inf)  # the least for each end position, after entries before the sequence
-        totals[longest] = 0.0
-        starts = []  # for each segment the start by its end position
         if num_segments is None:
-            start_of = np.zeros(last + 1, dtype=np.int64)
-            for end in range(1, last + 1):  # every segment extends any number of earlier ones
-                options = totals[end : end + longest] + allowed[end]
-                best = options.argmin()
-                start_of[end] = best + end - longest
-                totals[longest + end] = options[best]
-            starts = [start_of] * last  # the same for all segments, of which there are `last` at most
-        for _ in range(num_segments or 0):  # segments are added one by one
-            options = sliding_window_view(totals, longest)[: last + 1] + allowed
-            best = options.argmin(axis=1)
-            starts.append(best + ends - longest)
-            totals[longest:] = options[ends, best]
-        if totals[-1] == inf:
+            total, starts = _with_any_number(allowed, longest)
+        else:
+            total, starts = _with_number(allowed, longest, num_segments)
+        if total == inf:
             return None
         path = [last]
         while path[-1] > 0:
             path.append(int(starts.pop()[path[-1]]))
         path.reverse()
         bottleneck = max(float(times[end, start - end]) for start, end in pairwise(path))
-        return Path(tuple(path[1:]), float(totals[-1]), bottleneck)
+        return Path(tuple(path[1:]), total, bottleneck)
 
-    return solve
+    return path_within
+
+
+# The start of a segment, by its end position.
+Starts = NDArray[np.int64]
+
+
+def _with_any_number(allowed: NDArray[np.float64], longest: int) -> tuple[float, list[Starts]]:
+    """The least total of a path to the last position, of any number of segments, and the starts of each segment."""
+    last = len(allowed) - 1
+    totals = _totals_at_start(last, longest)
+    start_of = np.zeros(last + 1, dtype=np.int64)
+    for end in range(1, last + 1):  # every segment extends any number of earlier ones
+        options = totals[end : end + longest] + allowed[end]
+        best = options.argmin()
+        start_of[end] = best + end - longest
+        totals[longest + end] = options[best]
+    return float(totals[-1]), [start_of] * last  # the same for all segments, of which there are `last` at most
+
+
+def _with_number(allowed: NDArray[np.float64], longest: int, num_segments: int) -> tuple[float, list[Starts]]:
+    """The same for a path of this number of segments."""
+    last = len(allowed) - 1
+    ends = np.arange(last + 1)
+    totals = _totals_at_start(last, longest)
+    starts: list[Starts] = []
+    for _ in range(num_segments):  # segments are added one by one
+        options = sliding_window_view(totals, longest)[: last + 1] + allowed
+        best = options.argmin(axis=1)
+        starts.append(best + ends - longest)
+        totals[longest:] = options[ends, best]
+    return float(totals[-1]), starts
+
+
+def _totals_at_start(last: int, longest: int) -> NDArray[np.float64]:
+    """The totals of empty paths by their end positions, behind `longest` entries for positions before the sequence."""
+    totals = np.full(longest + last + 1, inf)
+    totals[longest] = 0.0
+    return totals

@@ -4,6 +4,7 @@ The chunks of ChunkFlow (arXiv 2503.02356, section 4.1), made for all replicas o
 """
 
 from bisect import bisect_left, insort
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import batched
@@ -90,10 +91,16 @@ def _empty(multiple_of: int) -> Pack:
 
 
 def _longest_in_the_middle(descending: list[Pack]) -> list[Pack]:
-    """Packs from the longest to the shortest, dealt in turn to both sides of the middle."""
-    rising = descending[::-2]
-    falling = descending[-2::-2][::-1]
-    return rising + falling
+    """Packs, given from the longest to the shortest, with the longest in the middle: from the ends inwards they are
+    dealt in turn to both sides."""
+    rising: list[Pack] = []
+    falling: deque[Pack] = deque()
+    for number, pack in enumerate(reversed(descending)):
+        if number % 2 == 0:
+            rising.append(pack)
+        else:
+            falling.appendleft(pack)
+    return [*rising, *falling]
 
 
 def _packs(lengths: Sequence[int], most: int, multiple_of: int) -> list[Pack]:
