@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-# gloo's and NCCL's words for a rank that has ended.
+# What gloo and NCCL say of a rank that has ended.
 _LOST_PEER = re.compile(
     r"(?:Connection closed by peer|Read error|Write error) \[(?P<host>[^\]]*)\]:\d+.*"
     r"|(?:NCCL communicator was aborted|ncclRemoteError|remote process exited).*",
@@ -43,15 +43,15 @@ class LostPeer(RuntimeError):
 
 
 def has_lost_a_peer(error: BaseException) -> bool:
-    """Whether the error only says that another rank has ended or hangs: then its traceback explains nothing."""
+    """Whether the error says only that another rank has ended or hangs. Then its traceback explains nothing."""
     if isinstance(error, LostPeer):
         return True
     text = str(error)
     return isinstance(error, RuntimeError) and bool(_LOST_PEER.search(text) or _TIMED_OUT.search(text))
 
 
-def plain(text: str) -> str:
-    """The words of a library for communication or for memory, in those of the person who started the job."""
+def in_plain_words(text: str) -> str:
+    """The message of a library for communication or memory, reworded for the person who started the job."""
 
     def lost(match: re.Match[str]) -> str:
         place = f" on {match['host']}" if match["host"] else ""
@@ -74,35 +74,42 @@ def plain(text: str) -> str:
 
     text = _NO_MEMORY.sub(too_large, text)
     text = _NO_INTERFACE.sub(r"\1 (GLOO_SOCKET_IFNAME) is no network interface of this host; ip addr lists them", text)
-    return _TIMED_OUT.sub(timed_out, _LOST_PEER.sub(lost, _PLACE_IN_C.sub("", text)))
+    text = _PLACE_IN_C.sub("", text)
+    text = _LOST_PEER.sub(lost, text)
+    return _TIMED_OUT.sub(timed_out, text)
 
 
-def name_file(error: BaseException) -> None:
-    """Give an error of a full disk the name of the file that was being written, which Python leaves out."""
+def add_file_name(error: BaseException) -> None:
+    """Give an error of a full disk the name of the file that was being written, which Python leaves out. Of several
+    open files it is the one whose disk has the least room."""
     if not isinstance(error, OSError) or error.filename or error.errno not in _OF_DISKS:
         return
     for values in _locals_of(error):
-        if written := [*filter(_is_written, values)]:
-            error.filename = min((file.name for file in written), key=_free_bytes)
+        written = [value.name for value in values if _is_written(value)]
+        if written:
+            error.filename = min(written, key=_free_bytes)
             return
 
 
-def read_file(error: BaseException) -> str:
-    """The file whose content is at fault, which the words of a parser leave out; empty if there is none. Of other
-    errors, the one that the function at fault, or its caller, has read."""
+def name_of_read_file(error: BaseException) -> str:
+    """The name of the file whose content is at fault, which the messages of parsers leave out; empty if there is none.
+    A parser may be called by any function that has opened a file. For other errors, only files of the function at fault
+    and of its caller count."""
     is_of_parser = isinstance(error, (json.JSONDecodeError, UnicodeDecodeError, EOFError, pickle.UnpicklingError))
     if not is_of_parser and not isinstance(error, (ValueError, TypeError, LookupError, AttributeError)):
         return ""
-    for values in islice(_locals_of(error), None if is_of_parser else 2):
-        for file in filter(_is_read, values):
-            return str(file.name)
+    most_functions = None if is_of_parser else 2
+    for values in islice(_locals_of(error), most_functions):
+        for value in values:
+            if _is_read(value):
+                return str(value.name)
     return ""
 
 
 def _locals_of(error: BaseException) -> Iterator[Sequence[Any]]:
     """The values of the local variables of each function in the traceback, the innermost first."""
-    for frame, _ in reversed([*traceback.walk_tb(error.__traceback__)]):
-        yield [*frame.f_locals.values()]
+    for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
+        yield list(frame.f_locals.values())
 
 
 def _is_named_file(value: Any) -> bool:
@@ -110,12 +117,12 @@ def _is_named_file(value: Any) -> bool:
 
 
 def _is_read(value: Any) -> bool:
-    """Whether a value is a file with a name that is open for reading only, or was."""
+    """Whether a value is a named file that was opened for reading only, even if it is closed now."""
     return _is_named_file(value) and getattr(value, "mode", "w") in ("r", "rb")
 
 
 def _is_written(value: Any) -> bool:
-    """Whether a value is a file with a name that is open for writing, or was."""
+    """Whether a value is a named file that was opened for writing, even if it is closed now."""
     return _is_named_file(value) and not _is_read(value)
 
 
@@ -130,8 +137,8 @@ def _folder_of(file: str) -> Path:
     return next(folder for folder in Path(file).absolute().parents if folder.is_dir())
 
 
-def way_out(error: OSError) -> str:
-    """Advice on an error of a file, to be added to its words; empty if these say all."""
+def advice_on(error: OSError) -> str:
+    """Advice to append to the message of an error of a file; empty if the message says all."""
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return ""
     free = _free_bytes(error.filename) / 2**20
@@ -139,7 +146,8 @@ def way_out(error: OSError) -> str:
 
 
 def hidden_package(error: BaseException) -> str | None:
-    """A sentence about the file that hides the installed package whose import or use has failed, if one does."""
+    """A sentence about a file that hides an installed package, if that is why an import or a use of the package failed;
+    else None."""
     if isinstance(error, ImportError):
         name = error.name
     elif isinstance(error, AttributeError) and isinstance(error.obj, ModuleType):

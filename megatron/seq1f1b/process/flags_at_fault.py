@@ -1,4 +1,4 @@
-"""The flags that an error of Megatron speaks of, which its own words often leave out.
+"""The flags that an error of Megatron is about, which its message often leaves out.
 
 Tested in process/test_net.py by test_a_check_with_words_names_the_flags_that_these_lack.
 """
@@ -13,15 +13,15 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-_OF_CHECKS = (AssertionError, ValueError, TypeError, LookupError, ZeroDivisionError, OSError)
-_CALLS_OF_SYSTEM = 4  # from the one of the system on, in which a flag is looked for
+_RAISED_BY_CHECKS = (AssertionError, ValueError, TypeError, LookupError, ZeroDivisionError, OSError)
+_CALLS_ABOVE_SYSTEM = 4  # in which the flags of an error of the operating system are looked for
 
 
 def flags_of_check(error: BaseException, flags: Mapping[str, str], words: str) -> str:
-    """The values, in brackets, of the flags that a failed check of Megatron's compares, but for those that the `words`
-    of the error have; empty if there are none. `flags` are spellings by names. The operating system, whose words
-    say least, gets its values from functions of Python's."""
-    if error.__traceback__ is None or not isinstance(error, _OF_CHECKS):
+    """The values, in brackets, of the flags that a failed check of Megatron compares, without those that are in the
+    `words` of the error; empty if there are none. `flags` are spellings by names. Errors of the operating system say
+    least, and come from functions that get their values from others, so the flags of several callers count."""
+    if error.__traceback__ is None or not isinstance(error, _RAISED_BY_CHECKS):
         return ""
     from_inside = reversed(list(traceback.walk_tb(error.__traceback__)))
     calls = list(dropwhile(lambda call: _package(call[0]) in sys.stdlib_module_names, from_inside))
@@ -29,11 +29,12 @@ def flags_of_check(error: BaseException, flags: Mapping[str, str], words: str) -
         return ""
     parsed = _parsed_flags(error)
     values: dict[str, Any] = {}
-    for frame, line in calls[: _CALLS_OF_SYSTEM if isinstance(error, OSError) else 1]:
+    num_calls = _CALLS_ABOVE_SYSTEM if isinstance(error, OSError) else 1
+    for frame, line in calls[:num_calls]:
         values = _values_at(frame, line, flags, parsed)
         if values:
             break
-    said = [_given(flag, value) for flag, value in values.items() if flag not in words]
+    said = [_as_written(flag, value) for flag, value in values.items() if flag not in words]
     if not words:
         said += [f"without {flag}" for flag, value in values.items() if value is None]
     named = ", ".join(filter(None, said))
@@ -43,8 +44,8 @@ def flags_of_check(error: BaseException, flags: Mapping[str, str], words: str) -
 def _values_at(
     frame: FrameType, line: int, flags: Mapping[str, str], parsed: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """The flags that a line names, with their values. A variable with the name of a flag has its value, too, unless it
-    is of another subject, as the `split` of a data set."""
+    """The flags that a line of code names, with their values. A variable with the name of a flag counts if it has the
+    value of the flag; others, such as the `split` of a data set, only share its name."""
     args = frame.f_locals.get("args")
     values: dict[str, Any] = {}
     for name, is_of_args in _names(frame, line):
@@ -57,7 +58,8 @@ def _values_at(
 
 
 def _parsed_flags(error: BaseException) -> list[Mapping[str, Any]]:
-    """The parsed flags, by names, of the functions in a traceback, the innermost first, and those of the program."""
+    """The `args` of the functions in a traceback, the innermost first, then those of the program: flags by their
+    names."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     parsed = [frame.f_locals.get("args") for frame in reversed(frames)]
     # The traceback of a cause starts where it was caught.
@@ -84,7 +86,8 @@ def flags_of_path(error: BaseException, path: str, flags: Mapping[str, str]) -> 
 
 
 def _names(frame: FrameType, line: int) -> Iterator[tuple[str, bool]]:
-    """Yield each name of the statement at a line, and of the conditions around it, and whether it is one of `args`."""
+    """Yield each name in the statement at a line and in the condition around it, with whether it is an attribute of
+    `args`."""
     source = "".join(linecache.getlines(frame.f_code.co_filename, frame.f_globals))
     try:
         module = ast.parse(source)
@@ -109,7 +112,7 @@ def _covers(node: ast.stmt, line: int) -> bool:
     return node.lineno <= line <= (node.end_lineno or node.lineno)
 
 
-def _given(flag: str, value: Any) -> str:
+def _as_written(flag: str, value: Any) -> str:
     """A flag as it is written on a command line; empty if it was not given, or has several values."""
     if value is True:
         return flag

@@ -1,7 +1,7 @@
-"""The hub of Hugging Face, whose library asks it for most of a minute where there is no network.
+"""The hub of Hugging Face, which its library keeps asking for most of a minute where there is no network.
 
-Some tokenizers ask it for files beside those that flags name. Where no connection can be made, the library goes on
-without these after it has repeated every request; here it does so at once.
+Some tokenizers ask the hub for files beside those that flags name. Where no connection can be made, the library goes on
+without these files, but only after it has repeated every request. Here it does so at once.
 """
 
 import os
@@ -12,15 +12,15 @@ from urllib.request import getproxies
 
 from .ranks import warn_on_rank_0
 
-# Megatron's that have a name at the hub, whatever files they are given.
-_OF_THE_HUB = ("BertWordPieceCase", "BertWordPieceLowerCase", "GPT2BPETokenizer")
+# The tokenizers of Megatron that the library looks for at the hub, whatever files they are given.
+_NAMED_AT_HUB = ("BertWordPieceCase", "BertWordPieceLowerCase", "GPT2BPETokenizer")
 _PATIENCE = 10.0  # seconds
 
 
 def spare_hub(tokenizer_type: str, tokenizer_model: str | None) -> None:
     """Keep the library from asking the hub for files of this tokenizer if the hub cannot be reached."""
     is_named_there = tokenizer_type == "HuggingFaceTokenizer" and not Path(tokenizer_model or ".").exists()
-    if not (is_named_there or tokenizer_type in _OF_THE_HUB):
+    if not (is_named_there or tokenizer_type in _NAMED_AT_HUB):
         return
     from huggingface_hub import constants  # comes with Megatron's tokenizers
 
@@ -31,14 +31,13 @@ def spare_hub(tokenizer_type: str, tokenizer_model: str | None) -> None:
 
 
 def _is_reachable(address: str) -> bool:
-    """Whether a connection to this address can be made; behind a proxy that is left to the library."""
+    """Whether a connection to this address can be made; True behind a proxy, which only the library can use."""
     if getproxies() or os.environ.get("ALL_PROXY"):
         return True
     parts = urlsplit(address)
+    usual_port = 80 if parts.scheme == "http" else 443
     try:
-        socket.create_connection(
-            (parts.hostname or "", parts.port or (80 if parts.scheme == "http" else 443)), _PATIENCE
-        ).close()
+        socket.create_connection((parts.hostname or "", parts.port or usual_port), _PATIENCE).close()
     except OSError:
         return False
     return True

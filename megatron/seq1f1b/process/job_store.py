@@ -1,4 +1,4 @@
-"""The store of a job at MASTER_ADDR and MASTER_PORT: hosted, joined, and told from what else may listen there.
+"""The store of a job at MASTER_ADDR and MASTER_PORT: how it is hosted and joined, and what else may listen there.
 
 Tested in process/test_peers.py by test_a_program_that_holds_the_port_and_is_mute_is_named.
 """
@@ -15,13 +15,13 @@ from typing import Any
 
 from .ranks import rank
 
-MUTE = 60.0  # seconds that what listens at the address of the store may take to answer as one
+MUTE = 60.0  # seconds in which whatever listens at the address of the store must answer like a store
 _PATIENCE = 20.0  # seconds that a connection may take
 
 
 def hosted_store() -> Any:
-    """The store of the job, in this process of rank 0. Raises ValueError if it cannot be reached from here, as by other
-    ranks."""
+    """The store of the job, hosted in this process, which is rank 0. Raises ValueError if this process cannot reach it
+    at its address, since then no other rank can."""
     try:
         return in_time(MUTE, partial(_store, is_master=True))
     except RuntimeError as error:
@@ -86,9 +86,8 @@ def in_time[T](seconds: float, call: Callable[[], T]) -> T:
 
 
 class Listener:
-    """What listens at the address of the store, seen by a connection that waits beside those of torch: torch itself
-    waits for ever for the answer of a program that accepts connections and is mute, and tries again for as long as one
-    that closes them at once."""
+    """Watches what listens at the address of the store, by a connection of its own beside those of torch. torch waits
+    for ever for a program that accepts connections and never answers, and keeps trying one that closes them at once."""
 
     def __init__(self) -> None:
         self._connection: socket.socket | None = None
@@ -101,8 +100,8 @@ class Listener:
         self._close()
 
     def silence(self) -> float:
-        """For how many seconds connections have been accepted, be they closed again; 0 if the latest was not, as where
-        rank 0 has not started."""
+        """For how many seconds connections have been accepted, whether or not they were closed again; 0 if the latest
+        one was refused, as before rank 0 has started."""
         if self._connection is not None and _is_closed(self._connection):
             self._close()
         if self._connection is None:
@@ -124,7 +123,7 @@ class Listener:
 
 
 def _is_closed(connection: socket.socket) -> bool:
-    """Whether the other end has closed the connection, by which it has received nothing."""
+    """Whether the other end has closed a connection on which it never sent anything."""
     try:
         return not connection.recv(1, socket.MSG_PEEK)
     except BlockingIOError:

@@ -1,8 +1,9 @@
-"""The net under a program: an exception that ends it is one sentence on rank 0, and ends all ranks.
+"""The net under a program: an exception that nobody catches becomes one sentence on rank 0, and ends all ranks.
 
-The sentence has the current operation, the words of the exception, and the file with its traceback, unless we found the
-mistake. After the first step, the rank that failed first prints its traceback instead; all others print nothing. An
-error that only says that another rank has ended or hangs is a sentence then, too.
+The sentence says what was being done, then has the message of the exception and the file with its traceback; a mistake
+that we found ourselves needs no traceback. After the first step the rank that failed first prints its traceback
+instead, and all others print nothing; only an error that says no more than that another rank has ended or hangs is
+still a sentence.
 """
 
 import atexit
@@ -18,7 +19,7 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
-from .causes import has_lost_a_peer, name_file
+from .causes import add_file_name, has_lost_a_peer
 from .peers import Peers
 from .ranks import is_rank_0, rank
 from .sentences import is_mistake, say, sentence_of
@@ -49,12 +50,12 @@ class Net:
         """Raise ValueError if these `facts`, values by the names of flags, differ from those of rank 0."""
         if self._peers is None:
             return
-        usual = json.loads(self._peers.share(json.dumps(facts), timeout))
+        of_rank_0 = json.loads(self._peers.share(json.dumps(facts), timeout))
         for name, here in facts.items():
-            if usual.get(name) != here:
+            if of_rank_0.get(name) != here:
                 raise ValueError(
-                    f"the ranks disagree: {name} is {here} on rank {rank()}, but {usual.get(name)} on rank 0; start "
-                    "all ranks with the same flags and environment"
+                    f"the ranks disagree: {name} is {here} on rank {rank()}, but {of_rank_0.get(name)} on rank 0; "
+                    "start all ranks with the same flags and environment"
                 )
 
     def caught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -100,9 +101,9 @@ class Net:
 
 
 def _failure_of(error: BaseException, flags: Mapping[str, str]) -> dict[str, Any]:
-    """The failure of this rank in the form in which ranks report it to one another. It `is_late` after the first step
-    unless one sentence says all."""
-    name_file(error)
+    """The failure of this rank, in the form in which ranks report it to one another. A failure after the first step
+    `is_late`, unless one sentence says all of it."""
+    add_file_name(error)
     is_ours = is_mistake(error)
     is_said_by_a_sentence = is_ours or isinstance(error, KeyboardInterrupt) or has_lost_a_peer(error)
     return {

@@ -43,7 +43,7 @@ PatchTable = tuple[Patch, ...]
 def patched(table: Iterable[Patch]) -> ExitStack:
     """Bind every target of the table in its module or class; raises AttributeError for a missing name. Earlier ones are
     bound before a target is looked up, since importing its module may use them."""
-    return _bound((owner_of(patch.target)[0], patch, False) for patch in table)
+    return _bound(_Binding(owner_of(patch.target)[0], patch) for patch in table)
 
 
 def patched_on(objects: Iterable[Any], table: Iterable[Patch]) -> ExitStack:
@@ -51,19 +51,23 @@ def patched_on(objects: Iterable[Any], table: Iterable[Patch]) -> ExitStack:
     objects = list(objects)
     kinds = [(owner_of(patch.target)[0], patch) for patch in table]
     return _bound(
-        (instance, patch, True) for kind, patch in kinds for instance in objects if isinstance(instance, kind)
+        _Binding(instance, patch, is_on_object=True)
+        for kind, patch in kinds
+        for instance in objects
+        if isinstance(instance, kind)
     )
 
 
 def patched_in(classes: Iterable[type], patch: Patch) -> ExitStack:
     """Bind the target of the patch in each of these classes, which derive from that of the target or look like it."""
-    return _bound((owner, patch, False) for owner in classes)
+    return _bound(_Binding(owner, patch) for owner in classes)
 
 
 def rebound(old: Any, new: Any) -> ExitStack:
     """Bind every name in loaded modules that refers to `old`, by an earlier `from ... import`, to `new`."""
-    without_megatron = sys.stdlib_module_names | {"torch"}  # the majority
-    modules = [module for path, module in sys.modules.items() if path.partition(".")[0] not in without_megatron]
+    # They never refer to Megatron, and are the majority of modules.
+    unrelated = sys.stdlib_module_names | {"torch"}
+    modules = [module for path, module in sys.modules.items() if path.partition(".")[0] not in unrelated]
     with ExitStack() as undo:
         for module in modules:
             for name, value in list(getattr(module, "__dict__", {}).items()):
@@ -84,9 +88,19 @@ def owner_of(target: str) -> tuple[Any, str]:
     return owner, name
 
 
-def _bound(bindings: Iterable[tuple[Any, Patch, bool]]) -> ExitStack:
+class _Binding(NamedTuple):
+    """A patch, and the module, class or object in which its name is bound."""
+
+    owner: Any
+    patch: Patch
+    is_on_object: bool = False
+
+
+def _bound(bindings: Iterable[_Binding]) -> ExitStack:
     with ExitStack() as undo:
-        for owner, (target, new, _, wraps), is_object in bindings:
+        for owner, patch, is_on_object in bindings:
+            target = patch.target
+            new = patch.new
             name = target.rpartition(".")[2]
             if not hasattr(owner, name):
                 raise AttributeError(f"cannot patch {target}: it does not exist in this version of Megatron or torch")
@@ -96,7 +110,7 @@ def _bound(bindings: Iterable[tuple[Any, Patch, bool]]) -> ExitStack:
                 undo.callback(setattr, owner, name, own[name])  # not `old`, which getattr may have bound
             else:
                 undo.callback(delattr, owner, name)
-            if wraps:
-                new = new(owner, old) if is_object else new(old)
+            if patch.wraps:
+                new = new(owner, old) if is_on_object else new(old)
             setattr(owner, name, new)
         return undo.pop_all()

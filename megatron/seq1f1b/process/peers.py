@@ -23,9 +23,9 @@ _RETRY = 1.0  # seconds between two tries to reach the store
 class Peers:
     """The ranks of a job, connected from the start of the program by the store at MASTER_ADDR and MASTER_PORT.
 
-    torchrun hosts that store, or rank 0, and torch.distributed joins it later. Any rank may `report` a failure;
-    a thread of all others then calls `on_failure(report)`: the main thread may be waiting in a collective. The same
-    thread gives signs of life, since nobody must wait for a rank that was killed.
+    torchrun or rank 0 hosts that store, and torch.distributed joins it later. Any rank may `report` a failure; on all
+    others a thread then calls `on_failure(report)`, since their main thread may be waiting in a collective. The same
+    thread gives signs of life, so that nobody waits for a rank that was killed.
 
     Raises ValueError on rank 0 if it cannot host the store, such as at a port that another program holds.
     """
@@ -38,7 +38,7 @@ class Peers:
         self._has_reported = False
         self._waits_for_rank_0 = False
         self._rank_0_has_left = False
-        self._stranger: str | None = None  # what is wrong with a store that is not that of this job
+        self._wrong_store: str | None = None  # why this rank must not use what it found as the store of the job
         self._connected = threading.Event()
         self._left = threading.Event()
         self._size = int(os.environ["WORLD_SIZE"])
@@ -85,41 +85,42 @@ class Peers:
         return str(in_time(seconds + _PATIENCE, of_rank_0))
 
     def _wait_until_connected(self, timeout: timedelta) -> None:
-        """Raises ValueError after `timeout`, or soon if the address is that of something else than the job's store."""
+        """Raises ValueError after `timeout`, or sooner if something other than the job's store answers at its
+        address."""
         end = time.monotonic() + timeout.total_seconds()
         with Listener() as listener:
-            while self._stranger is None and not self._connected.wait(_POLL):
+            while self._wrong_store is None and not self._connected.wait(_POLL):
                 if listener.silence() > MUTE:
-                    self._stranger = (
+                    self._wrong_store = (
                         f"{address()} accepts connections, but is not the store of this job: it has not answered for "
                         f"{MUTE:g} s. Another program may hold the port; give another MASTER_PORT"
                     )
                 elif time.monotonic() > end:
-                    self._stranger = (
+                    self._wrong_store = (
                         f"rank 0 was not reached at {address()} within {timeout}; MASTER_ADDR must name its host, "
                         "on which it must have started"
                     )
-        if self._stranger is not None:
+        if self._wrong_store is not None:
             self._store = None
             self._left.set()
             self._connected.set()
-            raise ValueError(self._stranger)
+            raise ValueError(self._wrong_store)
 
     def leave(self, wait: bool = False) -> bool:
-        """Stop watching the peers. With `wait`, let rank 0 leave first, for some seconds; returns whether it has. Rank
-        0 waits until the others are done with the store, without which they would log C++ stacks."""
+        """Stop watching the peers. With `wait`, give rank 0 some seconds to leave first; returns whether it has. Rank 0
+        waits until the others are done with the store, because they would log C++ stacks without it."""
         if self._left.is_set() or self._store is None:
             return False
         self._waits_for_rank_0 = wait
         self._left.set()
         if threading.current_thread() is self._watching:
             with suppress(RuntimeError):
-                self._say_so(self._store)
+                self._announce_leaving(self._store)
         else:  # Python aborts if it ends while a thread returns from the store
             self._watching.join(_PATIENCE + _SILENCE)
         return self._rank_0_has_left
 
-    def _say_so(self, store: Any) -> None:
+    def _announce_leaving(self, store: Any) -> None:
         """Tell the peers that this rank leaves; the last use of the store."""
         if is_rank_0():
             store.set("rank 0 has left", "")
@@ -130,7 +131,8 @@ class Peers:
         store.add("done", 1)
 
     def _wait_for(self, store: Any, peers: str, happened: Callable[[], bool]) -> bool:
-        """Wait; returns whether it `happened` while the `peers`, "rank 0" or "others", still gave signs of life."""
+        """Wait until it `happened`, or until the `peers`, "rank 0" or "others", give no more signs of life; returns
+        whether it happened."""
         start = time.monotonic()
         heard = start
         signs = 0
@@ -163,7 +165,7 @@ class Peers:
                 if not self._left.wait(2 * _POLL) and not self._has_reported:
                     self._on_failure(store.get("failure").decode())
                     return
-            self._say_so(store)
+            self._announce_leaving(store)
 
     def _joined_store(self) -> Any:
         """The store, once it is reached; None if this rank leaves before, or must not join it."""
@@ -176,7 +178,7 @@ class Peers:
                 continue
             if is_joined:
                 return store
-            self._stranger = (
+            self._wrong_store = (
                 f"the job at {address()} has a rank {rank()} already; two processes have RANK={rank()}, or another "
                 "job has the same MASTER_PORT: give another one"
             )

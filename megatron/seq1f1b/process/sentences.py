@@ -1,4 +1,4 @@
-"""One sentence for a failure: the current operation, the words of the exception, and the file with its traceback.
+"""One sentence for a failure: what was being done, the message of the exception, and the file with its traceback.
 
 Tested in process/test_net.py.
 """
@@ -16,10 +16,10 @@ from functools import partial
 from types import FrameType, MappingProxyType
 from typing import Any, TextIO
 
-from .causes import hidden_package, name_file, plain, read_file, way_out
+from .causes import add_file_name, advice_on, hidden_package, in_plain_words, name_of_read_file
 from .flags_at_fault import flags_of_check, flags_of_path
 
-# What some functions do, with values of their `args`.
+# What Megatron is doing in some of its functions; the names in braces are values of their `args`.
 _ACTIONS: Mapping[str, str] = MappingProxyType(
     {
         "validate_args": "checking the flags",
@@ -46,10 +46,10 @@ _SCRIPTS = ("__main__", "pretrain_gpt", "pretrain_hybrid")
 
 
 def say(sentence: str, trace: str | None = None, stream: TextIO | None = None) -> None:
-    """Print one sentence, given without its full stop, and the file into which `trace` is written. Further lines of it
-    show the place that it speaks of."""
+    """Print one sentence, given without its full stop, with the name of the file into which `trace` is written. Further
+    lines of `sentence` are printed below it: a picture of the place that it speaks of."""
     sentence, _, picture = sentence.strip().partition("\n")
-    ending = "" if trace is None else f"; the traceback is in {_written(trace)}"
+    ending = "" if trace is None else f"; the traceback is in {_saved(trace)}"
     sentence = sentence.rstrip(".:") + ending
     lines = [f"error: {sentence}{'' if sentence.endswith('?') else '.'}", *picture.splitlines()]
     with suppress(OSError):  # what it prints to may be full
@@ -57,8 +57,8 @@ def say(sentence: str, trace: str | None = None, stream: TextIO | None = None) -
     print("\n".join(lines), file=stream or sys.stderr, flush=True)
 
 
-def _written(trace: str) -> str:
-    """The file with a traceback; a full disk must not hide the sentence."""
+def _saved(trace: str) -> str:
+    """Save a traceback; returns the name of its file. A full disk must not hide the sentence."""
     new = partial(
         tempfile.NamedTemporaryFile,
         "w",
@@ -84,8 +84,8 @@ def is_mistake(error: BaseException) -> bool:
 
 
 def sentence_of(error: BaseException, flags: Mapping[str, str] = MappingProxyType({})) -> str:
-    """The current operation and the words of the error, without a full stop. `flags` are the spellings of the program's
-    flags, by the names of their values."""
+    """What was being done, and the message of the error, without a full stop. `flags` are the spellings of the
+    program's flags, by the names of their values."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     if (sentence := hidden_package(error)) is not None:
@@ -121,7 +121,8 @@ def _root_cause(error: BaseException) -> BaseException:
 
 
 def _addition(function: str, error: BaseException, values: Mapping[str, Any]) -> str:
-    """What a sentence about a failed function of `_ACTIONS` adds to the words of the error, after a semicolon."""
+    """What the sentence adds to the message of an error in a `function` of `_ACTIONS`; begins with a semicolon, or is
+    empty."""
     if function == "save_checkpoint":  # which is noted, with the room that is left
         return "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
     if function != "build_tokenizer":
@@ -134,20 +135,15 @@ def _addition(function: str, error: BaseException, values: Mapping[str, Any]) ->
 
 
 def _words(error: BaseException, flags: Mapping[str, str]) -> str:
-    name_file(error)
+    """The message of an error, with the flags and the files that it speaks of."""
+    add_file_name(error)
     if isinstance(error, OSError) and error.strerror:
-        if not error.filename:
-            return f"{error.strerror}{flags_of_check(error, flags, error.strerror)}{_full_disks()}"
-        return f"{flags_of_path(error, os.fsdecode(error.filename), flags)}: {error.strerror}{way_out(error)}"
+        return _words_of_os_error(error, flags)
     if getattr(error, "has_picture", False):  # such as a schedule's, which shows the ranks below each other
         return str(error)
     if isinstance(error, StopIteration):
         return "a data iterator ended early; give more data, or run fewer steps (--train-iters, --eval-iters)"
-    text = plain(str(error))
-    if "Traceback (most recent call last)" in text:  # of another process; its last line has the words
-        text = [line for line in text.splitlines() if line.strip() and not line.startswith(" ")][-1]
-        text = re.sub(r"^[\w.]+\.(\w+: )", r"\1", text)
-    text = " ".join(text.split())
+    text = _message_of(error)
     values = flags_of_check(error, flags, text)
     if isinstance(error, AssertionError) and not text:
         text = f"{_failed_statement(error)}{values} does not hold"
@@ -158,14 +154,32 @@ def _words(error: BaseException, flags: Mapping[str, str]) -> str:
         text = f"{kind}: {text}{values}" if text else f"{kind}{values}"
     elif values and len(text) <= _LONGEST:
         text = text.rstrip(".") + values
-    file = read_file(error)
+    file = name_of_read_file(error)
     if file and file not in text:
         text = f"{flags_of_path(error, file, flags)}: {text}"
     return text if len(text) <= _LONGEST + len(values) else f"{text[:_LONGEST]} ..."
 
 
+def _words_of_os_error(error: OSError, flags: Mapping[str, str]) -> str:
+    message = error.strerror or ""
+    if not error.filename:
+        return f"{message}{flags_of_check(error, flags, message)}{_full_disks()}"
+    file = flags_of_path(error, os.fsdecode(error.filename), flags)
+    return f"{file}: {message}{advice_on(error)}"
+
+
+def _message_of(error: BaseException) -> str:
+    """The message of an error in one line; of an error with the traceback of another process, the message of that."""
+    text = in_plain_words(str(error))
+    if "Traceback (most recent call last)" in text:
+        not_indented = [line for line in text.splitlines() if line.strip() and not line.startswith(" ")]
+        text = re.sub(r"^[\w.]+\.(\w+: )", r"\1", not_indented[-1])  # without the module of the exception
+    return " ".join(text.split())
+
+
 def _full_disks() -> str:
-    """A clause about full disks among those to which programs write unasked; empty if there is none."""
+    """A clause on the disks of the current and the temporary folder that are full; empty if none is. Libraries write to
+    these without being asked to."""
     with suppress(OSError):
         folders = dict.fromkeys((os.getcwd(), tempfile.gettempdir()))
         full = [folder for folder in folders if shutil.disk_usage(folder).free < _LITTLE]

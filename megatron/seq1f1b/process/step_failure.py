@@ -10,7 +10,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from .causes import LostPeer, has_lost_a_peer, plain
+from .causes import LostPeer, has_lost_a_peer, in_plain_words
 from .job_store import in_time
 
 _PATIENCE = 5.0  # seconds
@@ -20,8 +20,8 @@ _POLL = 0.05
 def explained(error: BaseException, step: str) -> BaseException:
     """The error to raise on this rank instead of `error`, which ended a step; `step` is its name on all ranks.
 
-    An error of this rank is raised as it is, after it was left for the others. For one that only says that another rank
-    is gone, it is a LostPeer, with what that rank left, or else with advice where to look.
+    If this rank itself failed, its error is left in the store for the others, and returned. If the error only says that
+    another rank is gone, a LostPeer is returned, with what that rank has left, or else with advice where to look.
     """
     import torch.distributed as dist
 
@@ -32,17 +32,18 @@ def explained(error: BaseException, step: str) -> BaseException:
         with suppress(RuntimeError):  # the process that holds the store may have ended, or be stopped
             in_time(_PATIENCE, partial(store.set, key, words))
         return error
-    words = plain(str(error))
+    words = in_plain_words(str(error))
     with suppress(RuntimeError):
-        words = in_time(_PATIENCE, partial(_told, store, key)) or words
+        words = in_time(_PATIENCE, partial(_left_by_failed_rank, store, key)) or words
     lost_peer = LostPeer(words)
     for note in getattr(error, "__notes__", ()):
         lost_peer.add_note(note)
     return lost_peer
 
 
-def _told(store: Any, key: str) -> str:
-    """The words of a rank that failed, which may come a little later than its end is seen; empty if there are none."""
+def _left_by_failed_rank(store: Any, key: str) -> str:
+    """What the rank that failed has left in the store; empty if it leaves nothing for a while. Its connections may
+    break a little earlier."""
     end = time.monotonic() + _PATIENCE / 2
     while time.monotonic() < end:
         if store.check([key]):

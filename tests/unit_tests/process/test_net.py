@@ -12,7 +12,7 @@ import pytest
 
 from megatron.seq1f1b.arguments import parse_options
 from megatron.seq1f1b.process import causes, net, sentences
-from megatron.seq1f1b.process.causes import plain
+from megatron.seq1f1b.process.causes import in_plain_words
 from megatron.seq1f1b.process.net import Net
 from megatron.seq1f1b.process.sentences import sentence_of
 
@@ -234,4 +234,4 @@ def test_after_the_first_step_a_traceback_is_printed(monkeypatch, capfd):
     ids=["memory", "interface"],
 )
 def test_words_of_torchs_c_code_become_those_of_the_user(text, words):
-    assert plain(text).startswith(words)
+    assert in_plain_words(text).startswith(words)
