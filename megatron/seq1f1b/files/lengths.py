@@ -16,7 +16,8 @@ from .typed import Count, converted, with_way_out
 
 _Tokens = Annotated[int, Meta(ge=1, lt=10**8)]
 _INDEX = b"MMIDIDX\x00\x00"  # how an index of Megatron starts
-_HEADER = len(_INDEX) + 8 + 1 + 16  # and its version, type, and numbers of sequences and documents
+# The bytes before the lengths: that start, a version (8), a type (1), the numbers of sequences and documents (8 each).
+_HEADER = len(_INDEX) + 8 + 1 + 8 + 8
 
 
 class _Row(Struct):
@@ -40,15 +41,26 @@ def read_histogram(path: str | Path) -> Mapping[int, int]:
     """The number of sequences of each length in tokens, from the .idx file of a corpus, or from text with a line
     `tokens,sequences` or `tokens` for each. Raises ValueError for anything else."""
     content = read_bytes(path)
-    counts = Counter[int]()
     if content.startswith(_INDEX):
-        number = int.from_bytes(content[_HEADER - 16 : _HEADER - 8], "little")
-        sizes = content[_HEADER : _HEADER + 4 * number]
-        counts.update(memoryview(sizes).cast("i") if len(sizes) == 4 * number else ())
-        del counts[0]
-        if not counts or min(counts) < 0:
-            raise ValueError(f"{path}: it is cut off, damaged or without tokens; make the corpus again")
-        return counts
+        return _histogram_of_index(path, content)
+    return _histogram_of_text(path, content)
+
+
+def _histogram_of_index(path: str | Path, content: bytes) -> Mapping[int, int]:
+    num_sequences = int.from_bytes(content[_HEADER - 16 : _HEADER - 8], "little")
+    sizes = content[_HEADER : _HEADER + 4 * num_sequences]
+    counts = Counter[int]()
+    is_complete = len(sizes) == 4 * num_sequences
+    if is_complete:
+        counts.update(memoryview(sizes).cast("i"))
+    del counts[0]
+    if not counts or min(counts) < 0:
+        raise ValueError(f"{path}: it is cut off, damaged or without tokens; make the corpus again")
+    return counts
+
+
+def _histogram_of_text(path: str | Path, content: bytes) -> Mapping[int, int]:
+    counts = Counter[int]()
     for number, line in enumerate(read_text(path, content).splitlines(), start=1):
         words = line.replace(",", " ").split()
         is_comment = not words or words[0].startswith("#")

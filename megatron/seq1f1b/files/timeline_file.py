@@ -63,7 +63,7 @@ class Trace(Struct):
 def write_timeline(timeline: Timeline, path: str | Path) -> None:
     """Write `{"meta": {...}, "ranks": [[{"kind": "F", "stage": 0, ..., "start": 0.0, "end": 1.0}]]}`."""
     shape = timeline.shape
-    placement = timeline.shape.placement
+    placement = shape.placement
     meta = {
         **timeline.meta,
         "num_ranks": placement.num_ranks,
@@ -74,15 +74,14 @@ def write_timeline(timeline: Timeline, path: str | Path) -> None:
         "unequal_segments": shape.unequal,
         "time_unit": timeline.time_unit,
     }
-    ranks = [
-        [
-            {**action._asdict(), "chunk": placement.chunk_of(action.stage), "start": start, "end": end}
-            for action, start, end in spans
-        ]
-        for spans in timeline.ranks
-    ]
+    ranks = [[_row_of(span, placement) for span in spans] for spans in timeline.ranks]
     with written_whole(path) as unfinished:
         unfinished.write_text(json.dumps({"meta": meta, "ranks": ranks}) + "\n", encoding="utf-8")
+
+
+def _row_of(span: Span, placement: Placement) -> dict[str, Any]:
+    action, start, end = span
+    return {**action._asdict(), "chunk": placement.chunk_of(action.stage), "start": start, "end": end}
 
 
 def read_timeline(path: str | Path) -> Timeline:

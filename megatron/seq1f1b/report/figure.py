@@ -8,12 +8,12 @@ a row, the forward above. Lines above a row are collectives, which gather parame
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..schedule import MOVE_KINDS, Kind, Timeline, sequences_held
 from .style import BOXES, LINES, picture, shade, write_right
 
-# Family, whether there are several segments, and several chunks: its name in the papers.
+# The name in the papers, by family, whether there are several segments, and whether there are several chunks.
 _PAPERS = {
     ("gpipe", False, False): "GPipe",
     ("gpipe", True, False): "TeraPipe",
@@ -73,14 +73,22 @@ def _title(timeline: Timeline) -> str:
     return f"{name}   {sizes}   bubble ratio {timeline.bubble_ratio:.3f}"
 
 
+class _Area(NamedTuple):
+    """A rectangle, and the colours of its edge and its face."""
+
+    corners: list[tuple[float, float]]
+    edge: str
+    face: str
+    edge_width: float
+
+
 def _draw(axes: Any, timeline: Timeline, inches: float) -> None:
     """Boxes, with the numbers of their micro-batches where they fit, and lines; `inches` to a unit of time."""
     from matplotlib.collections import PolyCollection
 
     shape = timeline.shape
-    # Rectangles, each with the colours of its edge and its face and the width of its edge; lines lie over boxes.
-    boxes = []
-    lines = []
+    boxes: list[_Area] = []
+    lines: list[_Area] = []  # over the boxes
     for rank, spans in enumerate(timeline.ranks):
         paired = timeline.paired(rank)
         for action, start, end in spans:
@@ -89,7 +97,7 @@ def _draw(axes: Any, timeline: Timeline, inches: float) -> None:
             if action.kind in LINES:
                 look = LINES[action.kind]
                 top = rank + 0.42 if action.kind in MOVE_KINDS else rank - 0.5
-                lines.append((_rectangle(left, right, top, top + 0.08), look.edge, look.face, 0.5))
+                lines.append(_Area(_rectangle(left, right, top, top + 0.08), look.edge, look.face, edge_width=0.5))
                 continue
             high = rank - 0.46
             low = rank + 0.46
@@ -98,7 +106,7 @@ def _draw(axes: Any, timeline: Timeline, inches: float) -> None:
             elif action in paired:
                 high = rank
             face = shade(action.kind, action.segment, shape.num_segments)
-            boxes.append((_rectangle(left, right, high, low), _DARK, face, 0.3))
+            boxes.append(_Area(_rectangle(left, right, high, low), _DARK, face, edge_width=0.3))
             text = str(action.microbatch)
             if (end - start) * inches >= 0.055 * len(text) + 0.02:
                 axes.text(
@@ -114,9 +122,16 @@ def _draw(axes: Any, timeline: Timeline, inches: float) -> None:
             chunk = shape.placement.chunk_of(action.stage)
             if chunk > 0:
                 bar = _rectangle(left, right, low - 0.16 * chunk / (shape.num_chunks - 1), low)
-                boxes.append((bar, _DARK, _DARK, 0.0))
-    places, edges, faces, widths = zip(*boxes, *lines, strict=True)
-    axes.add_collection(PolyCollection(places, edgecolors=edges, facecolors=faces, linewidths=widths))
+                boxes.append(_Area(bar, _DARK, _DARK, edge_width=0.0))
+    areas = [*boxes, *lines]
+    axes.add_collection(
+        PolyCollection(
+            [area.corners for area in areas],
+            edgecolors=[area.edge for area in areas],
+            facecolors=[area.face for area in areas],
+            linewidths=[area.edge_width for area in areas],
+        )
+    )
     axes.set(ylim=(len(timeline.ranks) - 0.5, -0.5), yticks=range(len(timeline.ranks)))
     axes.set_ylabel("rank", labelpad=1)
     axes.tick_params(axis="y", length=0)

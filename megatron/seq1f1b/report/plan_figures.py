@@ -16,6 +16,17 @@ _LIGHT = (0.81, 0.88, 0.96)  # first segment
 _DARK = (0.16, 0.38, 0.64)  # last segment
 
 
+class _Mark(NamedTuple):
+    """The sign of a configuration that is marked, and its size."""
+
+    sign: str
+    size: int
+
+
+# In this order, above each other. The first is smaller, so that it shows on another one of the same configuration.
+_MARKS = (_Mark("*", 8), _Mark("s", 12), _Mark("P", 12))
+
+
 class Point(NamedTuple):
     """A configuration: GiB of its fullest device, tokens/s of all devices, and its name."""
 
@@ -36,26 +47,24 @@ def frontier(points: Sequence[Point]) -> list[Point]:
 def plot_frontier(
     groups: Mapping[str, Sequence[Point]], marked: Mapping[str, Point], limit: float, title: str, path: Path
 ) -> None:
-    """One colour per group, a sign for each configuration that is `marked`, by what it is, names along the common
-    frontier, and a line at the memory of a device."""
+    """Draw the configurations of each group in a colour, and a line at the memory of a device. The frontier of all
+    groups has the names of its configurations. Up to three configurations are `marked`, by what they are."""
     with picture(path, 8, 5) as figure:
         axes = figure.subplots()
         for (name, points), marker in zip(groups.items(), cycle("os^vD")):
             memory = [point.memory for point in points]
             throughput = [point.throughput for point in points]
             axes.plot(memory, throughput, marker, markersize=4, alpha=0.6, label=name)
-        # Where what is advised is one of the others, the star lies on their sign.
-        signs = zip(marked.items(), ("*", "s", "P"), (8, 12, 12), strict=False)
-        for number, ((what, point), sign, size) in enumerate(signs):
-            label = f"{what}: {point.name}"
+        for number, (what, point) in enumerate(marked.items()):
+            mark = _MARKS[number]
             axes.plot(
                 point.memory,
                 point.throughput,
-                sign,
-                markersize=size,
+                mark.sign,
+                markersize=mark.size,
                 markeredgecolor="white",
                 zorder=9 - number,
-                label=label,
+                label=f"{what}: {point.name}",
             )
         best = frontier(list(chain.from_iterable(groups.values())))
         memory = [point.memory for point in best]

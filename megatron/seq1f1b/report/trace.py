@@ -25,11 +25,11 @@ def to_trace(timeline: Timeline) -> dict[str, Any]:
     events: list[dict[str, Any]] = []
     for rank, spans in enumerate(timeline.ranks):
         events.append(_name("process_name", rank, 0, f"rank {rank}"))
-        # Beside compute: what overlaps cannot share a row.
-        aside = sorted({_aside(action) for action, _, _ in spans if action.kind not in COMPUTE_KINDS})
-        events += (_name("thread_name", rank, row, name) for row, name in enumerate(aside, start=1))
+        # A row for each lane beside compute, since what overlaps cannot share a row.
+        lanes = sorted({_lane_of(action) for action, _, _ in spans if action.kind not in COMPUTE_KINDS})
+        events += (_name("thread_name", rank, row, name) for row, name in enumerate(lanes, start=1))
         for action, start, end in spans:
-            row = 0 if action.kind in COMPUTE_KINDS else aside.index(_aside(action)) + 1
+            row = 0 if action.kind in COMPUTE_KINDS else lanes.index(_lane_of(action)) + 1
             events.append(
                 {
                     "ph": "X",
@@ -52,7 +52,7 @@ def to_trace(timeline: Timeline) -> dict[str, Any]:
     return {"traceEvents": events, "otherData": dict(timeline.meta)}
 
 
-def _aside(action: Action) -> str:
+def _lane_of(action: Action) -> str:
     lane = action.kind.facts.lane.value
     return f"{lane} of stage {action.stage}" if action.kind in CHUNK_KINDS else lane
 
