@@ -120,7 +120,7 @@ def patches_of(model: Model) -> list[Patch]:
     def unless_fp64(to_fp32):
         return lambda tensor: tensor if tensor.dtype == torch.float64 else to_fp32(tensor)
 
-    patches = [Patch(f"{loss_pieces.__name__}.WORTH", 1, "chooses by size")]
+    patches = [Patch(f"{loss_pieces.__name__}.MOST_PIECES_KEPT", 1, "chooses by size")]
     patches += [Patch("torch.Tensor.float", unless_fp64, "rounds", wraps=True)] * model.has_recurrent_layers
     patches += [Patch(f"{latents.__name__}.LARGEST_SHARE", inf, "chooses by size")] * model.keeps_latents
     return patches + [Patch(f"{storages.__name__}.SMALLEST", 1, "chooses by size")] * (model.offloads > 0)

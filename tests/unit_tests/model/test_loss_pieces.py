@@ -12,7 +12,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, layers
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from benchmark_host import add_as_ddp_does, moved_by_weight_of_loss
-from megatron.seq1f1b.model.memory.loss_pieces import WORTH, Logits, compute_loss_in_pieces
+from megatron.seq1f1b.model.memory.loss_pieces import MOST_PIECES_KEPT, Logits, compute_loss_in_pieces
 from megatron.seq1f1b.model.memory.weight_gradient import WeightGradientStore, defer_weight_gradients
 
 TOKENS, SEQUENCES, HIDDEN, WORDS = 10, 2, 8, 16
@@ -89,10 +89,10 @@ def test_nothing_as_large_as_logits_is_kept(groups):
     assert kept and all(tensor.untyped_storage().nbytes() <= hidden.nbytes for tensor in kept)
 
 
-@pytest.mark.parametrize("piece", [None, ALL // WORTH])
+@pytest.mark.parametrize("piece", [None, ALL // MOST_PIECES_KEPT])
 def test_few_logits_are_kept_and_without_pieces_all(groups, piece):
     head = Head()
-    for given, is_kept in ((1, False), (piece, True), (ALL // WORTH - 1, False)):
+    for given, is_kept in ((1, False), (piece, True), (ALL // MOST_PIECES_KEPT - 1, False)):
         compute_loss_in_pieces([head], TOKENS * SEQUENCES, given)
         assert isinstance(head.logits(batch()[0]), torch.Tensor) is is_kept
 
@@ -121,7 +121,7 @@ def test_weight_gradients_of_pieces_are_not_left_for_later(groups):
     with defer_weight_gradients(store, [head]):
         hidden, labels, _ = batch()
         head(hidden, labels).sum().backward()
-        assert head.output_layer.weight.grad is not None and not store._left
+        assert head.output_layer.weight.grad is not None and not store._deferred
 
 
 def under_ddp(weight, dtype=torch.float64):

@@ -47,7 +47,7 @@ class CudaFlash(DocumentKernel):
         return _turned(output).contiguous(), tuple(statistics)
 
     def backward(self, grad_output: Tensor, saved: Saved, documents: CumulativeLengths | None = None) -> Gradients:
-        query, key, value, output = (_turned(x) for x in saved[:4])
+        query, key, value, output = (_turned(x) for x in (saved.query, saved.key, saved.value, saved.output))
         logsumexp, *rng_state = saved.statistics
         if not rng_state:  # nothing reads it
             rng_state = [logsumexp.new_empty(shape, dtype=torch.uint64) for shape in (2, ())]
@@ -142,15 +142,17 @@ class CpuFlash:
         return output.permute(2, 0, 1, 3).contiguous(), (logsumexp,)
 
     def backward(self, grad_output: Tensor, saved: Saved) -> Gradients:
-        *tensors, (logsumexp,) = saved
-        query, key, value, *_ = tensors
-        q, k, v, o, grad = map(_heads_first, (*tensors, grad_output))
+        (logsumexp,) = saved.statistics
+        query = saved.query
+        q, k, v = map(_heads_first, (query, saved.key, saved.value))
+        o, grad = map(_heads_first, (saved.output, grad_output))
         grad_query = torch.zeros_like(query, dtype=torch.promote_types(query.dtype, torch.float32))
-        grad_key = torch.empty_like(key)
-        grad_value = torch.empty_like(value)
-        end = key.shape[0]
+        grad_key = torch.empty_like(saved.key)
+        grad_value = torch.empty_like(saved.value)
+        end = saved.key.shape[0]
         start = end - query.shape[0]
-        for first, last in pairwise((*range(0, start, _KEYS_AT_ONCE), start, end)):
+        bounds = [*range(0, start, _KEYS_AT_ONCE), start, end]  # of pieces of the prefix, and of the segment
+        for first, last in pairwise(bounds):
             rows = slice(first, last)
             is_causal = (first, last) == (start, end)
             no_dropout = 0.0

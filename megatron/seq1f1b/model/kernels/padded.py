@@ -4,6 +4,7 @@ Tested in model/test_kernels.py.
 """
 
 from dataclasses import dataclass
+from math import ceil
 
 import torch
 from torch import Tensor
@@ -49,7 +50,7 @@ class Padded:
     def _size(self, query: Tensor, value: Tensor) -> int:
         """The size of all heads within the kernel."""
         largest = max(query.shape[3], value.shape[3])
-        return -(-largest // self.multiple_of) * self.multiple_of
+        return ceil(largest / self.multiple_of) * self.multiple_of
 
     def takes_values_beside_keys(self, size: int, value_size: int) -> bool:
         """Whether values that follow the keys of their head in memory need no copy."""
@@ -63,9 +64,9 @@ class Padded:
         start = value.storage_offset() - missing
         # From one head to the next in memory; a dimension of one element takes no steps.
         steps = [stride for stride, number in zip(value.stride()[:3], value.shape[:3], strict=True) if number > 1]
-        is_apart = value.stride(3) == 1 and start >= 0 and all(step >= size for step in steps)
+        has_room = value.stride(3) == 1 and start >= 0 and all(step >= size for step in steps)
         is_aligned = all(place % self.multiple_of == 0 for place in (start, *steps))
-        if is_apart and is_aligned:
+        if has_room and is_aligned:
             return value.as_strided((*value.shape[:3], size), value.stride(), start)
         return _padded(value, size)
 

@@ -37,16 +37,20 @@ class Unfused:
         return output, (torch.cat(logsumexps, -1), *state)
 
     def backward(self, grad_output: Tensor, saved: Saved) -> Gradients:
-        *tensors, (logsumexp, *state) = saved
-        query, key, *_ = tensors
-        q, k, v, o, grad = (_by_group(x, key.shape[2]) for x in (*tensors, grad_output))
-        generator = torch.Generator(default_generator(query.device).device).set_state(*state) if state else None
+        logsumexp, *state = saved.statistics
+        query = saved.query
+        num_groups = saved.key.shape[2]
+        q, k, v = (_by_group(x, num_groups) for x in (query, saved.key, saved.value))
+        o, grad = (_by_group(x, num_groups) for x in (saved.output, grad_output))
+        generator = None
+        if state:
+            generator = torch.Generator(default_generator(query.device).device).set_state(*state)
         # Σ weight · its gradient over the keys of a query, with dropout, too.
         expected = (o * grad).sum(-1, keepdim=True)
         grad_queries = []
         grad_key = torch.zeros_like(k)
         grad_value = torch.zeros_like(v)
-        for rows, keys in self._blocks(q, key.shape[0]):
+        for rows, keys in self._blocks(q, saved.key.shape[0]):
             q_rows = q[..., rows, :]
             k_seen = k[..., keys, :]
             grad_rows = grad[..., rows, :]

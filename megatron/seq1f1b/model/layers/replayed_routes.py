@@ -42,9 +42,11 @@ class Routes:
 def routes_set_for(model: torch.nn.Module, part: Callable[[Tensor, Segment], Tensor]) -> dict[TopKRouter, Routes]:
     """What a program has told the routers of a model to replay or record. Raises ValueError for an action that is meant
     for a repeated forward."""
-    found = {}
+    routes_of = {}
     for router in model.modules():
-        replay = getattr(router, "router_replay", None) if isinstance(router, TopKRouter) else None
+        if not isinstance(router, TopKRouter):
+            continue
+        replay = getattr(router, "router_replay", None)
         action = getattr(replay, "router_replay_action", None)
         if action is None:
             continue
@@ -53,9 +55,12 @@ def routes_set_for(model: torch.nn.Module, part: Callable[[Tensor, Segment], Ten
                 "a model is called while its routers replay the routes of a repeated forward (REPLAY_BACKWARD); set "
                 "REPLAY_FORWARD before each call"
             )
-        given = {name: getattr(replay, name, None) for name in _GIVEN} if action.value == _REPLAY else {}
-        found[router] = Routes(action, {name: rows for name, rows in given.items() if rows is not None}, part)
-    return found
+        given = {}
+        if action.value == _REPLAY:
+            rows_of = {name: getattr(replay, name, None) for name in _GIVEN}
+            given = {name: rows for name, rows in rows_of.items() if rows is not None}
+        routes_of[router] = Routes(action, given, part)
+    return routes_of
 
 
 def _routing(router: TopKRouter, routing: Callable[..., Any], *args: Any, **options: Any) -> Any:

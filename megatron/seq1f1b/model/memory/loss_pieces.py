@@ -26,13 +26,16 @@ from ...process.patches import patched_on, wrapping
 from .main_grad import accumulated, exact_main_grad, new_sum
 from .token_logits import PIECE, Head, PieceLogits
 
-WORTH = 8  # pieces, 2 GiB; fewer are kept, since the repeated product can take a tenth of a small model's last stage
+# As many pieces of logits, 2 GiB, or fewer are kept, since the repeated product can take a tenth of the last stage of a
+# small model.
+MOST_PIECES_KEPT = 8
 _LOSS = "megatron.core.models.common.language_module.language_module.LanguageModule.compute_language_model_loss"
 
 
 def compute_loss_in_pieces(chunks: Iterable[torch.nn.Module], num_tokens: int, piece: int | None = PIECE) -> None:
-    """Make model chunks with an output layer compute their losses in pieces of `piece` logits; None, or up to `WORTH`
-    pieces for the `num_tokens` of a micro-batch on this context-parallel rank, keeps them. The latest call wins."""
+    """Make model chunks with an output layer compute their losses in pieces of `piece` logits. Logits are kept if
+    `piece` is None, or if the `num_tokens` of a micro-batch on this context-parallel rank have at most
+    `MOST_PIECES_KEPT` pieces. The latest call wins."""
     for chunk in chunks:
         model = unwrap_model(chunk)
         if not isinstance(model, LanguageModule):
@@ -44,8 +47,9 @@ def compute_loss_in_pieces(chunks: Iterable[torch.nn.Module], num_tokens: int, p
             patched_on([layer], [wrapping("torch.nn.Module.forward", _logits, "computes all logits at once")])
             patched_on([model], [wrapping(_LOSS, _loss, "keeps all logits for the backward")])
         heads = 1 + (model.config.mtp_num_layers or 0)
-        is_worth_it = piece is not None and heads * num_tokens * layer.output_size_per_partition > WORTH * piece
-        layer.logits_of_piece = piece if is_worth_it else None
+        num_logits = heads * num_tokens * layer.output_size_per_partition
+        has_many = piece is not None and num_logits > MOST_PIECES_KEPT * piece
+        layer.logits_of_piece = piece if has_many else None
         layer.gradient_is_away = hasattr(chunk, "partitioned_state")  # between the turns of the chunk
 
 
@@ -238,12 +242,12 @@ class _LossOfPieces(torch.autograd.Function):
             if alias.grad is not None:  # None if Megatron's layer has added it to `main_grad` by itself
                 alias.main_grad += alias.grad
                 alias.grad = None
-        return None, None, grad_hidden, _given(weight, total), None
+        return None, None, grad_hidden, _gradient_to_return(weight, total), None
 
 
-def _given(weight: Tensor, total: Tensor | None) -> Tensor | None:
-    """What a backward returns for a weight whose gradient is `total`, None if it is frozen. A `main_grad` has the
-    gradient afterwards."""
+def _gradient_to_return(weight: Tensor, total: Tensor | None) -> Tensor | None:
+    """The gradient that a backward returns for a weight, from the sum of its pieces; None for a frozen weight. If the
+    weight has a `main_grad`, the sum is added to that, and autograd gets what `accumulated` makes of it."""
     if total is None:
         return None
     main_grad = getattr(weight, "main_grad", None)

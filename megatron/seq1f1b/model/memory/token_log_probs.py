@@ -4,7 +4,7 @@ Tested in model/test_token_logits.py.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,18 +21,18 @@ def token_log_probs(logits: Tensor, tokens: Tensor, temperature: float = 1.0, ga
     The vocabulary is divided among Megatron's tensor-parallel ranks, unless the logits are `gathered`. Tokens outside
     of it, such as -100, get 0. Raises ValueError for tokens of another shape.
     """
-    return _values(logits, tokens, temperature, gathered, has_entropy=False)[0]
+    return _log_probs_and_entropies(logits, tokens, temperature, gathered, has_entropy=False)[0]
 
 
 def token_log_probs_and_entropy(
     logits: Tensor, tokens: Tensor, temperature: float = 1.0, gathered: bool = False
 ) -> tuple[Tensor, Tensor]:
     """What `token_log_probs` returns, and the entropy [b, s] of each token's distribution in nats, in one pass."""
-    log_probs, entropy = _values(logits, tokens, temperature, gathered, has_entropy=True)
+    log_probs, entropy = _log_probs_and_entropies(logits, tokens, temperature, gathered, has_entropy=True)
     return log_probs, entropy
 
 
-def _values(
+def _log_probs_and_entropies(
     logits: Tensor, tokens: Tensor, temperature: float, gathered: bool, has_entropy: bool
 ) -> tuple[Tensor, ...]:
     if tokens.shape != logits.shape[:-1]:
@@ -44,12 +44,12 @@ def _values(
         group = logits.head.group
         if not logits.is_whole:
             source = _LogitsOfHidden(logits.head, logits.dtype)
-            return _Values.apply(logits.hidden, tokens, source, group, 1 / temperature, has_entropy)
+            return _LogProbsAndEntropies.apply(logits.hidden, tokens, source, group, 1 / temperature, has_entropy)
     else:
         is_divided = parallel_state.model_parallel_is_initialized() and not gathered
         group = parallel_state.get_tensor_model_parallel_group() if is_divided else None
     length = max(1, PIECE // logits.shape[-1])
-    return _Values.apply(logits, tokens, _GivenLogits(length), group, 1 / temperature, has_entropy)
+    return _LogProbsAndEntropies.apply(logits, tokens, _GivenLogits(length), group, 1 / temperature, has_entropy)
 
 
 class _Source(Protocol):
@@ -95,8 +95,9 @@ class _LogitsOfHidden(_Source):
         return self._head.backward(pieces, gradient_of)
 
 
-class _Values(torch.autograd.Function):
-    """Log-probabilities of tokens, and entropies, by pieces of logits `z = source.logits(rows)` of [..., features].
+class _LogProbsAndEntropies(torch.autograd.Function):
+    """Log-probabilities of tokens, and entropies, by pieces of logits `z = source.logits(rows)`, for rows
+    [..., features].
 
     With p = exp(z - log_sum), the gradient of a log-probability is 1 - p at the token and -p elsewhere, and that of the
     entropy H is -p·(log p + H).
@@ -111,15 +112,15 @@ class _Values(torch.autograd.Function):
         of_pieces = []
         for piece, tokens_of_piece in zip(rows.split(source.length), flat.split(source.length), strict=True):
             logits = _scaled(source.logits(piece), scale)
-            of_pieces.append(_values_of_piece(logits, tokens_of_piece, group, has_entropy))
-        log_probs, entropies, log_sums, are_known = (torch.cat(values) for values in zip(*of_pieces, strict=True))
+            of_pieces.append(_token_values(logits, tokens_of_piece, group, has_entropy))
+        values = _TokenValues(*map(torch.cat, zip(*of_pieces, strict=True)))
         ctx.source = source
         ctx.group = group
         ctx.scale = scale
         ctx.has_entropy = has_entropy
-        ctx.save_for_backward(tensor, flat, log_sums, entropies, are_known)
-        log_probs = log_probs.view(tokens.shape)
-        return (log_probs, entropies.view(tokens.shape)) if has_entropy else (log_probs,)
+        ctx.save_for_backward(tensor, flat, values.log_sum, values.entropy, values.is_known)
+        log_probs = values.log_prob.view(tokens.shape)
+        return (log_probs, values.entropy.view(tokens.shape)) if has_entropy else (log_probs,)
 
     @staticmethod
     @once_differentiable
@@ -154,9 +155,17 @@ def _scaled(logits: Tensor, scale: float) -> Tensor:
     return logits if scale == 1.0 else logits * scale
 
 
-def _values_of_piece(logits: Tensor, tokens: Tensor, group: Group, has_entropy: bool) -> tuple[Tensor, ...]:
-    """Four tensors [n] for logits [n, V/t]: the log-probabilities of the tokens, the entropies (zeros unless asked
-    for), the logarithms of the sums of powers, and whether the vocabulary has the token."""
+class _TokenValues(NamedTuple):
+    """Values [n] of n tokens, whose logits are z."""
+
+    log_prob: Tensor
+    entropy: Tensor  # zeros unless asked for
+    log_sum: Tensor  # log Σ exp(z)
+    is_known: Tensor  # whether the vocabulary has the token
+
+
+def _token_values(logits: Tensor, tokens: Tensor, group: Group, has_entropy: bool) -> _TokenValues:
+    """The values of tokens [n] by logits [n, V/t]."""
     largest = logits.amax(-1)
     if _is_divided(group):
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
@@ -174,7 +183,7 @@ def _values_of_piece(logits: Tensor, tokens: Tensor, group: Group, has_entropy: 
     is_known = total[2] > 0
     log_probs = torch.where(is_known, total[1] - log_sum, 0)
     entropy = log_sum + total[3] / total[0] if has_entropy else torch.zeros_like(log_sum)
-    return log_probs, entropy, largest + log_sum, is_known
+    return _TokenValues(log_probs, entropy, largest + log_sum, is_known)
 
 
 def _place(tokens: Tensor, size: int, group: Group) -> tuple[Tensor, Tensor]:

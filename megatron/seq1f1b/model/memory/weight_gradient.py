@@ -35,24 +35,24 @@ class WeightGradientStore:
 
     def __init__(self) -> None:
         self.unit: Hashable = None  # the unit that runs
-        self._left: defaultdict[Hashable, deque[Any]] = defaultdict(deque)
+        self._deferred: defaultdict[Hashable, deque[Any]] = defaultdict(deque)
 
-    def leave(self, parameters: Sequence[Tensor], product: Product) -> None:
+    def defer(self, parameters: Sequence[Tensor], product: Product) -> None:
         """Defer `product`, which computes the gradients of `parameters`."""
         assert self.unit is not None, "a split backward ran outside of a schedule"
-        self._left[self.unit].append((product, *parameters))
+        self._deferred[self.unit].append((product, *parameters))
 
     def compute(self, unit: Hashable) -> None:
         """Compute the weight gradients of `unit`, and free each product; autograd calls the hooks of the parameters."""
-        left = self._left.pop(unit, ())
-        while left:
-            _WeightGradient.apply(*left.popleft()).backward()
+        deferred = self._deferred.pop(unit, ())
+        while deferred:
+            _WeightGradient.apply(*deferred.popleft()).backward()
 
     def clear(self) -> None:
-        self._left.clear()
+        self._deferred.clear()
 
     def assert_empty(self) -> None:
-        assert not self._left, f"the weight gradients of {len(self._left)} units outlived the step"
+        assert not self._deferred, f"the weight gradients of {len(self._deferred)} units outlived the step"
 
 
 class _WeightGradient(torch.autograd.Function):
@@ -72,7 +72,7 @@ class _WeightGradient(torch.autograd.Function):
 
 
 def defer_weight_gradients(store: WeightGradientStore, chunks: Iterable[torch.nn.Module]) -> ExitStack:
-    """Inside, the backward of linear layers leaves weight gradients in `store`. Other gradients (norms, biases,
+    """Inside, the backward of linear layers defers its weight gradients to `store`. Other gradients (norms, biases,
     embeddings) are cheap, and come with the input gradients, as do those of logits in pieces."""
     modules = [module for chunk in chunks for module in chunk.modules() if keeps_logits(module)]
     rows = [
@@ -94,8 +94,8 @@ def defer_weight_gradients(store: WeightGradientStore, chunks: Iterable[torch.nn
 
 
 def deferring(linear: Callable[..., Tensor], store: WeightGradientStore) -> Callable[..., Tensor]:
-    """`linear`, the `_forward_impl` of a Megatron linear layer, with its weight gradient left in `store`; unchanged if
-    there is nothing to split: frozen weights, computed weights, inputs without a gradient, a layer that the program
+    """`linear`, the `_forward_impl` of a Megatron linear layer, with its weight gradient deferred to `store`; unchanged
+    if there is nothing to split: frozen weights, computed weights, inputs without a gradient, a layer that the program
     calls by itself."""
 
     def split(*, input: Tensor, weight: Tensor, bias: Tensor | None, **options: Any) -> Tensor:
@@ -107,7 +107,7 @@ def deferring(linear: Callable[..., Tensor], store: WeightGradientStore) -> Call
         product_of = partial(_product_of_local_layer, weight, kept, options)
         # With these options, Megatron appends the output gradient to the buffer instead of computing the weight
         # gradient, and returns none, as if it had been added to `main_grad`.
-        buffer = SimpleNamespace(append=lambda grad_output: store.leave([weight], partial(product_of, grad_output)))
+        buffer = SimpleNamespace(append=lambda grad_output: store.defer([weight], partial(product_of, grad_output)))
         deferred = {"gradient_accumulation_fusion": True, "wgrad_deferral_limit": 0, "grad_output_buffer": buffer}
         # Detached, or autograd would fire the weight's hooks before its gradient exists.
         output = linear(input=input, weight=weight.detach().requires_grad_(), bias=None, **options | deferred)
@@ -151,7 +151,7 @@ def _store_of(layer: Any, store: WeightGradientStore) -> SimpleNamespace:
                 computed[:num_weights] = map(accumulated, parameters[:num_weights])
             return computed[: len(parameters)]
 
-        store.leave(parameters, gradients)
+        store.defer(parameters, gradients)
 
     return SimpleNamespace(delay_wgrad_compute=lambda: store.unit is not None, put=put)
 
