@@ -1,4 +1,4 @@
-"""Checks of mistakes in flags that neither Megatron nor a library notices before they cost work.
+"""Checks of flags for mistakes that neither Megatron nor a library notices before they cost work.
 
 Tested in functional_tests/test_bad_input.py by test_one_sentence.
 """
@@ -9,7 +9,6 @@ import stat
 import tempfile
 from argparse import Namespace
 from collections.abc import Mapping
-from math import prod
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -82,25 +81,49 @@ _FOLDERS_OF_NODES = (
 
 def check_late_mistakes(args: Namespace) -> None:
     """Raise ValueError for mistakes in flags that would show late, or never."""
+    _check_numbers(args)
+    _check_checkpoint(args)
+    _check_model(args)
+    _check_trace_and_rehearsal(args)
+
+
+def _check_numbers(args: Namespace) -> None:
+    """Raise ValueError for an infinite number or NaN: Megatron would train on NaN losses."""
     for name, value in vars(args).items():
-        is_number = not isinstance(value, float) or math.isfinite(value) or (name == "clip_grad" and value == math.inf)
-        if not is_number:  # Megatron would train on NaN losses
+        if not isinstance(value, float) or math.isfinite(value):
+            continue
+        turns_clipping_off = name == "clip_grad" and value == math.inf
+        if not turns_clipping_off:
             raise ValueError(f"{flag_of(name)} {value} must be a number")
-    given = vars(args).get
-    if given("ckpt_step") is not None and not given("load") and not given("pretrained_checkpoint"):
-        raise ValueError(f"--ckpt-step {given('ckpt_step')} needs --load")  # Megatron would start anew
-    if os.path.isfile(given("load") or ""):  # Megatron would train from random weights
-        raise ValueError(f"--load {given('load')} is a file; give the folder that --save named")
-    if given("position_embedding_type") == "rope" and given("rotary_percent") == 0:  # it would train without positions
+
+
+def _check_checkpoint(args: Namespace) -> None:
+    """Raise ValueError for a checkpoint that Megatron would not load, and train without it."""
+    load = getattr(args, "load", None)
+    step = getattr(args, "ckpt_step", None)
+    if step is not None and not load and not getattr(args, "pretrained_checkpoint", None):
+        raise ValueError(f"--ckpt-step {step} needs --load")
+    if load and os.path.isfile(load):
+        raise ValueError(f"--load {load} is a file; give the folder that --save named")
+
+
+def _check_model(args: Namespace) -> None:
+    """Raise ValueError for flags with which Megatron would train another model than is meant, or NaN."""
+    has_rotary_positions = getattr(args, "position_embedding_type", None) == "rope"
+    if has_rotary_positions and getattr(args, "rotary_percent", None) == 0:  # it would train without positions
         raise ValueError("--rotary-percent 0.0 must be above 0")
-    base = given("rotary_base")
+    base = getattr(args, "rotary_base", None)
     if base is not None and base <= 0:  # it would train on NaN
         raise ValueError(f"--rotary-base {base} must be above 0")
-    for end in ("first", "last"):  # Megatron would train a model of another depth
-        layers = given(f"decoder_{end}_pipeline_num_layers")
+    for end in ("first", "last"):  # it would train a model of another depth
+        layers = getattr(args, f"decoder_{end}_pipeline_num_layers", None)
         if layers and layers > args.num_layers:
             flag = f"--decoder-{end}-pipeline-num-layers"
             raise ValueError(f"{flag} {layers} must be at most --num-layers {args.num_layers}")
+
+
+def _check_trace_and_rehearsal(args: Namespace) -> None:
+    """Raise ValueError for a trace that no iteration would write, or a report without a rehearsal."""
     if args.pipeline_trace is not None:
         first = min(args.pipeline_trace_iterations)
         ends = {"--train-iters": args.train_iters}
@@ -116,6 +139,14 @@ def check_late_mistakes(args: Namespace) -> None:
 def check_sizes(args: Namespace) -> None:
     """Raise ValueError for a size below 1, a number that is too large for torch, a corpus without a path, or a batch
     that does not divide: Megatron would blame the data, divide by 0, name no flag, or not end."""
+    _check_ranges(args)
+    _check_empty_values(args)
+    replicas = _replicas_of(args)
+    _check_virtual_stages(args)
+    _check_batch(args, replicas)
+
+
+def _check_ranges(args: Namespace) -> None:
     for name, value in vars(args).items():
         most = _MOST_OF.get(name, _MOST)
         if isinstance(value, int) and abs(value) > most:
@@ -124,26 +155,40 @@ def check_sizes(args: Namespace) -> None:
         size = getattr(args, name, None)
         if size is not None and size < 1:
             raise ValueError(f"{flag_of(name)} {size} must be a whole number from 1 on")
+
+
+def _check_empty_values(args: Namespace) -> None:
     if getattr(args, "hybrid_layer_pattern", None) == "":
         raise ValueError("--hybrid-layer-pattern has no value; give a symbol for each layer")
     for name in _CORPORA:
         paths = getattr(args, name, None)
         if paths is not None and ("" in paths or not paths):
             raise ValueError(f"{flag_of(name)} has no value; give it the path of a .bin and .idx pair")
-    sizes = (args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size)
-    model_ranks = prod(sizes)
+
+
+def _replicas_of(args: Namespace) -> int:
+    """The number of data-parallel ranks. Raises ValueError if the other parallel sizes do not divide the ranks."""
+    tensor = args.tensor_model_parallel_size
+    pipeline = args.pipeline_model_parallel_size
+    context = args.context_parallel_size
+    model_ranks = tensor * pipeline * context
     if args.world_size % model_ranks:
         raise ValueError(
-            f"--tensor-model-parallel-size {sizes[0]} times --pipeline-model-parallel-size {sizes[1]} times "
-            f"--context-parallel-size {sizes[2]} is {model_ranks}, which does not divide the number of ranks, "
+            f"--tensor-model-parallel-size {tensor} times --pipeline-model-parallel-size {pipeline} times "
+            f"--context-parallel-size {context} is {model_ranks}, which does not divide the number of ranks, "
             f"{args.world_size}; change one"
         )
-    _check_virtual_stages(args)
+    replicas: int = args.world_size // model_ranks
+    return replicas
+
+
+def _check_batch(args: Namespace, replicas: int) -> None:
+    """Raise ValueError for a batch that replicas cannot share in micro-batches; one that changes in a run is Megatron's
+    to check."""
     batch = args.global_batch_size
-    has_steps = getattr(args, "step_batch_size_schedule", None) or args.decrease_batch_size_if_needed
-    if batch is None or args.micro_batch_size is None or has_steps:
+    changes = getattr(args, "step_batch_size_schedule", None) or args.decrease_batch_size_if_needed
+    if batch is None or args.micro_batch_size is None or changes:
         return
-    replicas = args.world_size // model_ranks
     at_once = args.micro_batch_size * replicas
     if batch % at_once:
         below = batch - batch % at_once
@@ -155,7 +200,7 @@ def check_sizes(args: Namespace) -> None:
 
 
 def _check_virtual_stages(args: Namespace) -> None:
-    """Raise ValueError for more stages than there are layers, embedding and loss, of which Megatron would build all."""
+    """Raise ValueError for more stages than there are layers, embedding and loss: Megatron would build all of them."""
     chunks = args.num_virtual_stages_per_pipeline_rank
     layers = args.num_layers
     if chunks is None or layers is None:
@@ -172,32 +217,43 @@ def check_places(args: Namespace) -> None:
     """Raise ValueError for a folder, by the flag that names it, into which this rank will not be able to write, and for
     a tokenizer's file that it cannot read."""
     check_no_pipes(args)
-    given = vars(args).get
+    given = vars(args)
     for name in ("save", "load", "pretrained_checkpoint"):
-        if given(name) == "":  # of a variable that is not set: Megatron would save nothing, and load from here
+        if given.get(name) == "":  # of a variable that is not set: Megatron would save nothing, and load from here
             raise ValueError(f"{flag_of(name)} has no value; drop it, or name a folder")
     written = {"--dry-run-output": args.dry_run_output}
     if not args.dry_run:
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            # Megatron fails at the first save only; a trace is written after the third step.
-            for name in _FOLDERS_OF_NODES:
-                written[flag_of(name)] = given(name)
-            recorder = given("flight_recorder_dump_path")
-            if recorder:  # a folder, or what the names of its files begin with
-                is_folder = os.path.isdir(recorder)
-                written["--flight-recorder-dump-path"] = recorder if is_folder else Path(recorder).absolute().parent
-        if args.rank == args.world_size - 1:  # which alone writes these
-            written["--tensorboard-dir"] = given("tensorboard_dir")
-            if given("wandb_project"):
-                written["--wandb-save-dir"] = given("wandb_save_dir")
-            if given("record_memory_history"):
-                written["--memory-snapshot-path"] = Path(args.memory_snapshot_path).absolute().parent
+            written |= _folders_of_a_node(given)
+        if args.rank == args.world_size - 1:
+            written |= _folders_of_last_rank(given)
     _require_writable(written)
-    if not args.dry_run and given("tokenizer_type") in _TOKENIZERS_OF_FILES:
+    if not args.dry_run and given.get("tokenizer_type") in _TOKENIZERS_OF_FILES:
         _check_tokenizer_files(args)
         spare_hub(args.tokenizer_type, args.tokenizer_model)
-    if given("wandb_project") and not given("wandb_save_dir") and not given("save"):
-        raise ValueError(f"--wandb-project {given('wandb_project')} needs a folder to write to; add --wandb-save-dir")
+    if given.get("wandb_project") and not given.get("wandb_save_dir") and not given.get("save"):
+        raise ValueError(f"--wandb-project {args.wandb_project} needs a folder to write to; add --wandb-save-dir")
+
+
+def _folders_of_a_node(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The folders into which a rank of every node writes, by flag. Megatron fails at its first save only, and a trace
+    is written after the third step."""
+    folders = {flag_of(name): given.get(name) for name in _FOLDERS_OF_NODES}
+    recorder = given.get("flight_recorder_dump_path")
+    if recorder:  # a folder, or what the names of its files begin with
+        is_folder = os.path.isdir(recorder)
+        folders["--flight-recorder-dump-path"] = recorder if is_folder else Path(recorder).absolute().parent
+    return folders
+
+
+def _folders_of_last_rank(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The folders into which only the last rank writes, by flag."""
+    folders = {"--tensorboard-dir": given.get("tensorboard_dir")}
+    if given.get("wandb_project"):
+        folders["--wandb-save-dir"] = given.get("wandb_save_dir")
+    if given.get("record_memory_history"):
+        folders["--memory-snapshot-path"] = Path(given["memory_snapshot_path"]).absolute().parent
+    return folders
 
 
 def check_no_pipes(args: Namespace) -> None:

@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 from typing import Any
 
 from ..files.schedule_file import read_schedule
@@ -63,7 +64,7 @@ class PipelineConfig:
         or as usual, if the shortest has so many pieces that may be segments."""
         number = self.num_segments
         if self.flags.segment_tokens is not None:
-            number = -(-longest // self.flags.segment_tokens)
+            number = ceil(longest / self.flags.segment_tokens)
         return max(1, min(number, shortest // self.run.segment_multiple))
 
     def pack(self, lengths: Sequence[int], replicas: int, equal_counts: bool) -> list[list[Pack]]:
@@ -124,7 +125,7 @@ def pipeline_config(flags: argparse.Namespace, run: MegatronRun, costs: Predicti
     # Before a cut: an unsupported layer may have no known costs.
     _refuse(settings, _uses(flags, schedule, settings))
     if schedule is not None:
-        _check(flags, schedule, run)
+        _check_combinations(flags, schedule, run)
         if flags.sequence_splits == AUTO and partition.file is None:
             partition = replace(partition, num_segments=_best_num_segments(schedule, partition))
         if schedule.is_auto and schedule.placement == "v":
@@ -155,7 +156,8 @@ def pipeline_config(flags: argparse.Namespace, run: MegatronRun, costs: Predicti
 
 
 def _best_num_segments(schedule: ScheduleChoice, partition: SequencePartition) -> int:
-    """The number of segments of `--sequence-splits auto`: that of a given schedule, else that of the shortest step."""
+    """The number of segments for `--sequence-splits auto`: that of a given schedule, else the one with the shortest
+    predicted step."""
     if schedule.given is not None:
         return schedule.given.shape.num_segments
     length = partition.run.sequence_length
@@ -169,8 +171,8 @@ def _schedule(flags: argparse.Namespace, settings: Mapping[str, Any]) -> Schedul
     name = flags.pipeline_schedule
     if name is None:
         cuts = (flags.sequence_splits, flags.sequence_split_file, flags.unit_tokens, flags.segment_tokens)
-        finds_a_number = flags.sequence_split_strategy == "terapipe"  # of segments, by itself
-        if all(cut is None for cut in cuts) and not finds_a_number:
+        chooses_number = flags.sequence_split_strategy == "terapipe"  # of segments, by itself
+        if all(cut is None for cut in cuts) and not chooses_number:
             return None
         name = "1f1b"
     # A family splits backwards or not; `auto` splits them where that is supported.
@@ -180,7 +182,7 @@ def _schedule(flags: argparse.Namespace, settings: Mapping[str, Any]) -> Schedul
 
 
 def _uses(flags: argparse.Namespace, schedule: ScheduleChoice | None, settings: Mapping[str, Any]) -> set[OurFeature]:
-    """The features that the flags select, as known before a cut."""
+    """Our features that the flags select, as far as they are known before sequences are cut."""
     if schedule is None:
         return {OurFeature.EVERY_RUN, OurFeature.MEGATRONS_OWN}
     in_units = flags.unit_tokens is not None
@@ -207,17 +209,9 @@ def _refuse(settings: Mapping[str, Any], uses: set[OurFeature]) -> None:
         raise ValueError(sentence)
 
 
-def _check(flags: argparse.Namespace, schedule: ScheduleChoice, run: MegatronRun) -> None:
-    attending = []  # what needs the attention of segments, even if sequences stay whole
-    if run.settings.get("keep_documents_apart"):
-        attending.append("keep_documents_apart")
-    if flags.recompute_keeps_attention:
-        attending.append("--recompute-keeps-attention")
-    obstacle = next(unsupported(run.settings, {OurFeature.SEGMENTS}), None) if attending else None
-    if obstacle is not None:
-        raise ValueError(
-            f"{attending[0]} attends as segments do, and {obstacle.feature} {obstacle.because}; drop one of the two"
-        )
+def _check_combinations(flags: argparse.Namespace, schedule: ScheduleChoice, run: MegatronRun) -> None:
+    """Raise ValueError for flags that do not go together, or not with this schedule and this run."""
+    _check_attention(flags, run)
     for flag, tokens in (("--unit-tokens", flags.unit_tokens), ("--segment-tokens", flags.segment_tokens)):
         if tokens is not None and tokens % run.segment_multiple:
             raise ValueError(
@@ -243,14 +237,30 @@ def _check(flags: argparse.Namespace, schedule: ScheduleChoice, run: MegatronRun
         )
 
 
+def _check_attention(flags: argparse.Namespace, run: MegatronRun) -> None:
+    """Raise ValueError for a flag that needs the attention of segments, even for whole sequences, in a run whose
+    attention cannot be that."""
+    if run.settings.get("keep_documents_apart"):
+        needing = "keep_documents_apart"
+    elif flags.recompute_keeps_attention:
+        needing = "--recompute-keeps-attention"
+    else:
+        return
+    obstacle = next(unsupported(run.settings, {OurFeature.SEGMENTS}), None)
+    if obstacle is not None:
+        raise ValueError(
+            f"{needing} attends as segments do, and {obstacle.feature} {obstacle.because}; drop one of the two"
+        )
+
+
 def _partition(flags: argparse.Namespace, run: MegatronRun, costs: Predictions) -> SequencePartition:
-    """The partition that the flags select; its number of segments is None if it has to be found."""
+    """The partition that the flags select. Its number of segments is None if that is still to be chosen."""
     strategy = flags.sequence_split_strategy
     num_segments = None if flags.sequence_splits == AUTO else flags.sequence_splits
     most_tokens = flags.unit_tokens or flags.segment_tokens
     if most_tokens is not None:
         strategy = "even"
-        num_segments = -(-run.sequence_length // most_tokens)
+        num_segments = ceil(run.sequence_length / most_tokens)
     elif strategy is None:
         # A program may bring a model whose segments have no known costs.
         wants_equal = flags.means_equal_lengths or run.settings.get("tp_comm_overlap")

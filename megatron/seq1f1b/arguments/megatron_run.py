@@ -144,22 +144,28 @@ def layers_per_stage(settings: Mapping[str, Any]) -> tuple[int, ...]:
     parts = hybrid_stages(settings)
     if len(parts) > 1:
         return tuple(map(len, parts))
-    first = settings.get("decoder_first_pipeline_num_layers")
-    last = settings.get("decoder_last_pipeline_num_layers")
     # The embedding and the loss may count as a layer each.
-    embedding = bool(settings.get("account_for_embedding_in_pipeline_split"))
-    loss = bool(settings.get("account_for_loss_in_pipeline_split"))
-    rest = settings["num_layers"] + embedding + loss - (first or 0) - (last or 0)
-    usual = rest // max(1, num_ranks - (first is not None) - (last is not None))
-    ranks = [usual] * num_ranks
-    if first is not None:
-        ranks[0] = first
-    if last is not None:
-        ranks[-1] = last
+    embedding = 1 if settings.get("account_for_embedding_in_pipeline_split") else 0
+    loss = 1 if settings.get("account_for_loss_in_pipeline_split") else 0
+    ranks = _layers_per_rank(settings, settings["num_layers"] + embedding + loss, num_ranks)
     stages = [layers // num_chunks for layers in ranks] * num_chunks
     stages[0] -= embedding
     stages[-1] -= loss
     return tuple(stages)
+
+
+def _layers_per_rank(settings: Mapping[str, Any], num_layers: int, num_ranks: int) -> list[int]:
+    """The layers of each rank: of the first and the last as flags say, of the others equally many."""
+    first = settings.get("decoder_first_pipeline_num_layers")
+    last = settings.get("decoder_last_pipeline_num_layers")
+    fixed: dict[int, int] = {}
+    if first is not None:
+        fixed[0] = first
+    if last is not None:
+        fixed[num_ranks - 1] = last
+    num_others = max(1, num_ranks - len(fixed))
+    layers_of_others = (num_layers - sum(fixed.values())) // num_others
+    return [fixed.get(rank, layers_of_others) for rank in range(num_ranks)]
 
 
 def hybrid_stages(settings: Mapping[str, Any]) -> list[str]:
