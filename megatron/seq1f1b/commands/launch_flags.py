@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from ..arguments.flags import EQUAL_SPLITS, share_or_auto
-from ..costs.layer_times import comm_type_of_segments
+from ..costs.context_exchange import comm_type_of_segments
 from ..costs.training_setup import ALL_BUT_ATTENTION, Fsdp, Moves, TrainingSetup
 from ..partition import DEFAULT_STRATEGY, STRATEGIES
 from ..planner.given import NOT_PREDICTED

@@ -167,7 +167,8 @@ def _feed_forward(model: ModelShape, width: int) -> Block:
 
 
 def _experts(model: ModelShape, experts: Experts) -> Block:
-    shared, routed = (_feed_forward(model, size) for size in (experts.shared_ffn_hidden_size, experts.ffn_hidden_size))
+    shared = _feed_forward(model, experts.shared_ffn_hidden_size)
+    routed = _feed_forward(model, experts.ffn_hidden_size)
     return replace(
         shared,
         # What experts receive, and compute from it. What they return is weighted, and not kept.
@@ -225,17 +226,21 @@ def _mamba(hidden: int, mamba: Mamba) -> Block:
 
 
 def layer_kinds(model: ModelShape, layers: Iterable[int]) -> tuple[tuple[int, int], ...]:
-    """The kinds of these layers: the number of the first layer of each kind in the model, and the count here."""
+    """The kinds of these layers: the number of the first layer of the kind in the model, and how many are here."""
     first = _first_of_kind(model)
     return tuple(sorted(Counter(first[layer] for layer in layers).items()))
 
 
 @lru_cache(maxsize=256)
 def _first_of_kind(model: ModelShape) -> tuple[int, ...]:
+    """The number of the first layer that is like a layer, for every layer."""
     first: dict[tuple[str, int | None], int] = {}
-    return tuple(
-        first.setdefault((model.blocks(layer), model.window_of(layer)), layer) for layer in range(model.num_layers)
-    )
+    of_layers = []
+    for layer in range(model.num_layers):
+        kind = (model.blocks(layer), model.window_of(layer))
+        first.setdefault(kind, layer)
+        of_layers.append(first[kind])
+    return tuple(of_layers)
 
 
 @lru_cache(maxsize=1024)
@@ -250,7 +255,7 @@ def layer_parameters(model: ModelShape, layer: int, tensor_parallel: int = 1) ->
 
 
 def parameters_of_model(model: ModelShape) -> float:
-    """All weights, embedding and projection to the vocabulary apart from each other."""
+    """All weights. The embedding and the projection to the vocabulary count separately, even if they are tied."""
     kinds = layer_kinds(model, range(model.num_layers))
     of_layers = sum(count * sum(layer_parameters(model, layer)) for layer, count in kinds)
     return of_layers + 2 * (model.vocab_size * model.hidden_size)

@@ -18,15 +18,15 @@ from .pair_times import PairTimes
 from .ports import Event, MessageQueue, Port
 
 
-class _Aside:
-    """What runs beside the compute of a rank: collectives and copies, one after the other in each lane. `seconds` are
-    by kind, stage and segment; kinds that are not in it take no time."""
+class _SideWork:
+    """Collectives and copies beside the compute of a rank, one after the other in each lane. `seconds` are by kind,
+    stage and segment; kinds that are not in it take no time."""
 
     def __init__(self, seconds: Mapping[Kind, Table]) -> None:
         self.seconds = seconds
-        self.lanes = dict.fromkeys(Lane, 0.0)  # the end of each
-        self.parameters: dict[int, float] = {}  # the times at which those of a stage are complete
-        self.copied: dict[Unit, float] = {}  # the ends of the last copies of units
+        self.lanes = dict.fromkeys(Lane, 0.0)  # when a lane is free
+        self.parameters: dict[int, float] = {}  # when the parameters of a stage are complete
+        self.copied: dict[Unit, float] = {}  # when the last copy of a unit ends
 
     def run(self, action: Action, now: float) -> Span:
         """The span of an action that is issued now."""
@@ -38,7 +38,7 @@ class _Aside:
         return span
 
     def _occupy(self, action: Action, now: float, share: float) -> Span:
-        """The span of this share of an action, in its lane."""
+        """The span of an action of which only this share is done, as soon as its lane is free."""
         kind, stage, _, segment = action
         lane = kind.facts.lane
         start = max(now, self.lanes[lane], self.copied.get(action.unit, 0.0))
@@ -54,18 +54,18 @@ class _Aside:
         return max(parameters, copied)
 
     def end(self, together: Sequence[Action], start: float, end: float) -> float:
-        """When actions that run `together` end, if by themselves they end at `end`."""
+        """When actions that run `together` end, if nothing holds them up beyond `end`."""
         return end
 
 
-class _AsideByLayer(_Aside):
-    """Collectives, and copies of units that move layer by layer: all but the last layers to leave have left when a
-    forward ends, and all but the first to come back do so within the backward."""
+class _SideWorkByLayer(_SideWork):
+    """Collectives, and copies of units that move layer by layer. When a forward ends, all but the last layers have left
+    for the host; all but the first layer come back within the backward."""
 
     def __init__(self, seconds: Mapping[Kind, Table], layers: LayersOnLink, actions: Iterable[Action]) -> None:
         super().__init__(seconds)
         self._layers = layers
-        self._away = {action.unit for action in actions if action.kind is Kind.OFFLOAD}
+        self._moved_units = {action.unit for action in actions if action.kind is Kind.OFFLOAD}
         self._leaving: dict[Unit, Span] = {}
 
     def run(self, action: Action, now: float) -> Span:
@@ -80,16 +80,16 @@ class _AsideByLayer(_Aside):
     def end(self, together: Sequence[Action], start: float, end: float) -> float:
         latest = end
         for action in together:
-            if action.unit in self._away:
+            if action.unit in self._moved_units:
                 share = self._layers.share(action)
                 if action.kind is Kind.F:
-                    latest = max(latest, self._left(action, share, start, end))
+                    latest = max(latest, self._end_of_forward(action, share, start, end))
                 elif action.kind.facts.gives_input_gradient:
-                    latest = max(latest, self._came_back(action, share, start, end))
+                    latest = max(latest, self._end_of_backward(action, share, start, end))
         return latest
 
-    def _left(self, action: Action, share: float, start: float, end: float) -> float:
-        """When so much of a unit has left that its forward may end. A layer is this `share` of it."""
+    def _end_of_forward(self, action: Action, share: float, start: float, end: float) -> float:
+        """When a forward may end, since enough of its unit has left; a layer is this `share` of the unit."""
         copying = self.seconds[Kind.OFFLOAD][action.stage][action.segment]
         begins = max(start + share * (end - start), self.lanes[Lane.TO_HOST])
         left = max(begins + copying, end + share * copying)
@@ -98,8 +98,8 @@ class _AsideByLayer(_Aside):
         self._leaving[action.unit] = Span(action._replace(kind=Kind.OFFLOAD), begins, left)
         return left - min(1.0, self._layers.leaving * share) * copying
 
-    def _came_back(self, action: Action, share: float, start: float, end: float) -> float:
-        """When a backward ends whose layers come back within it, all but the first."""
+    def _end_of_backward(self, action: Action, share: float, start: float, end: float) -> float:
+        """When a backward ends, within which all layers but the first come back."""
         lane = Lane.FROM_HOST
         copying = self.seconds[Kind.RELOAD][action.stage][action.segment]
         self.lanes[lane] = max(start, self.lanes[lane]) + (1 - share) * copying
@@ -109,27 +109,28 @@ class _AsideByLayer(_Aside):
 def execute_lowered(
     lowered: Schedule,
     costs: Costs,
-    aside: Mapping[Kind, Table] | None = None,
+    side_seconds: Mapping[Kind, Table] | None = None,
     pairs: PairTimes | None = None,
     layers: LayersOnLink | None = None,
     drawn: Mapping[Action, float] | None = None,
 ) -> Timeline:
-    """The timeline of the compute actions, and of GATHER, REDUCE, OFFLOAD and RELOAD if `aside` has the seconds of the
-    kind, by stage and segment. With `pairs` the two of a pair save time. With `layers` units move one layer after the
-    other. Compute actions in `drawn` take so many seconds instead of their costs. Raises ValueError if the costs do not
-    fit, or if the schedule cannot run to its end."""
+    """The timeline of the compute actions, and of GATHER, REDUCE, OFFLOAD and RELOAD if `side_seconds` has those of the
+    kind, by stage and segment. With `pairs` the two actions of a pair save time. With `layers` units move one layer
+    after the other. Compute actions in `drawn` take so many seconds instead of their costs. Raises ValueError if the
+    costs do not fit, or if the schedule cannot run to its end."""
     costs.check(lowered.shape)
-    return _Execution(lowered, costs, aside or {}, pairs, layers, drawn or {}).timeline()
+    return _Execution(lowered, costs, side_seconds or {}, pairs, layers, drawn or {}).timeline()
 
 
 class _Execution:
-    """Ranks run by the events of all in the order of their times, since messages that leave a rank share its port."""
+    """Runs all ranks together, event by event in the order of their times, since messages that leave a rank share its
+    port."""
 
     def __init__(
         self,
         lowered: Schedule,
         costs: Costs,
-        aside: Mapping[Kind, Table],
+        side_seconds: Mapping[Kind, Table],
         pairs: PairTimes | None,
         layers: LayersOnLink | None,
         drawn: Mapping[Action, float],
@@ -138,7 +139,7 @@ class _Execution:
         self.layers = layers
         self.drawn = drawn
         self.tables = {kind: costs.tables(kind) for kind in Kind}
-        self.aside = aside
+        self.side_seconds = side_seconds
         self.pairs = pairs
         self.events: list[Event] = [(0.0, rank, 0) for rank in range(len(lowered.ranks))]  # a heap
         self.ports = [Port(rank, self.events) for rank in range(len(lowered.ranks))]
@@ -148,7 +149,7 @@ class _Execution:
         """Runs all ranks to their ends."""
         spans: list[list[Span]] = [[] for _ in self.ports]
         ranks = [self._run(rank, spans[rank]) for rank in range(len(spans))]
-        left = set(range(len(spans)))
+        running = set(range(len(spans)))
         while self.events:
             time, rank, arrival = heappop(self.events)
             if arrival:
@@ -159,16 +160,18 @@ class _Execution:
                 queue.arrive(time)
                 if queue.waiting is None:
                     continue
-                rank, queue.waiting = queue.waiting, None
+                rank = queue.waiting
+                queue.waiting = None
             try:
                 next(ranks[rank])
             except StopIteration:
-                left.remove(rank)
-        if left:
+                running.remove(rank)
+        if running:
             raise ValueError("the schedule cannot run to its end; validate it to see why")
         # GATHER and REDUCE may start after compute that they were put before.
-        in_order = (tuple(sorted(of_rank, key=lambda span: span.start)) for of_rank in spans)
-        return Timeline(self.lowered.shape, tuple(in_order), "s")
+        for of_rank in spans:
+            of_rank.sort(key=lambda span: span.start)
+        return Timeline(self.lowered.shape, tuple(map(tuple, spans)), "s")
 
     def _run(self, rank: int, spans: list[Span]) -> Iterator[None]:
         """Runs a rank. It stops where it waits for a message, and before a send or a receive if there is an earlier
@@ -179,9 +182,9 @@ class _Execution:
         pairs = self.pairs
         drawn = self.drawn
         paired = self.lowered.paired
-        beside = _Aside(self.aside)
+        side_work = _SideWork(self.side_seconds)
         if self.layers is not None:
-            beside = _AsideByLayer(self.aside, self.layers, self.lowered.ranks[rank])
+            side_work = _SideWorkByLayer(self.side_seconds, self.layers, self.lowered.ranks[rank])
         now = 0.0
         together: list[Action] = []  # the forward of a pair that has not begun
         for action in self.lowered.ranks[rank]:
@@ -194,8 +197,8 @@ class _Execution:
                         queue.waiting = rank
                         yield
                     now = max(now, queue.arrived.popleft())
-                if self.aside:
-                    now = max(now, beside.ready(action))
+                if self.side_seconds:
+                    now = max(now, side_work.ready(action))
                 if action in paired:
                     together = [action]
                     continue
@@ -210,13 +213,13 @@ class _Execution:
                 end = now + seconds
                 if pairs is not None and len(together) == 2:
                     end = max(now, end - pairs.saved(*together))
-                if self.aside:
-                    end = beside.end(together, now, end)
+                if self.side_seconds:
+                    end = side_work.end(together, now, end)
                 spans += [Span(running, now, end) for running in together]
                 together = []
                 now = end
-            elif kind in self.aside:
-                span = beside.run(action, now)
+            elif kind in self.side_seconds:
+                span = side_work.run(action, now)
                 spans.append(span)
                 if kind is Kind.OFFLOAD:  # waits for the one before it
                     now = max(now, span.start)
@@ -233,7 +236,7 @@ class _Execution:
 
 
 def _queues(placement: Placement, ports: Sequence[Port]) -> dict[tuple[Kind, int], MessageQueue]:
-    """The channels between all ranks, each by the kinds of its messages and their stages at both ends."""
+    """The queue of messages behind every send and receive, by its kind and stage."""
     by_channel: dict[Channel, MessageQueue] = {}
     by_message = {}
     for rank in range(placement.num_ranks):

@@ -63,7 +63,8 @@ def _kept_of_block(setup: TrainingSetup, block: Block, length: int) -> float:
     if block.attention is not None and setup.context_parallel > 1 and len(setup.segments) > 1:
         # Attention keeps its output by heads, and the projection behind it by tokens.
         inside += BYTES * block.attention.heads * block.attention.value_dim
-    return (1 if "layernorm" in again else 2) * setup.residual(length) + setup.rows(length) * inside
+    inputs = 1 if "layernorm" in again else 2
+    return inputs * setup.residual(length) + setup.rows(length) * inside
 
 
 def _computed_again(block: Block, modules: Sequence[str]) -> float:
@@ -125,24 +126,25 @@ def layer_keys_values_gradients(setup: TrainingSetup, layer: int) -> float:
 
 
 def layer_moved(setup: TrainingSetup, layer: int, start: int, end: int) -> tuple[float, float]:
-    """Activations, and keys and values, of which Megatron moves a share to the host. As one layer of many it is that
-    share of each."""
+    """Bytes of a layer, activations and keys and values, that Megatron moves to the host. If it moves some of the
+    layers, each layer counts with the share of layers that move."""
     if not setup.moves_parts:
         return 0.0, 0.0
     keys_values = layer_keys_values(setup, layer, start, end)
-    activations = (
-        _moved_by_modules(setup, layer, end - start)
-        if setup.moves is Moves.MODULES
-        else layer_activation(setup, layer, start, end)
-    )
+    if setup.moves is Moves.MODULES:
+        activations = _moved_by_modules(setup, layer, end - start)
+    else:
+        activations = layer_activation(setup, layer, start, end)
     return setup.offloads * activations, setup.offloads * keys_values
 
 
 def _moved_by_modules(setup: TrainingSetup, layer: int, length: int) -> float:
     """The activations of --offload-modules: all of attention and experts, only the input of other blocks and of experts
     that are computed again; none of layers that are."""
+    if setup.recomputes_layers:
+        return 0.0
     activations = 0.0
-    for block in setup.blocks(layer) if not setup.recomputes_layers else ():
+    for block in setup.blocks(layer):
         if block.symbol == "-" or setup.repeats(block.symbol):
             activations += setup.residual(length)
         elif block.symbol in "*+E":
@@ -192,12 +194,12 @@ def head_kept(setup: TrainingSetup, length: int, for_weights: bool = False) -> t
     """What the last stage keeps of a segment for its backward, or only for its weight gradients: hidden states around
     the last norm, and logits. A loss in pieces keeps one number for each token, and nothing for weight gradients."""
     heads = 1 + setup.model.prediction_depth
-    is_whole = keeps_logits(setup)
-    copies = is_whole if for_weights else 2
-    of_loss = 0.0 if for_weights else 4 * heads * setup.rows(length)
-    if is_whole:
-        of_loss = (_LOGIT_KEPT_FOR_WEIGHTS if for_weights else _LOGIT_KEPT) * logits(setup, length)
-    return copies * heads * setup.residual(length), of_loss
+    hidden_states = heads * setup.residual(length)
+    num_logits = logits(setup, length)
+    if for_weights:
+        return (hidden_states, _LOGIT_KEPT_FOR_WEIGHTS * num_logits) if keeps_logits(setup) else (0.0, 0.0)
+    loss = _LOGIT_KEPT * num_logits if keeps_logits(setup) else 4 * heads * setup.rows(length)
+    return 2 * hidden_states, loss
 
 
 @singledispatch
@@ -257,7 +259,10 @@ def _around_products(setup: TrainingSetup, block: Block, length: int) -> float:
     rows = setup.rows(length)
     whole = setup.whole_input(length)
     kept = rows * block.kept
-    gathered, part = (whole, setup.residual(length)) if setup.token_shares > 1 else (0.0, 0.0)
+    gathered = part = 0.0
+    if setup.token_shares > 1:
+        gathered = whole
+        part = setup.residual(length)
     if len(block.products) != 2 or block.experts or block.scan:
         return kept + whole + gathered + part
     first, last = block.products
@@ -284,7 +289,8 @@ def _of_kernel(setup: TrainingSetup, layer: int, start: int, end: int) -> float:
         return 0.0
     of_queries = 4 * setup.rows(end - start) * attention.heads * attention.score_dim
     for_each = setup.rows(given) * attention.heads * (attention.score_dim + attention.value_dim)
-    return of_queries + (BYTES * for_each if for_each > keys_values_of(setup, layer, given) else 0)
+    shares_heads = for_each > keys_values_of(setup, layer, given)
+    return of_queries + BYTES * for_each if shares_heads else of_queries
 
 
 @lru_cache(maxsize=4096)
@@ -376,9 +382,12 @@ def _running(setup: TrainingSetup, stage: StageLayers, kind: Kind, start: int, e
     hidden, of_loss = head_kept(setup, length)
     if has_loss and keeps_logits(setup):  # these are counted with the unit
         loss -= of_loss
-    # Two layers are on their way, or at work: with modules each as far as it moves, else whole layers.
-    two = 2 / setup.offloads if setup.moves is Moves.LAYERS and setup.offloads else 2
-    moving = two * max((sum(layer_moved(setup, layer, start, end)) for layer, _ in stage.layers), default=0.0)
+    # Two layers are on their way, or at work: with modules each as far as it moves, else whole layers, of which
+    # `layer_moved` has a share.
+    num_layers = 2.0
+    if setup.moves is Moves.LAYERS and setup.offloads:
+        num_layers /= setup.offloads
+    moving = num_layers * max((sum(layer_moved(setup, layer, start, end)) for layer, _ in stage.layers), default=0.0)
     if not kind.facts.gives_input_gradient:
         return loss, moving + setup.whole_input(length) + routed
     working = moving + backward_working(setup, stage, start, end)

@@ -1,26 +1,18 @@
 """The time of a segment on a layer, the embedding or the loss, kernel by kernel and collective by collective. Seconds.
 
-FLOPs follow arXiv 2104.04473, section 3.4, exchanges of tensor and sequence parallelism arXiv 2205.05198, section 4.2.
-Context-parallel ranks exchange whole sequences as in Transformer Engine (attention/dot_product_attention/
-context_parallel.py), by the values of --cp-comm-type; attention hides only a ring:
-
-- `a2a`: tokens for heads before attention, heads for tokens after it.
-- `all_gather`: keys and values are gathered in both directions, and their gradients reduced.
-- `p2p`: keys and values, in the backward with their gradients, travel around a ring, one hop beside each step of
-  attention. Each step adds its results to those before.
-- `a2a+p2p a r`: heads among a neighbours, a ring of r of their groups.
-
-Ranks share the heads of segments, so that earlier keys never travel again (model/head_exchange).
+FLOPs follow arXiv 2104.04473, section 3.4, exchanges of tensor and sequence parallelism arXiv 2205.05198, section 4.2;
+`context_exchange` has those of context parallelism.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache, singledispatch
-from math import ceil, gcd, lcm
+from math import ceil
 from operator import add
 from typing import NamedTuple
 
-from .blocks import BYTES, Attention, Block, Product, pairs
+from .blocks import BYTES, Block, Product, pairs
+from .context_exchange import BothPasses, comm_types, context_exchange
 from .layer_bytes import keeps_logits
 from .machine import ATTENTION_BLOCK, Group, Machine
 from .training_setup import ALL_BUT_ATTENTION, TrainingSetup
@@ -124,9 +116,9 @@ def _dense_time(
     length = end - start
     rows = setup.rows(length)
     residual = setup.residual(length)
-    products = [product[:2] for block in blocks for product in block.products]
-    scan_forward, scan_backward = _scan_times(setup, machine, blocks, length)
-    cast_forward, cast_backward = cast_times(machine, [product for block in blocks for product in block.products], rows)
+    products = [product for block in blocks for product in block.products]
+    scan = _scan_times(setup, machine, blocks, length)
+    cast = cast_times(machine, products, rows)
     # A norm (read, write) and an addition to the residual (read two, write one) for each block, and its inside.
     whole = len(blocks) * residual
     moved = BYTES * rows * sum(block.moved for block in blocks)
@@ -137,26 +129,27 @@ def _dense_time(
     attention = _attention(setup, machine, blocks[0], start, end, layer)
     exchanged = context_exchange(setup, machine, blocks[0], length, attention)
     forward = Parts(
-        matmul=scan_forward + sum(device.matmul_time(rows, out, into) for out, into in products),
-        attention=attention[0],
-        other=cast_forward + device.moving_time(5 * whole + moved, 5 * len(blocks)),
+        matmul=scan.forward + sum(device.matmul_time(rows, product.outputs, product.inputs) for product in products),
+        attention=attention.forward,
+        other=cast.forward + device.moving_time(5 * whole + moved, 5 * len(blocks)),
         exchange=exchange,
-        all_to_all=exchanged[0],
+        all_to_all=exchanged.forward,
         dispatch=0.0,
     )
     back = Parts(
-        matmul=scan_backward + sum(device.matmul_time(rows, into, out) for out, into in products),
-        attention=attention[1],
-        other=cast_backward + device.moving_time(7 * whole + 1.5 * moved, 7 * len(blocks)),
+        matmul=scan.backward + sum(device.matmul_time(rows, product.inputs, product.outputs) for product in products),
+        attention=attention.backward,
+        other=cast.backward + device.moving_time(7 * whole + 1.5 * moved, 7 * len(blocks)),
         exchange=exchange * (1.5 if setup.sequence_parallel else 1),
-        all_to_all=exchanged[1],
+        all_to_all=exchanged.backward,
         dispatch=0.0,
     )
-    return LayerTime(forward, back, sum(device.matmul_time(out, into, rows) for out, into in products))
+    weight = sum(device.matmul_time(product.outputs, product.inputs, rows) for product in products)
+    return LayerTime(forward, back, weight)
 
 
-def _scan_times(setup: TrainingSetup, machine: Machine, blocks: Sequence[Block], length: int) -> tuple[float, float]:
-    """Recurrences of the forward and of the backward, which has twice the FLOPs."""
+def _scan_times(setup: TrainingSetup, machine: Machine, blocks: Sequence[Block], length: int) -> BothPasses:
+    """Recurrences; the backward has twice the FLOPs."""
     rate = machine.device.peak_flops * machine.device.matmul_efficiency
     forward = backward = 0.0
     for block in blocks:
@@ -164,30 +157,28 @@ def _scan_times(setup: TrainingSetup, machine: Machine, blocks: Sequence[Block],
         forward += slower_forward * block.scan
         backward += 2 * slower_backward * block.scan
     rows = setup.rows(length)
-    return rows * forward / rate, rows * backward / rate
+    return BothPasses(rows * forward / rate, rows * backward / rate)
 
 
-def cast_times(machine: Machine, products: Sequence[Product], rows: float) -> tuple[float, float]:
+def cast_times(machine: Machine, products: Sequence[Product], rows: float) -> BothPasses:
     """Casts of what enters products of `rows` rows: their inputs in the forward, gradients of their outputs in the
     backward."""
     device = machine.device
     if not device.cast_bytes:
-        return 0.0, 0.0
+        return BothPasses(0.0, 0.0)
 
     def cast_time(columns: float) -> float:
         return device.moving_time(device.cast_bytes * rows * columns, len(products))
 
     forward = cast_time(sum(product.inputs for product in products))
     backward = cast_time(sum(product.outputs for product in products))
-    return forward, backward
+    return BothPasses(forward, backward)
 
 
-def _attention(
-    setup: TrainingSetup, machine: Machine, block: Block, start: int, end: int, layer: int
-) -> tuple[float, float]:
-    """Attention of the forward and of the input gradients."""
+def _attention(setup: TrainingSetup, machine: Machine, block: Block, start: int, end: int, layer: int) -> BothPasses:
+    """Attention in the forward and of the input gradients."""
     if block.attention is None:
-        return 0.0, 0.0
+        return BothPasses(0.0, 0.0)
     device = machine.device
     batch = setup.micro_batch_size
     length = end - start
@@ -197,12 +188,13 @@ def _attention(
         seen = min(seen, setup.seen[setup.spans.index((start, end))])
     heads = block.attention.heads / setup.context_parallel * batch
     size = (block.attention.score_dim + block.attention.value_dim) / 2
-    forward, back = (device.flash_time(length, keys, seen, heads, size, backward) for backward in (False, True))
+    forward = device.flash_time(length, keys, seen, heads, size, backward=False)
+    back = device.flash_time(length, keys, seen, heads, size, backward=True)
     if len(setup.segments) > 1:
         # Gradients of the keys and values of the prefix are added to sums in 32 bit.
         cached = batch * keys / setup.context_parallel * block.attention.keys_values
         back += device.moving_time((BYTES + 8) * cached, 2)
-    return forward, back
+    return BothPasses(forward, back)
 
 
 def _computed_pairs(start: int, end: int, window: int | None) -> float:
@@ -235,17 +227,17 @@ def _routed_time(setup: TrainingSetup, machine: Machine, blocks: Sequence[Block]
     router = device.matmul_time(tokens, block.experts, hidden)
     # Sorting tokens by expert and back, each a read and a write; the activation function.
     other = device.moving_time(BYTES * routed * (4 * hidden + first.outputs + last.inputs), 12)
-    forward_alone, backward_alone = _around_experts(setup, machine, block, routed)
+    around = _around_experts(setup, machine, block, routed)
     forward = NOTHING._replace(
         matmul=matmul + router,
-        other=other + forward_alone + machine.host.counts,
+        other=other + around.forward + machine.host.counts,
         dispatch=_dispatch_time(setup, machine, tokens),
     )
-    back = forward._replace(other=2 * other + backward_alone)
+    back = forward._replace(other=2 * other + around.backward)
     return LayerTime(forward, back, max(weight, adding) + router)
 
 
-def _around_experts(setup: TrainingSetup, machine: Machine, block: Block, routed: float) -> tuple[float, float]:
+def _around_experts(setup: TrainingSetup, machine: Machine, block: Block, routed: float) -> BothPasses:
     """Kernels around the products of experts that few models or machines have, for `routed` tokens on a rank: casts,
     padding, biases and clamped activations, forward and backward."""
     device = machine.device
@@ -258,27 +250,32 @@ def _around_experts(setup: TrainingSetup, machine: Machine, block: Block, routed
     if setup.model.has_biases:
         here = ceil(block.experts / setup.expert_parallel)
         biases = _BIASES_IN_32_BIT if setup.routes_in_32_bit else _BIASES_IN_16_BIT
-        in_forward, in_backward = (_kernel_time(machine, kernels, outputs, here) for kernels in biases)
-        forward += in_forward
-        backward += in_backward + device.moving_time(_OF_FIRST_BIASES * routed * block.expert[0].outputs, here)
+        of_biases = _kernel_times(machine, biases, outputs, here)
+        forward += of_biases.forward
+        backward += of_biases.backward + device.moving_time(_OF_FIRST_BIASES * routed * block.expert[0].outputs, here)
     if setup.model.clamps_activations:
-        in_forward, in_backward = _clamp_times(machine, block, routed)
-        forward += in_forward
-        backward += in_backward
-    return forward, backward
+        clamps = _clamp_times(machine, block, routed)
+        forward += clamps.forward
+        backward += clamps.backward
+    return BothPasses(forward, backward)
 
 
-def _kernel_time(machine: Machine, kernels: _Kernels, numbers: float, times: int = 1) -> float:
-    """These kernels for a tensor of so many numbers, in as many parts as `times`."""
-    single = machine.device.single_time(kernels.single * numbers, kernels.single_bytes * numbers)
-    return single + machine.device.moving_time(kernels.other_bytes * numbers, kernels.launches * times)
+def _clamp_times(machine: Machine, block: Block, routed: float) -> BothPasses:
+    """Clamps of what enters the activation functions of experts, for `routed` tokens on a rank."""
+    return _kernel_times(machine, _CLAMPS, routed * block.expert[0].outputs)
 
 
-def _clamp_times(machine: Machine, block: Block, routed: float) -> tuple[float, float]:
-    """To clamp what goes into the activation functions of experts, for `routed` tokens on a rank, forward and
-    backward."""
-    forward, backward = (_kernel_time(machine, kernels, routed * block.expert[0].outputs) for kernels in _CLAMPS)
-    return forward, backward
+def _kernel_times(
+    machine: Machine, kernels: tuple[_Kernels, _Kernels], numbers: float, num_parts: int = 1
+) -> BothPasses:
+    """The kernels of the forward and of the backward, for a tensor of so many numbers in so many parts."""
+
+    def seconds(of_pass: _Kernels) -> float:
+        single = machine.device.single_time(of_pass.single * numbers, of_pass.single_bytes * numbers)
+        return single + machine.device.moving_time(of_pass.other_bytes * numbers, of_pass.launches * num_parts)
+
+    in_forward, in_backward = kernels
+    return BothPasses(seconds(in_forward), seconds(in_backward))
 
 
 def has_experts(setup: TrainingSetup, layer: int) -> bool:
@@ -328,7 +325,7 @@ def repeated_time(
             again += device.moving_time(3 * rows * block.activated, 1)
             if setup.model.clamps_activations:
                 routed_tokens = rows / setup.tensor_parallel * block.active
-                again += _clamp_times(machine, block, routed_tokens)[0]
+                again += _clamp_times(machine, block, routed_tokens).forward
         if "shared_experts" in modules and block.expert:
             again += _products_again(setup, machine, block.products, rows)
             again += device.moving_time(BYTES * rows * block.moved, 2)
@@ -340,7 +337,7 @@ def repeated_time(
 
 def _products_again(setup: TrainingSetup, machine: Machine, products: Sequence[Product], rows: float) -> float:
     """Seconds of the forward of these products."""
-    cast, _ = cast_times(machine, products, rows)
+    cast = cast_times(machine, products, rows).forward
     return cast + sum(machine.device.matmul_time(rows, product.outputs, product.inputs) for product in products)
 
 
@@ -350,95 +347,6 @@ def dispatched_again(setup: TrainingSetup, forward: Parts) -> float:
     if not setup.repeats("E"):
         return 0.0
     return forward.dispatch / 2 if setup.hides_experts else forward.dispatch
-
-
-def context_exchange(
-    setup: TrainingSetup, machine: Machine, block: Block, length: int, seconds: tuple[float, float]
-) -> tuple[float, float]:
-    """The exchange around a block for segments of `length` tokens, forward and backward, without what attention of so
-    many `seconds` hides. Whole sequences take the fastest way if `cp_comm_type` gives none."""
-    size = setup.context_parallel
-    attention = block.attention
-    numbers = block.exchanged
-    if size == 1 or not (numbers or attention):
-        return 0.0, 0.0
-    if attention and len(setup.segments) == 1:
-        ways = (setup.cp_comm_type,) if setup.cp_comm_type else comm_types(setup, machine)
-        return min((_whole(setup, machine, attention, way, seconds) for way in ways), key=sum)
-    if attention:
-        # Ranks share the heads, and the queries of a head if there are more ranks than heads.
-        heads = max(1, int(attention.heads))
-        kv_heads = int(attention.kv_heads)
-        row = gcd(size, heads)
-        sent = (attention.score_dim + attention.value_dim) / 2
-        sent = sent * (2 * heads * (row - 1) + 2 * lcm(kv_heads, row) * (size - 1)) / row
-        numbers = sent * size / (size - 1)  # with the part that a rank keeps
-    exchanged = machine.all_to_all_time(setup.context_group, BYTES * setup.rows(length) * numbers)
-    return exchanged, exchanged
-
-
-@lru_cache(maxsize=4096)
-def comm_types(setup: TrainingSetup, machine: Machine) -> tuple[str, ...]:
-    """The ways of Transformer Engine for whole sequences; windows allow no ring."""
-    size = setup.context_parallel
-    model = setup.model
-    kv_heads = model.num_heads if model.latent else model.num_kv_heads or model.num_heads
-    shared = gcd(model.num_heads // setup.tensor_parallel, max(1, kv_heads // setup.tensor_parallel))
-    ways = ["all_gather"]
-    if shared % size == 0:
-        ways.append("a2a")
-    if not model.window_layers:
-        ways.append("p2p")
-        inner = gcd(size, shared, setup.context_group.in_node(machine))
-        if 1 < inner < size:
-            ways.append(f"a2a+p2p {inner} {size // inner}")
-    return tuple(ways)
-
-
-def comm_type_of_segments(setup: TrainingSetup) -> str:
-    """The `cp_comm_type` of segments: training accepts `a2a` only if the ranks divide the heads."""
-    ranks = setup.tensor_parallel * setup.context_parallel
-    return "a2a" if setup.model.num_heads % ranks == 0 else "all_gather"
-
-
-def _whole(
-    setup: TrainingSetup, machine: Machine, attention: Attention, way: str, seconds: tuple[float, float]
-) -> tuple[float, float]:
-    """`seconds` are those of attention, forward and backward."""
-    kind, *sizes = way.split()
-    size = setup.context_parallel
-    # `shared` ranks exchange heads, and groups of them keys and values, in as many steps of a ring.
-    if sizes:
-        shared, steps = map(int, sizes)
-    elif kind == "a2a":
-        shared = size
-        steps = 1
-    else:
-        shared = 1
-        steps = size
-    rows = BYTES * setup.rows(setup.sequence_length)
-    keys_values = rows * attention.keys_values
-    queries = rows * attention.heads * attention.score_dim
-    output = rows * attention.heads * attention.value_dim
-    if kind == "all_gather":
-        gathered = machine.all_gather_time(setup.context_group, size * keys_values)
-        return gathered, 2 * gathered
-    heads = Group(shared, setup.tensor_parallel)
-    exchanged = machine.all_to_all_time(heads, queries + keys_values + output)
-    if steps == 1:
-        return exchanged, exchanged
-    # All ring neighbours send at once, to another node one rank of each ring.
-    ring = Group(steps, shared * setup.tensor_parallel)
-    here = ring.in_node(machine)
-    there = ring.stride if here == steps else machine.devices_per_node
-    senders = machine.devices_per_node // here
-    hop, both = (machine.message_time(0, there, size, senders) for size in (keys_values, 2 * keys_values))
-    forward, back = (duration / steps for duration in seconds)
-    added = output, queries + keys_values
-    summed, of_gradients = (machine.device.moving_time(3 * steps * size, 2 * steps) for size in added)
-    # The first hop of the backward has no gradients; the last has only these, and runs beside nothing.
-    hops = max(0.0, hop - back) + (steps - 2) * max(0.0, both - back) + hop
-    return exchanged + (steps - 1) * max(0.0, hop - forward) + summed, exchanged + hops + of_gradients
 
 
 @lru_cache(maxsize=4096)

@@ -18,7 +18,8 @@ from msgspec import Meta, Struct, structs
 from ..files.typed import At0, Count, Positive, Share, read_toml
 from ..process.near_names import did_you_mean
 from .blocks import BYTES
-from .model_shape import ModelShape, hash_once
+from .cache_keys import hash_once
+from .model_shape import ModelShape
 
 _FOLDER = Path(__file__).parent / "machines"
 # Rows, columns, and speed relative to the largest tile. Its efficiency is fitted; the other speeds are guesses.

@@ -4,46 +4,12 @@ Tested in commands/test_launch_flags.py.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
-from functools import lru_cache
+from dataclasses import dataclass
 from math import comb
 from typing import Any
 
 from ..arguments.megatron_run import hybrid_stages
-
-
-def hash_once(self: Any) -> int:
-    """The `__hash__` of a frozen dataclass that is a key of caches."""
-    values: dict[str, Any] = vars(self)
-    if "_hash" not in values:
-        values["_hash"] = hash(_values_of_fields(self))
-    found: int = values["_hash"]
-    return found
-
-
-def equal_by_fields(self: Any, other: Any) -> Any:
-    """The `__eq__` of a frozen dataclass that is a key of caches, several times faster than that of `dataclass`."""
-    if self is other:
-        return True
-    if type(self) is not type(other):
-        return NotImplemented
-    return _values_of_fields(self) == _values_of_fields(other)
-
-
-def _values_of_fields(self: Any) -> tuple[Any, ...]:
-    """Those of a frozen dataclass, which keeps them for the next time."""
-    values: dict[str, Any] = vars(self)
-    if "_values" not in values:
-        names = field_names(type(self))  # type: ignore[arg-type]  # mypy takes no class for hashable
-        values["_values"] = tuple(map(values.__getitem__, names))
-    found: tuple[Any, ...] = values["_values"]
-    return found
-
-
-@lru_cache
-def field_names(kind: type[Any]) -> tuple[str, ...]:
-    """The names of the fields of a dataclass."""
-    return tuple(field.name for field in fields(kind))
+from .cache_keys import hash_once
 
 
 @dataclass(frozen=True)

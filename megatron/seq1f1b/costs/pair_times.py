@@ -108,20 +108,18 @@ def pair_row(setup: TrainingSetup, machine: Machine, stage: StageLayers) -> Pair
     launch_f, launch_b = (launching + machine.host.action for launching in launch_times(setup, machine, stage))
     waits = machine.host.counts * sum(count for layer, count in stage.layers if has_experts(setup, layer))
     waits_again = waits if setup.repeats("E") else 0.0
-    columns = []
+    rows: dict[str, list[float]] = {name: [] for name in PairRow._fields}
     for segment, (f, i, w) in enumerate(zip(*rows_of_stage(setup, machine, stage), strict=True)):
         times = [(count, of_segments[segment]) for count, of_segments in of_layers]
-        columns.append(
-            (
-                hidden * sum(count * time.forward.dispatch for count, time in times) + waits,
-                sum(count * _computing(time.forward) for count, time in times),
-                hidden * sum(count * _exchanged_back(setup, time) for count, time in times) + waits_again,
-                sum(count * (_computing(time.input) + time.weight) for count, time in times),
-                f - launch_f,
-                i + w - launch_b,
-            )
-        )
-    return PairRow(*zip(*columns, strict=True))
+        exchange_f = sum(count * time.forward.dispatch for count, time in times)
+        exchange_b = sum(count * _exchanged_back(setup, time) for count, time in times)
+        rows["exchange_f"].append(hidden * exchange_f + waits)
+        rows["compute_f"].append(sum(count * _computing(time.forward) for count, time in times))
+        rows["exchange_b"].append(hidden * exchange_b + waits_again)
+        rows["compute_b"].append(sum(count * (_computing(time.input) + time.weight) for count, time in times))
+        rows["beyond_launch_f"].append(f - launch_f)
+        rows["beyond_launch_b"].append(i + w - launch_b)
+    return PairRow(**{name: tuple(values) for name, values in rows.items()})
 
 
 def _exchanged_back(setup: TrainingSetup, time: LayerTime) -> float:

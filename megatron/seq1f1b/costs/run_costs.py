@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
 from statistics import fmean
+from typing import NamedTuple
 
 from ..arguments import AUTO, MegatronRun, device_memory, gpu_name, is_on_cpu
 from ..files.typed import named_by
@@ -41,9 +42,18 @@ class Forecast:
     total_bytes: float  # of all memory, on the fullest rank
 
 
+class _StepNumbers(NamedTuple):
+    """What a long step is extrapolated from, see `extended`."""
+
+    seconds: float
+    busy: float  # seconds of compute of a rank, on average
+    activations: float  # bytes on the rank with the most
+    total_bytes: float  # on the fullest rank
+
+
 @dataclass(frozen=True)
 class RunCosts:
-    """The costs of the segments of `run`, on the device of our parsed `flags` or by their trace."""
+    """The costs of the segments of `run`: by formulas for its device, or as the trace that `flags` name has them."""
 
     flags: argparse.Namespace
     run: MegatronRun
@@ -107,30 +117,36 @@ class RunCosts:
         return action_costs(self.stages, self.run.layers_per_stage, lengths)
 
     def best_num_segments(self, schedule: ScheduleChoice, cut: Callable[[int], tuple[int, ...]]) -> int:
-        """The number of segments with the shortest step that fits, else with the least memory. The search ends
-        where the overhead of actions makes steps longer. Raises ValueError if the sequence cannot be cut at all."""
-        found: dict[int, Forecast] = {}
+        """The number of segments with the shortest step among those that fit; the one with the least memory if none
+        fits. The search ends where the overhead of actions makes steps longer. Raises ValueError if the sequence cannot
+        be cut at all."""
+        forecasts: dict[int, Forecast] = {}
         least = max(1 if self.is_measured else _SAFE_LENGTH, self.full_speed_rows)  # tokens on average
         most = max(1, self.run.sequence_length // least)
         for count in (count for count in _CANDIDATES if count <= most):
             try:
                 lengths = cut(count)
             except ValueError:
-                if not found:
+                if not forecasts:
                     raise
                 break
-            found[count] = self.forecast(schedule, lengths)
-            seconds = [inf, *(forecast.seconds for forecast in found.values())]
-            if seconds[-1] > seconds[-2] > min(seconds) and any(map(self._fits, found.values())):
+            forecasts[count] = self.forecast(schedule, lengths)
+            fitting = [number for number, forecast in forecasts.items() if self._fits(forecast)]
+            seconds = [inf, *(forecast.seconds for forecast in forecasts.values())]
+            if fitting and seconds[-1] > seconds[-2] > min(seconds):  # two in a row are longer than the shortest
                 break
-        fitting = {number: forecast.seconds for number, forecast in found.items() if self._fits(forecast)}
-        wanted = fitting or {number: forecast.total_bytes for number, forecast in found.items()}
-        return min(wanted, key=wanted.__getitem__)
+        if fitting:
+            return min(fitting, key=lambda number: forecasts[number].seconds)
+        return min(forecasts, key=lambda number: forecasts[number].total_bytes)
 
     def least_offload(self, schedule: ScheduleChoice, lengths: Sequence[int]) -> float:
+        """The least share of activations, in sixteenths, that must move to the host for the step to fit; 1.0 if even
+        that is not enough."""
+
         def fits(sixteenths: int) -> bool:
             return self._fits(self.forecast(schedule, lengths, sixteenths / 16))
 
+        # A step that fits with one share fits with every larger one.
         return min(bisect_left(range(17), True, key=fits), 16) / 16
 
     def forecast(self, schedule: ScheduleChoice, lengths: Sequence[int], share: float | None = None) -> Forecast:
@@ -141,7 +157,7 @@ class RunCosts:
         setup = self._training_setup(schedule, lengths)
         costs = self._action_costs(setup)
 
-        def simulated(num_microbatches: int) -> list[float]:
+        def simulated(num_microbatches: int) -> _StepNumbers:
             shape = replace(setup, num_microbatches=num_microbatches).shape
             actions = schedule.given or build(
                 "1f1b" if schedule.is_auto else schedule.name, shape, pairs=schedule.pairs
@@ -149,14 +165,20 @@ class RunCosts:
             timeline = simulate(actions.without_moves(), costs)
             orders = moved(actions, share, setup.moves_by_layer).ranks
             memory = [rank_memory(setup, order, rank) for rank, order in enumerate(orders)]
-            held = max(use.activations + use.keys_values + use.states + use.logits for use in memory)
-            total = max(use.total for use in memory)
-            busy = fmean(map(timeline.busy, range(setup.pipeline_parallel)))
-            return [timeline.makespan, busy, self._scale * held, self._scale * total]
+            activations = max(use.activations + use.keys_values + use.states + use.logits for use in memory)
+            return _StepNumbers(
+                seconds=timeline.makespan,
+                busy=fmean(map(timeline.busy, range(setup.pipeline_parallel))),
+                activations=self._scale * activations,
+                total_bytes=self._scale * max(use.total for use in memory),
+            )
 
-        found = extended(setup.shape, simulated) if schedule.given is None else simulated(setup.num_microbatches)
-        seconds, busy, activations, total = found
-        return Forecast(seconds, 1 - busy / seconds if seconds else 0.0, activations, total)
+        if schedule.given is None:
+            step = _StepNumbers(*extended(setup.shape, simulated))
+        else:
+            step = simulated(setup.num_microbatches)
+        bubble = 1 - step.busy / step.seconds if step.seconds else 0.0
+        return Forecast(step.seconds, bubble, step.activations, step.total_bytes)
 
     def host_rate(self, schedule: ScheduleChoice, lengths: Sequence[int], share: float) -> float:
         """The bytes/s at which every unit can move to the host while its forward runs."""

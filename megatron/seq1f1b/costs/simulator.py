@@ -125,8 +125,8 @@ def check_size(shape: Shape, most_actions: int) -> None:
     """Raise ValueError for a schedule of more actions, which would take minutes to simulate."""
     num_actions = 2 * shape.num_stages * shape.num_units
     if num_actions > most_actions:
-        way_out = "take fewer micro-batches, which repeat themselves, or fewer segments"
-        raise ValueError(f"these sizes make {num_actions:,} actions, the most are {most_actions:,} here; {way_out}")
+        advice = "take fewer micro-batches, which repeat themselves, or fewer segments"
+        raise ValueError(f"these sizes make {num_actions:,} actions, the most are {most_actions:,} here; {advice}")
 
 
 @singledispatch
@@ -136,21 +136,21 @@ def timeline_of(setup: TrainingSetup, machine: Machine, schedule: Schedule, cost
     if setup.partitions_state:
         lowered = replace(lowered, ranks=tuple(tuple(partition_state(actions)) for actions in lowered.ranks))
     stages = range(setup.placement.num_stages)
-    aside: dict[Kind, Table] = {}
+    side_seconds: dict[Kind, Table] = {}
     if setup.overlaps_data_parallel and setup.data_group.size > 1 and not setup.shards_parameters:
-        aside = _of_replicas(setup, machine, costs)
+        side_seconds = _replica_seconds(setup, machine, costs)
         if setup.shards_gradients:  # every backward has its own sums
-            del aside[Kind.REDUCE]
+            del side_seconds[Kind.REDUCE]
     if schedule.has_moves:
         if not machine.device.host_bandwidth:
             raise ValueError(f"{machine.name} has no host_bandwidth in [device], which copies to the host take; add it")
         copies = copy_seconds(setup, machine, stages)
-        aside[Kind.OFFLOAD] = copies
+        side_seconds[Kind.OFFLOAD] = copies
         if not setup.moves_parts:  # these come back within their backward
-            aside[Kind.RELOAD] = copies
+            side_seconds[Kind.RELOAD] = copies
     pairs = pair_times(setup, machine) if setup.hides_experts else None
     layers = layers_on_link(setup, stages) if schedule.has_moves else None
-    return execute_lowered(lowered, costs, aside, pairs, layers)
+    return execute_lowered(lowered, costs, side_seconds, pairs, layers)
 
 
 def _waits_for_copies(setup: TrainingSetup, machine: Machine, costs: Costs) -> bool:
@@ -162,20 +162,27 @@ def _waits_for_copies(setup: TrainingSetup, machine: Machine, costs: Costs) -> b
     return any(copy > forward for rows in of_stages for copy, forward in zip(*rows, strict=True))
 
 
-def _of_replicas(setup: TrainingSetup, machine: Machine, costs: Costs) -> dict[Kind, Table]:
-    """Seconds of sums of gradients, and of gathered parameters, by stage. DistributedDataParallel moves them in
+def _replica_seconds(setup: TrainingSetup, machine: Machine, costs: Costs) -> dict[Kind, Table]:
+    """Seconds in which replicas reduce gradients and gather parameters, by stage. DistributedDataParallel moves them in
     buckets, some for each layer: a forward waits for the parameters of one layer, and after a backward the
     gradients of one are still to be sent. So the first chunk that a rank gathers, and the last that it reduces,
     move beside their own compute; the others move beside that of other chunks. A partitioned state moves whole
     chunks."""
-    reduce, gather = map(list, zip(*(replica_times(setup, machine, *sizes) for sizes in setup.parameters), strict=True))
-    for rank in range(0 if setup.partitions_state else setup.pipeline_parallel):
-        stage = setup.placement.stages_of(rank)[0]
-        layers = max(1, setup.layers_per_stage[stage])
-        others = 1 - 1 / layers
-        last = costs.w[stage][0] + (0.0 if setup.splits_backward else costs.i[stage][0])
-        gather[stage] = max(gather[stage] / layers, gather[stage] - others * costs.f[stage][0])
-        reduce[stage] = max(reduce[stage] / layers, reduce[stage] - others * last)
+    reduce = []
+    gather = []
+    for dense, routed in setup.parameters:
+        seconds_of_reduce, seconds_of_gather = replica_times(setup, machine, dense, routed)
+        reduce.append(seconds_of_reduce)
+        gather.append(seconds_of_gather)
+    if not setup.partitions_state:
+        for rank in range(setup.pipeline_parallel):
+            stage = setup.placement.stages_of(rank)[0]
+            layers = max(1, setup.layers_per_stage[stage])
+            others = 1 - 1 / layers
+            last = costs.w[stage][0] + (0.0 if setup.splits_backward else costs.i[stage][0])
+            gather[stage] = max(gather[stage] / layers, gather[stage] - others * costs.f[stage][0])
+            reduce[stage] = max(reduce[stage] / layers, reduce[stage] - others * last)
+    # A chunk moves once, so the tables have a single column.
     return {Kind.REDUCE: tuple((seconds,) for seconds in reduce), Kind.GATHER: tuple((seconds,) for seconds in gather)}
 
 

@@ -108,15 +108,33 @@ def analytic_costs(
     products = head_flops(model) / (num_devices * device.peak_flops * device.matmul_efficiency)
     # The forward reads a row and writes it; the backward adds the gradient to a row.
     embedding = StageCost(AnalyticTime(per_token=2 * lookup), AnalyticTime(per_token=3 * lookup))
-    of_head = products, (_MATMUL_BACKWARD + loss_in_pieces) * products, 0.0 if loss_in_pieces else products
-    head = StageCost(*(AnalyticTime(per_token=seconds) for seconds in of_head))
+    head = StageCost(
+        forward=AnalyticTime(per_token=products),
+        backward=AnalyticTime(per_token=_MATMUL_BACKWARD * products),
+        weight=AnalyticTime(per_token=products),
+    )
+    if loss_in_pieces:
+        head = StageCost(
+            forward=head.forward,
+            backward=AnalyticTime(per_token=(_MATMUL_BACKWARD + 1) * products),
+            weight=AnalyticTime(),
+        )
     costs = []
     for stage in stages_of(model, layers_per_stage):
-        parts = [StageCost()]
+        parts: list[StageCost] = []
         for layer, count in stage.layers:
             parts += [_layer(model, layer, device, recompute, num_devices)] * count
-        parts += [embedding] * stage.is_first + [head] * stage.is_last
-        costs.append(StageCost(*(sum(times, AnalyticTime()) for times in zip(*parts, strict=True))))
+        if stage.is_first:
+            parts.append(embedding)
+        if stage.is_last:
+            parts.append(head)
+        costs.append(
+            StageCost(
+                forward=sum((part.forward for part in parts), AnalyticTime()),
+                backward=sum((part.backward for part in parts), AnalyticTime()),
+                weight=sum((part.weight for part in parts), AnalyticTime()),
+            )
+        )
     return tuple(costs)
 
 
@@ -139,20 +157,29 @@ def bottleneck_time(costs: Sequence[StageCost]) -> SegmentTime:
 
 
 def _layer(model: ModelShape, layer: int, device: Device, recompute: str, num_devices: float) -> StageCost:
-    (of_token, of_pair) = layer_flops(model, layer)
+    of_token, of_pair = layer_flops(model, layer)  # FLOPs
     window = model.window_of(layer)
     rate = num_devices * device.peak_flops
     matmul = rate * device.matmul_efficiency
     per_token = of_token / matmul
 
     def time(per_token: float, per_pair: float) -> AnalyticTime:
-        attention = (per_pair, 0.0, 0) if window is None else (0.0, per_pair, window)
-        return AnalyticTime(_KERNELS * device.kernel_latency, per_token, *attention, device.slow_attention)
+        whole = AnalyticTime(
+            fixed=_KERNELS * device.kernel_latency,
+            per_token=per_token,
+            per_pair=per_pair,
+            slow_attention=device.slow_attention,
+        )
+        if window is None:
+            return whole
+        return replace(whole, per_pair=0.0, per_pair_in_window=per_pair, window=window)
 
     forward = time(per_token, of_pair / (rate * device.flash_forward))
     backward = time(_MATMUL_BACKWARD * per_token, _ATTENTION_BACKWARD * of_pair / (rate * device.flash_backward))
-    if recompute in (FULL, ALL_BUT_ATTENTION):
-        backward += forward if recompute == FULL else replace(forward, per_pair=0.0, per_pair_in_window=0.0)
+    if recompute == FULL:
+        backward += forward
+    elif recompute == ALL_BUT_ATTENTION:
+        backward += replace(forward, per_pair=0.0, per_pair_in_window=0.0)
     # The gradients of a product by its weight and by its input take equally long; a recurrence has no weight.
     scans = sum(block.scan for block in blocks_of(model, layer)) / matmul
     return StageCost(forward, backward, AnalyticTime(per_token=per_token - scans))
@@ -161,13 +188,26 @@ def _layer(model: ModelShape, layer: int, device: Device, recompute: str, num_de
 def action_costs(stages: Sequence[StageCost], layers_per_stage: Sequence[int], lengths: Sequence[int]) -> Costs:
     """Times of F, I and W in the unit of `stages`, for segments of `lengths` tokens; messages take no time. Activation
     memory is in tokens times layers; W needs inputs and output gradients, about as much as F keeps."""
-    forward, backward, weight = (
-        tuple(tuple(segment_times(lengths, time)) for time in times) for times in zip(*stages, strict=True)
-    )
-    inputs = tuple(tuple(map(sub, *rows)) for rows in zip(backward, weight, strict=True))
+    forwards = []
+    inputs = []
+    weights = []
+    for stage in stages:
+        backward = segment_times(lengths, stage.backward)
+        weight = segment_times(lengths, stage.weight)
+        forwards.append(tuple(segment_times(lengths, stage.forward)))
+        inputs.append(tuple(map(sub, backward, weight)))
+        weights.append(tuple(weight))
     held = tuple(tuple(float(layers * length) for length in lengths) for layers in layers_per_stage)
     nothing = ((0.0,) * len(lengths),) * len(stages)
-    return Costs(forward, inputs, weight, nothing, nothing, held, held)
+    return Costs(
+        f=tuple(forwards),
+        i=tuple(inputs),
+        w=tuple(weights),
+        message_f=nothing,
+        message_b=nothing,
+        activation=held,
+        kept=held,
+    )
 
 
 class TimedSegment(NamedTuple):
@@ -220,17 +260,25 @@ def traced_costs(timeline: Timeline) -> tuple[tuple[StageCost, ...], list[float]
     errors = list[float]()
     for stage in range(timeline.shape.num_stages):
         is_split = (Kind.W, stage, 0) in seconds
-        measured = points(stage, Kind.F), points(stage, *((Kind.I, Kind.W) if is_split else (Kind.B,)))
-        forward, backward = map(fit_time, measured)
+        forward_points = points(stage, Kind.F)
+        backward_points = points(stage, Kind.I, Kind.W) if is_split else points(stage, Kind.B)
+        forward = fit_time(forward_points)
+        backward = fit_time(backward_points)
         weight = fit_time(points(stage, Kind.W)) if is_split else AnalyticTime(per_token=backward.per_token / 2)
         costs.append(StageCost(forward, backward, weight))
-        for time, found in zip((forward, backward), measured, strict=True):
-            errors += (abs(time(point.prefix, point.prefix + point.length) / point.seconds - 1) for point in found)
+        errors += _errors(forward, forward_points)
+        errors += _errors(backward, backward_points)
     return tuple(costs), errors
 
 
+def _errors(time: AnalyticTime, points: Sequence[TimedSegment]) -> list[float]:
+    """The relative errors of a fitted time."""
+    predicted = [time(point.prefix, point.prefix + point.length) for point in points]
+    return [abs(seconds / point.seconds - 1) for seconds, point in zip(predicted, points, strict=True)]
+
+
 def fit_time(points: Sequence[TimedSegment]) -> AnalyticTime:
-    """The time of no negative part with the least squares of relative errors."""
+    """The time with the least squares of relative errors among those of which no part is negative."""
     lengths, prefixes, seconds = np.array(points, dtype=float).T
     parts = np.stack([np.ones_like(lengths), lengths, lengths * (2 * prefixes + lengths + 1) / 2], axis=1)
     rows = parts / seconds[:, None]

@@ -49,8 +49,8 @@ _COME_AND_GO = ("activations", "keys_values", "states", "logits", "working", "me
 
 
 def host_bytes(setup: TrainingSetup, actions: Sequence[Action], paired: Set[Action] = frozenset()) -> float:
-    """The most that a rank has in the memory of its host at once. The forwards in `paired` run beside the next action,
-    layer by layer, so there parts leave as others come back."""
+    """The most bytes that a rank has in the memory of its host at once. The forwards in `paired` run beside the next
+    action, layer by layer, so that parts of one unit leave while parts of the other come back."""
     # Megatron moves a part of every unit, from its forward to its backward.
     signs = {Kind.F: 1, Kind.B: -1} if setup.moves_parts else {Kind.OFFLOAD: 1, Kind.RELOAD: -1}
     moves = [action for place in places(actions, paired) for action in reversed(place) if action.kind in signs]
@@ -66,8 +66,8 @@ def host_bytes(setup: TrainingSetup, actions: Sequence[Action], paired: Set[Acti
 
 
 def _share_by_layer(setup: TrainingSetup, action: Action) -> float:
-    """What an action adds to the host, in units that move layer by layer: all have left when the forward ends, one
-    layer is back when the backward begins, and all when it ends."""
+    """What an action adds to the host, as a part of its unit, if units move layer by layer: all layers have left when
+    the forward ends, one is back when the backward begins, and all are when it ends."""
     layer = 1 / max(1, setup.layers_per_stage[action.stage])
     if action.kind is Kind.F:
         return 1.0
@@ -89,7 +89,8 @@ def static_memory(setup: TrainingSetup, rank: int) -> tuple[float, float, float]
         layers = (layer for stage in setup.placement.stages_of(rank) for layer, _ in setup.stages[stage].layers)
         two = 2 * max(map(sum, map(setup.layer_parameters, layers)), default=0.0)
         of_stages = [setup.stages[stage] for stage in setup.placement.stages_of(rank)]
-        embeddings = sum(stage.is_first + stage.is_last for stage in of_stages) * setup.embedding_parameters
+        num_embeddings = sum(stage.is_first for stage in of_stages) + sum(stage.is_last for stage in of_stages)
+        embeddings = num_embeddings * setup.embedding_parameters
         held = shares + two + embeddings
         weights = held if setup.shards_parameters else whole
         return BYTES * weights, setup.gradient_bytes * held, 12 * shares

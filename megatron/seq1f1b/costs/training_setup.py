@@ -13,8 +13,9 @@ from typing import Any, ClassVar, NamedTuple, Self
 from ..partition import even
 from ..schedule import PAIRED, Placement, ScheduleChoice, Shape
 from .blocks import BYTES, Block, blocks_of, layer_kinds, layer_parameters
+from .cache_keys import equal_by_fields, field_names, hash_once
 from .machine import Group
-from .model_shape import ModelShape, equal_by_fields, field_names, hash_once
+from .model_shape import ModelShape
 
 # What the backward computes again, besides nothing: whole layers, layers without attention, Megatron's modules.
 FULL = "full"
@@ -77,7 +78,8 @@ def choices_of(settings: Mapping[str, Any], layers_per_stage: tuple[int, ...], k
 
 
 def _replays_layers(settings: Mapping[str, Any]) -> bool:
-    """Whether CUDA graphs have attention and what follows it, but for experts. No module stands for whole layers."""
+    """Whether CUDA graphs replay attention and what follows it, but for experts. Without names of modules they replay
+    whole layers."""
     if settings.get("cuda_graph_impl") in (None, "none"):
         return False
     modules = settings.get("cuda_graph_modules") or settings.get("cuda_graph_scope") or []
@@ -103,7 +105,7 @@ class StageLayers(NamedTuple):
 def _kinds_of_stages(
     model: ModelShape, layers_per_stage: tuple[int, ...]
 ) -> tuple[tuple[StageLayers, ...], tuple[int, ...]]:
-    """The different ones among the stages of a model, and for each stage the number of its kind."""
+    """The different stages of a model, and for each of its stages the number of the one that it equals."""
     stages = stages_of(model, layers_per_stage)
     kinds = tuple(dict.fromkeys(stages))
     numbers = {stage: number for number, stage in enumerate(kinds)}
@@ -111,7 +113,7 @@ def _kinds_of_stages(
 
 
 def of_stages[T](model: ModelShape, layers_per_stage: tuple[int, ...], function: Callable[[StageLayers], T]) -> list[T]:
-    """What a function gives for each stage of a model; it is called once for stages that are equal."""
+    """The values of a function for all stages of a model. The function is called once for stages that are equal."""
     kinds, numbers = _kinds_of_stages(model, layers_per_stage)
     of_kinds = [function(stage) for stage in kinds]
     return [of_kinds[number] for number in numbers]
@@ -328,7 +330,7 @@ class TrainingSetup:
             layers_leaving=0,
             parts=tuple(part.alone for part in self.parts),
         )
-        found: Self = _the_same(alone)
+        found: Self = _shared(alone)
         return found
 
     @cached_property
@@ -354,7 +356,7 @@ class TrainingSetup:
             longest=0,
             parts=(),
         )
-        found: Self = _the_same(alike)
+        found: Self = _shared(alike)
         return found
 
     def rows(self, tokens: int) -> float:
@@ -395,21 +397,37 @@ class TrainingSetup:
         return of_stages(self.model, self.layers_per_stage, lambda stage: _stage_parameters(alone, stage))
 
     def stage_parameters(self, stage: StageLayers) -> tuple[float, float]:
+        """The parameters of one stage, as in `parameters`."""
         model = self.model
-        of_layers = [(many, *self.layer_parameters(layer)) for layer, many in stage.layers]
-        count = sum(many * dense for many, dense, _ in of_layers)
-        embeddings = stage.is_first + stage.is_last - (self.tied_embeddings and stage.is_first and stage.is_last)
+        dense = routed = 0.0
+        for layer, count in stage.layers:
+            dense_of_layer, routed_of_layer = self.layer_parameters(layer)
+            dense += count * dense_of_layer
+            routed += count * routed_of_layer
         if stage.is_first:
-            count += model.learned_positions * model.hidden_size
-        if stage.is_last and model.prediction_depth:
-            count += model.prediction_depth * 2 * model.hidden_size**2 / self.tensor_parallel
-            embeddings += not (self.tied_embeddings or stage.is_first)
-        return count + embeddings * self.embedding_parameters, sum(many * routed for many, _, routed in of_layers)
+            dense += model.learned_positions * model.hidden_size
+        if stage.is_last:
+            dense += model.prediction_depth * 2 * model.hidden_size**2 / self.tensor_parallel
+        return dense + self._embeddings_of(stage) * self.embedding_parameters, routed
+
+    def _embeddings_of(self, stage: StageLayers) -> int:
+        """The number of matrices of a stage with a row for each word: the embedding, the projection to the vocabulary,
+        and the embedding of prediction heads. Tied ones are one matrix."""
+        if self.tied_embeddings:
+            return 1 if stage.is_first or stage.is_last else 0
+        number = 0
+        if stage.is_first:
+            number += 1
+        if stage.is_last:
+            number += 1
+        if stage.is_last and self.model.prediction_depth and not stage.is_first:
+            number += 1
+        return number
 
 
 @lru_cache(maxsize=1 << 16)
-def _the_same(setup: Any) -> Any:
-    """The first set-up that was equal to this one."""
+def _shared(setup: Any) -> Any:
+    """One object for all equal set-ups: the first of them."""
     return setup
 
 

@@ -56,10 +56,13 @@ class UnitsByLayer:
 
     def __init__(self, actions: Sequence[Action], away: Set[Unit], paired: Set[Action], layers_leaving: int) -> None:
         """`actions` compute, and those in `paired` run beside the next; the units `away` move."""
-        numbers = iter(range(len(actions)))
         self._actions = actions
         self._away = away
-        self._placed = [[next(numbers) for _ in place] for place in places(actions, paired)]
+        self._numbers_of_places: list[range] = []
+        num_before = 0
+        for place in places(actions, paired):
+            self._numbers_of_places.append(range(num_before, num_before + len(place)))
+            num_before += len(place)
         self._layers_leaving = layers_leaving
         self._known: dict[tuple[int, ...], _Columns] = {}  # by the layers of all stages
         moving = [(number, action) for number, action in enumerate(actions) if action.unit in away]
@@ -96,9 +99,9 @@ class UnitsByLayer:
         """At the end of a layer of a forward at most some leave beside the next one. A backward frees one of these with
         each layer that comes back, while another is on its way; its first comes back beside the action ahead."""
         most = self._layers_leaving
-        leaving = 0  # when a place begins
-        leaver = None  # the forward that they are of
-        for position, place in enumerate(self._placed):
+        leaving = 0  # layers that still leave when a place begins
+        leaver = None  # their forward
+        for position, place in enumerate(self._numbers_of_places):
             first = place[0]
             last = place[-1]
             moving = [self._actions[number] for number in place if self._actions[number].unit in self._away]
@@ -106,7 +109,7 @@ class UnitsByLayer:
             backward = next((action for action in moving if action.kind.facts.gives_input_gradient), None)
             if backward is not None:
                 depth = max(1, layers[backward.stage])
-                ahead = self._placed[position - 1] if position else []
+                ahead = self._numbers_of_places[position - 1] if position else range(0)
                 yield from (_OnTheWay(number, backward, 1) for number in ahead)
                 yield _OnTheWay(first, backward, min(2, depth))
                 if last != first:
@@ -119,7 +122,7 @@ class UnitsByLayer:
                 leaving = min(most - 1, leaving + depth)
                 leaver = forward
             elif leaver is not None and leaving:
-                left = leaving - (backward is not None)
+                left = leaving if backward is None else leaving - 1
                 yield from (_OnTheWay(number, leaver, left) for number in place)
             if backward is not None:
                 leaving = max(0, leaving - max(1, layers[backward.stage]))

@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from ..costs.blocks import pairs
-from ..costs.layer_times import comm_type_of_segments
+from ..costs.context_exchange import comm_type_of_segments
 from ..costs.machine import Machine
 from ..costs.pair_times import pair_times
 from ..costs.stage_times import rows_of_stages, step_costs, step_end

@@ -11,10 +11,9 @@ from msgspec import structs
 
 from megatron.seq1f1b.commands.model_flags import PRESETS, preset
 from megatron.seq1f1b.costs.blocks import parameters_of_model
+from megatron.seq1f1b.costs.context_exchange import BothPasses, comm_types, context_exchange
 from megatron.seq1f1b.costs.layer_bytes import layer_activation, layer_kept_for_weights, layer_moved
 from megatron.seq1f1b.costs.layer_times import (
-    comm_types,
-    context_exchange,
     fastest_cp_comm_type,
     head_time,
     layer_time,
@@ -38,7 +37,7 @@ KEYS_VALUES, QUERIES = (2 * LENGTH / 4 * heads / 2 * DIM for heads in (2 * KV_HE
 
 def exchange(way: str, attention: tuple[float, float], **changes) -> tuple[float, float]:
     setup = replace(SETUP, cp_comm_type=way, **changes)
-    return context_exchange(setup, MACHINE, setup.blocks(0)[0], LENGTH, attention)
+    return context_exchange(setup, MACHINE, setup.blocks(0)[0], LENGTH, BothPasses(*attention))
 
 
 def test_attention_hides_a_ring_but_for_the_last_gradients():

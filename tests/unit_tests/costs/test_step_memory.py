@@ -79,7 +79,7 @@ def in_pieces(length: int, segments: int, family: str = "1f1b") -> TrainingSetup
 
 
 def test_pieces_are_those_of_the_model_and_few_logits_are_kept():
-    assert (PIECE, MOST_KEPT) == (loss_pieces.PIECE, loss_pieces.WORTH * loss_pieces.PIECE)
+    assert (PIECE, MOST_KEPT) == (loss_pieces.PIECE, loss_pieces.MOST_PIECES_KEPT * loss_pieces.PIECE)
     assert keeps_logits(in_pieces(32768, 4)) and not keeps_logits(in_pieces(65536, 4))
 
 
