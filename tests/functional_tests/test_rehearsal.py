@@ -14,7 +14,7 @@ from megatron.seq1f1b.commands.launch_flags import read_launch
 from megatron.seq1f1b.commands.model_flags import model_of
 from megatron.seq1f1b.costs.machine import GIB, read_machine
 from megatron.seq1f1b.costs.step_memory import host_bytes, rank_memory
-from megatron.seq1f1b.planner.given import as_given
+from megatron.seq1f1b.planner.launch_candidate import candidate_of_launch
 from megatron.seq1f1b.planner.space import Question
 from megatron.seq1f1b.schedule import build, units_to_move, with_moves
 from support.launch import PRETRAIN, ROOT
@@ -157,7 +157,9 @@ def test_the_planner_counts_the_same_memory(launch, tmp_path, case):
     given = read_launch([*map(str, (*MODEL, *flags))])
     machine, has_shares = read_machine("a100-80gb"), given.partition_state
     sizes = given.seq_length, given.global_batch_size
-    setup = as_given(given, Question(model_of(given), machine, 16, *sizes, partitions_state=has_shares)).setup
+    setup = candidate_of_launch(
+        given, Question(model_of(given), machine, 16, *sizes, partitions_state=has_shares)
+    ).setup
     schedule = build(setup.family, setup.shape, pairs=setup.has_pairs)
     tolerance = 0.03 if setup.has_pairs else 0.02
     tolerance_of_host = 0.02

@@ -13,7 +13,7 @@ from ..arguments.flags import EQUAL_SPLITS, share_or_auto
 from ..costs.context_exchange import comm_type_of_segments
 from ..costs.training_setup import ALL_BUT_ATTENTION, Fsdp, Moves, TrainingSetup
 from ..partition import DEFAULT_STRATEGY, STRATEGIES
-from ..planner.given import NOT_PREDICTED
+from ..planner.launch_candidate import NOT_PREDICTED
 from ..planner.space import Candidate
 from ..process.flag_names import flag_of
 from ..schedule import FAMILY_NAMES

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..arguments.flags import AUTO
-from ..planner.given import as_given
+from ..planner.launch_candidate import candidate_of_launch
 from ..planner.search import MOST_ACTIONS_OF_AUTO, Plan, Search, first_that_fits, predict_candidate
 from ..planner.space import Question
 from ..planner.unit_search import UnitPlan, UnitSearch
@@ -22,8 +22,8 @@ from . import plan_text
 from .parsing import name_of
 from .plan_answer import Answer
 
-# What keeps the sequences of a launch apart.
-_APART = ("--sft", "--dataloader-inter-document-masking", "--reset-attention-mask")
+# Flags with which the documents of a pack do not attend to each other.
+_SEPARATE_DOCUMENTS = ("--sft", "--dataloader-inter-document-masking", "--reset-attention-mask")
 
 
 class PlanKind(ABC):
@@ -74,7 +74,7 @@ class PlansOfSequences(PlanKind):
 
     def as_given(self, launch: argparse.Namespace) -> Plan | None:
         """None if it has no parallel sizes."""
-        candidate = as_given(launch, self.question)
+        candidate = candidate_of_launch(launch, self.question)
         if candidate is None:
             return None
         predicted = partial(predict_candidate, question=self.question)
@@ -145,7 +145,7 @@ class PlansInUnits(PlanKind):
         """None if it has no parallel sizes, or no --unit-tokens."""
         if launch.unit_tokens is None:
             return None
-        candidate = as_given(launch, self.search.average(launch.unit_tokens))
+        candidate = candidate_of_launch(launch, self.search.average(launch.unit_tokens))
         return None if candidate is None else self.search.predict(replace(candidate, unit_tokens=launch.unit_tokens))
 
     def nothing_fits(self, left_out: Sequence[str]) -> ValueError:
@@ -161,5 +161,5 @@ class PlansInUnits(PlanKind):
         yield plan_text.verdict_on_units(answer.gain, answer.megatron)
 
     def notes(self, flags: Sequence[str]) -> Iterator[str]:
-        if set(_APART).isdisjoint(map(name_of, flags)):
-            yield f"Units are for sequences that are kept apart: add one of {', '.join(_APART)}."
+        if set(_SEPARATE_DOCUMENTS).isdisjoint(map(name_of, flags)):
+            yield f"Units are for sequences that are kept apart: add one of {', '.join(_SEPARATE_DOCUMENTS)}."

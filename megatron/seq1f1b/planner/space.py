@@ -25,7 +25,7 @@ from ..schedule import FAMILY_NAMES, PAIRED, Placement
 _FAMILIES = tuple(name for name in FAMILY_NAMES if name != "gpipe")
 # Segments of fewer tokens on a rank leave a GPU waiting for its host.
 _SHORTEST = 512
-# As many tokens fill a GPU, whatever the model: more sequences in a micro-batch gain nothing.
+# So many tokens fill a GPU, whatever the model: more sequences in a micro-batch gain nothing.
 _FULL = 32768
 # The part of the products of a pipeline rank from which on those that are computed again can make a step longer.
 _VISIBLE = 0.05
@@ -33,6 +33,15 @@ _VISIBLE = 0.05
 _SHARES = (0.25, 0.5, 0.75, 1.0)
 # What a search may compute again, beside whole layers.
 _SELECTIVE = ("none", "layernorm mlp", "layernorm moe_act", "layernorm mlp moe")
+
+
+class ParallelSizes(NamedTuple):
+    """The numbers of ranks of tensor, context, pipeline and data parallelism."""
+
+    tensor: int
+    context: int
+    pipeline: int
+    data: int
 
 
 class MemoryBudget(NamedTuple):
@@ -88,20 +97,17 @@ class Question:
         bandwidth = self.machine.device.host_bandwidth
         return MemoryBudget(GIB * self.memory_limit, GIB * self.host_gib if bandwidth else 0.0, bandwidth)
 
-    def setup(
-        self, sizes: tuple[int, int, int, int], chunks: int = 1, micro_batch_size: int = 1, **choices: Any
-    ) -> TrainingSetup:
-        """A set-up of whole sequences, by sizes of tensor, context, pipeline and data parallelism."""
-        tensor, context, pipeline, data = sizes
+    def setup(self, sizes: ParallelSizes, chunks: int = 1, micro_batch_size: int = 1, **choices: Any) -> TrainingSetup:
+        """A set-up of whole sequences."""
         return TrainingSetup(
             self.model,
             self.sequence_length,
-            self.global_batch_size // (data * micro_batch_size),
+            self.global_batch_size // (sizes.data * micro_batch_size),
             micro_batch_size,
-            tensor,
-            context,
-            data_parallel=data,
-            placement=Placement(pipeline, chunks),
+            sizes.tensor,
+            sizes.context,
+            data_parallel=sizes.data,
+            placement=Placement(sizes.pipeline, chunks),
             partitions_state=bool(self.partitions_state),
             **choices,
         )
@@ -136,17 +142,23 @@ def parallel_sizes(question: Question) -> Iterator[TrainingSetup]:
     """Parallel sizes and micro-batches, without recomputation. Any of the ranks of a pipeline stage may share the
     experts."""
     for sizes in layouts(question):
-        tensor, context, _, data = sizes
         for micro_batch in question.micro_batches:
-            is_full = micro_batch > 1 and micro_batch * question.sequence_length > _FULL * tensor * context
-            if is_full or question.global_batch_size % (data * micro_batch):
+            tokens = micro_batch * question.sequence_length / (sizes.tensor * sizes.context)  # on a rank
+            is_needless = micro_batch > 1 and tokens > _FULL
+            if is_needless or question.global_batch_size % (sizes.data * micro_batch):
                 continue
-            choices = dict.fromkeys(("sequence_parallel", "hides_tensor_exchange"), tensor > 1)
-            choices |= {"distributed_optimizer": True, "overlaps_data_parallel": data * context > 1}
-            setup = question.setup(sizes, 1, micro_batch, keeps_logits=question.by_megatron, **choices)
-            setup = setup.but(dispatches_once=question.dispatches_once)
+            setup = question.setup(
+                sizes,
+                micro_batch_size=micro_batch,
+                keeps_logits=question.by_megatron,
+                sequence_parallel=sizes.tensor > 1,
+                hides_tensor_exchange=sizes.tensor > 1,
+                distributed_optimizer=True,
+                overlaps_data_parallel=sizes.data * sizes.context > 1,
+                dispatches_once=question.dispatches_once,
+            )
             setup = setup.but(cp_comm_type=fastest_cp_comm_type(setup.alone, question.machine))
-            for expert in expert_sizes(question.model, tensor * context * data):
+            for expert in expert_sizes(question.model, sizes.tensor * sizes.context * sizes.data):
                 yield question.sharing_experts(setup, expert)
 
 
@@ -208,11 +220,13 @@ def recomputes(question: Question) -> list[str]:
     left_out = {"mlp"} if model.has_biases else set()
     if model.experts is None:
         left_out |= {"moe", "moe_act"}
-    found = []
+    found: list[str] = []
     for recompute in question.recomputes:
         modules = [module for module in recompute.split() if module not in left_out]
-        found.append(" ".join(modules) or "none")
-    return list(dict.fromkeys(found))
+        left = " ".join(modules) or "none"
+        if left not in found:
+            found.append(left)
+    return found
 
 
 def spread(question: Question, sizes: TrainingSetup) -> Iterator[TrainingSetup]:
@@ -256,8 +270,8 @@ def expert_sizes(model: ModelShape, ranks: int) -> list[int]:
     return [size for size in powers_of_two(ranks) if ranks % size == 0 and total % size == 0]
 
 
-def layouts(question: Question) -> Iterator[tuple[int, int, int, int]]:
-    """Sizes of tensor parallelism, within a node, and of context, pipeline and data parallelism."""
+def layouts(question: Question) -> Iterator[ParallelSizes]:
+    """All sizes that the devices, the model and the batch allow. Tensor parallelism stays within a node."""
     model = question.model
     devices = question.num_devices
     kv_heads = model.num_kv_heads or model.num_heads
@@ -268,15 +282,19 @@ def layouts(question: Question) -> Iterator[tuple[int, int, int, int]]:
             # Megatron gives every rank two parts of a sequence.
             is_cut = question.sequence_length % (2 * tensor * context) == 0
             is_long = question.sequence_length // context >= 2 * _SHORTEST
-            recurrent = (kind for kind in (model.delta_net, model.mamba) if kind is not None)
-            are_equal = all(kind.shared_by(tensor, context) for kind in recurrent)  # the parts of the ranks
-            if not are_equal or (context > 1 and not (is_cut and is_long)):
+            if context > 1 and not (is_cut and is_long):
                 continue
-            ranks, rest = divmod(devices, tensor * context)
+            # The heads of recurrences are shared evenly.
+            recurrences = (kind for kind in (model.delta_net, model.mamba) if kind is not None)
+            if not all(kind.shared_by(tensor, context) for kind in recurrences):
+                continue
+            if devices % (tensor * context):
+                continue
+            ranks = devices // (tensor * context)
             for pipeline in range(1, min(ranks, model.num_layers) + 1):
                 data, left = divmod(ranks, pipeline)
-                if not (rest or left or question.global_batch_size % data):
-                    yield tensor, context, pipeline, data
+                if not left and question.global_batch_size % data == 0:
+                    yield ParallelSizes(tensor, context, pipeline, data)
 
 
 def families(question: Question, setup: TrainingSetup) -> list[str]:
@@ -296,6 +314,7 @@ def families(question: Question, setup: TrainingSetup) -> list[str]:
 
 
 def numbers_of_segments(question: Question, setup: TrainingSetup) -> list[int]:
+    """The numbers of segments that the search tries: two at least, and otherwise none with too short segments."""
     most = max(2, setup.sequence_length // (_SHORTEST * setup.context_parallel))
     return [segments for segments in question.segments if segments <= most]
 
@@ -303,9 +322,11 @@ def numbers_of_segments(question: Question, setup: TrainingSetup) -> list[int]:
 def partitioned(question: Question, setup: TrainingSetup) -> TrainingSetup:
     """The set-up with a partitioned state if the search may choose that and it saves memory. `breadth-first` gathers a
     chunk once each way, other orders whenever chunks change."""
-    may = question.partitions_state is None and setup.family == "breadth-first" and "breadth-first" in question.families
+    is_left_open = question.partitions_state is None and "breadth-first" in question.families
     saves = setup.placement.num_chunks > 2 and setup.data_group.size > 1
-    return setup.but(partitions_state=True) if may and saves else setup
+    if is_left_open and setup.family == "breadth-first" and saves:
+        return setup.but(partitions_state=True)
+    return setup
 
 
 def may_move(setup: TrainingSetup) -> bool:
@@ -333,7 +354,7 @@ def ways_to_move(question: Question, setup: TrainingSetup) -> tuple[Moves, ...]:
 def cuts(setup: TrainingSetup, segments: int) -> Iterator[Candidate]:
     """The set-up cut evenly, for the least memory, and balanced, which is faster."""
     seen: set[tuple[int, ...]] = set()
-    for strategy in ("even", "balanced")[: 1 if segments == 1 else 2]:
+    for strategy in ("even",) if segments == 1 else ("even", "balanced"):
         lengths = lengths_of(setup, strategy, segments)
         if lengths is not None and lengths not in seen:
             seen.add(lengths)
@@ -376,4 +397,5 @@ def _cut(
 
 
 def powers_of_two(most: int) -> list[int]:
+    """Those up to `most`; at least 1."""
     return [1 << exponent for exponent in range(max(most, 1).bit_length())]

@@ -3,7 +3,7 @@
 Tested in planner/test_search.py.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from heapq import heapify, heapreplace
 from math import inf
@@ -120,37 +120,49 @@ class _LeastLoads(NamedTuple):
     head: float
 
 
+class _Pass(NamedTuple):
+    """Seconds at least of a forward or a backward: in which its device computes, and in which its host launches."""
+
+    device: float
+    host: float
+
+
 @lru_cache(maxsize=1 << 16)
 def _least_loads(alone: TrainingSetup, machine: Machine, segments: int) -> list[_LeastLoads]:
     """Loads that add up to what a rank takes at least, for all layers that take as long as those of a kind, or longer.
-    A rank takes at least as long as its device computes, and as its host launches, forward and backward. Sums are of
-    the device alone, and of what a single layer takes longer in."""
+    A rank takes at least as long as its device computes, and as its host launches, forward and backward. Sums of one of
+    both are bounds: here of the device, and, for each direction, of the one that takes a single layer longer."""
     evenly = evenly_cut(alone, segments)
     if evenly is None:
         return []
     of_any = of_any_cut(machine, segments)
     actions = segments * machine.host.action  # a part of all sums, however many layers there are
 
-    def device_and_host(stage: StageLayers) -> list[list[float]]:
+    def passes(stage: StageLayers) -> list[_Pass]:
         """Forward and backward."""
-        return [[seconds - actions for seconds in sums[:2]] for sums in sums_of_stage(evenly, of_any, stage)]
+        sums = sums_of_stage(evenly, of_any, stage)
+        return [_Pass(device - actions, host - actions) for device, host, *_ in sums]
 
-    embedding = device_and_host(StageLayers((), is_first=True, is_last=False))
-    head = device_and_host(StageLayers((), is_first=False, is_last=True))
-    of_kinds = [(count, device_and_host(StageLayers.of_layer(layer))) for layer, count in evenly.stages[0].layers]
-    found = []
+    embedding = passes(StageLayers((), is_first=True, is_last=False))
+    head = passes(StageLayers((), is_first=False, is_last=True))
+    of_kinds = [(count, passes(StageLayers.of_layer(layer))) for layer, count in evenly.stages[0].layers]
+    loads = []
     for _, of_layer in of_kinds:
-        of_device = (0, 0)
-        longer = tuple(seconds.index(max(seconds)) for seconds in of_layer)
-        for chosen in {of_device, longer}:
+        of_device = (False, False)
+        of_longer = tuple(of_pass.host > of_pass.device for of_pass in of_layer)
+        for are_of_host in {of_device, of_longer}:
+            layer = _load(of_layer, are_of_host)
+            num_layers = sum(count for count, other in of_kinds if _load(other, are_of_host) >= layer)
+            loads.append(_LeastLoads(num_layers, layer, _load(embedding, are_of_host), _load(head, are_of_host)))
+    return loads
 
-            def load(passes: list[list[float]], chosen: tuple[int, ...] = chosen) -> float:
-                return sum(seconds[which] for seconds, which in zip(passes, chosen, strict=True))
 
-            layer = load(of_layer)
-            num_layers = sum(count for count, other in of_kinds if load(other) >= layer)
-            found.append(_LeastLoads(num_layers, layer, load(embedding), load(head)))
-    return found
+def _load(passes: Sequence[_Pass], are_of_host: Sequence[bool]) -> float:
+    """The seconds of a forward and a backward, each of its host or of its device."""
+    seconds = 0.0
+    for of_pass, is_of_host in zip(passes, are_of_host, strict=True):
+        seconds += of_pass.host if is_of_host else of_pass.device
+    return seconds
 
 
 def least_seconds_of_any(sizes: TrainingSetup, question: Question, segments: int) -> float:

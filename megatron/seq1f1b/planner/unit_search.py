@@ -25,9 +25,10 @@ from ..partition import packs_of_step, segment_multiple, work_by_flops
 from ..schedule import FAMILIES
 from .fitting import fullest_ranks
 from .memory_bounds import least_bytes
+from .packed_bounds import PackedBounds, packed_bounds
 from .packed_steps import Order, PackedSteps, Steps, packed_steps
 from .search import Plan, Search
-from .space import Candidate, Question, partitioned, powers_of_two
+from .space import Candidate, ParallelSizes, Question, partitioned, powers_of_two
 
 _BINS = 8  # of lengths, to each doubling
 _MOST_UNITS = 256  # of a sequence
@@ -50,8 +51,8 @@ class Average(Question):
     of_busiest: Callable[[int, bool], float] = lambda replicas, equal_counts: 1.0
     seen: float = 0.0
 
-    def setup(self, sizes: tuple[int, int, int, int], *arguments: Any, **choices: Any) -> TrainingSetup:
-        setup = super().setup(sizes, *arguments, **choices)
+    def setup(self, sizes: ParallelSizes, chunks: int = 1, micro_batch_size: int = 1, **choices: Any) -> TrainingSetup:
+        setup = super().setup(sizes, chunks, micro_batch_size, **choices)
         hides = setup.hides_tensor_exchange and self.by_megatron  # units differ in length
         return self._of_busiest(setup.but(seen=(self.seen,), hides_tensor_exchange=hides))
 
@@ -60,8 +61,8 @@ class Average(Question):
 
     def _of_busiest(self, setup: TrainingSetup) -> TrainingSetup:
         """The set-up with as many micro-batches as the busiest replica has."""
-        own = int(self.of_busiest(setup.data_parallel, _has_equal_counts(setup)) / setup.micro_batch_size)
-        return setup.but(num_microbatches=max(1, own))
+        sequences = self.of_busiest(setup.data_parallel, _has_equal_counts(setup))
+        return setup.but(num_microbatches=max(1, int(sequences / setup.micro_batch_size)))
 
 
 @dataclass(frozen=True)
@@ -228,34 +229,29 @@ class UnitSearch:
 
     def least_seconds_of_compute(self, candidate: Candidate) -> float:
         """A lower bound of `predict_likely` from compute."""
-        packed = self.packed(candidate)
         setup = candidate.setup
-        machine = self.question.machine
-        slowest = packed.likely_slowest(setup, machine)
-        return fmean(packed.least_seconds_of_compute(setup, machine, order) for order in slowest)
+        bounds = self.bounds(candidate)
+        return fmean(bounds.by_compute(setup, order) for order in bounds.likely_slowest(setup))
 
     def least_seconds(self, candidate: Candidate) -> float:
         """A lower bound of `predict_likely` from compute and messages in time."""
-        packed = self.packed(candidate)
         setup = candidate.setup
-        machine = self.question.machine
-        return fmean(packed.least_seconds(setup, machine, order) for order in packed.likely_slowest(setup, machine))
+        bounds = self.bounds(candidate)
+        return fmean(bounds.in_time(setup, order) for order in bounds.likely_slowest(setup))
 
     def predict_likely(self, candidate: Candidate) -> UnitPlan:
         """The plan of a candidate for average units with the likely slowest replica of each step."""
-        packed = self.packed(candidate)
-        return self._plan(candidate, packed.likely_slowest(candidate.setup, self.question.machine))
+        return self._plan(candidate, self.bounds(candidate).likely_slowest(candidate.setup))
 
     def predict(self, candidate: Candidate) -> UnitPlan:
         """The plan of a candidate for average units, whether it fits or not. A step takes as long as its slowest
         replica."""
-        packed = self.packed(candidate)
-        machine = self.question.machine
+        bounds = self.bounds(candidate)
 
         def least_seconds(order: Order) -> float:
-            return packed.least_seconds(candidate.setup, machine, order)
+            return bounds.in_time(candidate.setup, order)
 
-        return self._plan(candidate, [max(set(step), key=least_seconds) for step in packed.steps])
+        return self._plan(candidate, [max(set(step), key=least_seconds) for step in self.packed(candidate).steps])
 
     def _plan(self, candidate: Candidate, slowest: Sequence[Order]) -> UnitPlan:
         """The plan by the slowest replica of each step."""
@@ -293,6 +289,10 @@ class UnitSearch:
             flops=paper_flops(setup.model),
             equal_counts=_has_equal_counts(setup),
         )
+
+    def bounds(self, candidate: Candidate) -> PackedBounds:
+        """Lower bounds of the drawn steps as a candidate has them."""
+        return packed_bounds(self.packed(candidate), self.question.machine)
 
 
 class _Timed(NamedTuple):

@@ -5,7 +5,7 @@ Tested in planner/test_search.py.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import islice, takewhile
+from math import ceil
 
 from ..costs.machine import GIB
 from ..costs.step_memory import Memory
@@ -15,10 +15,10 @@ from .memory_bounds import least_bytes
 from .search import Search
 from .space import MemoryBudget, Question, cuts, numbers_of_segments, setups
 
-_DOUBLINGS = 12
+_DOUBLINGS = 12  # less one is the most often that devices are doubled or sequences halved
 _LEANEST = 20  # set-ups of least memory that are predicted in full
 _NUMBERS = (1, 8, 64)  # of segments
-_SHORTEST = 1024
+_SHORTEST = 1024  # tokens of a halved sequence
 
 
 def way_out(question: Question, left_out: Sequence[str] = ()) -> ValueError:
@@ -32,7 +32,7 @@ def way_out(question: Question, left_out: Sequence[str] = ()) -> ValueError:
         )
     most = _leanest(question)
     if most is None:
-        batch = -(-question.global_batch_size // question.num_devices) * question.num_devices
+        batch = ceil(question.global_batch_size / question.num_devices) * question.num_devices
         return ValueError(
             f"no layout of {question.num_devices} devices divides a batch of {question.global_batch_size} sequences, "
             f"{model.num_layers} layers and {model.num_kv_heads or model.num_heads} heads; --global-batch-size {batch} "
@@ -53,33 +53,43 @@ def by_use(memory: Memory) -> str:
 def _leanest(question: Question) -> Memory | None:
     """The fullest rank of the leanest configuration, with as much on its host as that holds; None without a layout."""
     smallest = replace(question, families=("1f1b",), micro_batches=(1,), segments=_NUMBERS)
-    evenly = (
-        next(cuts(setup, segments), None)
-        for setup in sorted(setups(smallest), key=least_bytes)[:_LEANEST]
-        for segments in numbers_of_segments(smallest, setup)
-    )
-    away = (_mostly_away(evenly_cut.setup, question.budget) for evenly_cut in evenly if evenly_cut is not None)
-    fullest = (max(memory_in_flight(setup), key=lambda rank: rank.total) for setup in away)
-    return min(fullest, key=lambda memory: memory.total, default=None)
+    fullest_ranks = []
+    for whole in sorted(setups(smallest), key=least_bytes)[:_LEANEST]:
+        for segments in numbers_of_segments(smallest, whole):
+            evenly_cut = next(cuts(whole, segments), None)
+            if evenly_cut is not None:
+                moved = _mostly_on_host(evenly_cut.setup, question.budget)
+                fullest_ranks.append(max(memory_in_flight(moved), key=lambda rank: rank.total))
+    return min(fullest_ranks, key=lambda memory: memory.total, default=None)
 
 
-def _mostly_away(setup: TrainingSetup, budget: MemoryBudget) -> TrainingSetup:
+def _mostly_on_host(setup: TrainingSetup, budget: MemoryBudget) -> TrainingSetup:
     """The set-up with as many sixteenths of its activations on the host as that has room for."""
     if not budget.host:
         return setup
-    shares = (replace(setup, offloads=sixteenths / 16) for sixteenths in range(16, 0, -1))
-    return next((moved for moved in shares if host_in_flight(moved) <= budget.host), setup)
+    for sixteenths in range(16, 0, -1):
+        moved = replace(setup, offloads=sixteenths / 16)
+        if host_in_flight(moved) <= budget.host:
+            return moved
+    return setup
 
 
 def _nearest(question: Question) -> str:
-    """More devices, and shorter sequences, by doubling and halving."""
-    counts = (question.num_devices << doubling for doubling in range(1, _DOUBLINGS))
-    halved = (question.sequence_length >> halving for halving in range(1, _DOUBLINGS))
-    lengths = takewhile(lambda length: length >= _SHORTEST, halved)
-    more = (f"--gpus {count}" for count in counts if _has_plan(replace(question, num_devices=count)))
-    shorter = (f"--seq-length {length}" for length in lengths if _has_plan(replace(question, sequence_length=length)))
-    found = [*islice(more, 1), *islice(shorter, 1)]
-    return f"it would with {' or with '.join(found)}" if found else "take a smaller model"
+    """What would make a configuration fit: the devices doubled, or the sequences halved, as often as it takes."""
+    changes = []
+    for doubling in range(1, _DOUBLINGS):
+        count = question.num_devices * 2**doubling
+        if _has_plan(replace(question, num_devices=count)):
+            changes.append(f"--gpus {count}")
+            break
+    for halving in range(1, _DOUBLINGS):
+        length = question.sequence_length // 2**halving
+        if length < _SHORTEST:
+            break
+        if _has_plan(replace(question, sequence_length=length)):
+            changes.append(f"--seq-length {length}")
+            break
+    return f"it would with {' or with '.join(changes)}" if changes else "take a smaller model"
 
 
 def _has_plan(question: Question) -> bool:

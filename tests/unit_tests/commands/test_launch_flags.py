@@ -18,7 +18,7 @@ from megatron.seq1f1b.commands.parsing import with_values
 from megatron.seq1f1b.costs.model_shape import DeltaNet, Experts, LatentAttention
 from megatron.seq1f1b.costs.run_costs import RunCosts
 from megatron.seq1f1b.costs.training_setup import Fsdp, Moves, TrainingSetup, choices_of
-from megatron.seq1f1b.planner.given import as_given
+from megatron.seq1f1b.planner.launch_candidate import candidate_of_launch
 from megatron.seq1f1b.planner.search import Search
 from megatron.seq1f1b.planner.space import Candidate, recomputes, setups
 from megatron.seq1f1b.schedule import Placement
@@ -52,7 +52,7 @@ def test_a_plan_read_back_is_the_same(model):
     for candidate in list(candidates(question))[:: 7 if model is WORDS else 41]:
         launch = read_launch(words_of(candidate, model))
         assert model_of(launch) == candidate.setup.model
-        assert as_given(launch, question) == candidate
+        assert candidate_of_launch(launch, question) == candidate
         context, segments = candidate.setup.context_parallel, candidate.setup.segments
         assert min(context, len(segments)) == 1 or not any(length % (2 * context) for length in segments)
 
@@ -65,7 +65,7 @@ def test_a_plan_of_megatron_alone_has_no_flag_of_ours(model):
         words = words_of(candidate, model, by_megatron=True)
         launch, setup = read_launch(words), candidate.setup
         assert launch.pipeline_schedule is launch.sequence_splits is None and not launch.keep_logits
-        assert as_given(launch, question) == candidate
+        assert candidate_of_launch(launch, question) == candidate
         shares.add(setup.recomputed_share)
         hidden.add(setup.hides_experts)
         assert not (setup.hides_experts and setup.repeats("E"))  # Megatron refuses both
@@ -82,16 +82,16 @@ def test_what_moves_to_the_host_is_read_back():
     for candidate in list(candidates(small()))[::28]:
         setup = replace(candidate.setup, offloads=0.3125)
         words = words_of(replace(candidate, setup=setup))
-        assert as_given(read_launch(words), small()).setup == setup
+        assert candidate_of_launch(read_launch(words), small()).setup == setup
         assert ("--no-gradient-accumulation-fusion" in words) == setup.overlaps_data_parallel
         automatic = ["auto" if word == "0.3125" else word for word in words]
-        assert as_given(read_launch(automatic), small()).setup == candidate.setup
+        assert candidate_of_launch(read_launch(automatic), small()).setup == candidate.setup
     question = linked(1e12, memory_gib=2.2, host_gib=8).megatron_baseline()
     found = Search(question).best(20)
     assert found[0].candidate.setup.moves is not Moves.UNITS and found[0].host_gib > 0
     for candidate in (each.candidate for each in found):
         launch = read_launch(words_of(candidate, by_megatron=True))
-        assert launch.offload_activations == 0 and as_given(launch, question) == candidate
+        assert launch.offload_activations == 0 and candidate_of_launch(launch, question) == candidate
     assert {each.candidate.setup.moves for each in found} >= {Moves.MODULES, Moves.LAYERS}
 
 
@@ -129,10 +129,10 @@ def test_the_checkpoints_of_fsdp_are_those_of_its_runs_only():
 def test_what_fsdp_shards_is_read(fsdp):
     question = small()
     sharding = f"{WORDS} --tensor-model-parallel-size 1 --use-megatron-fsdp".split()
-    candidate = as_given(read_launch([*sharding, "--data-parallel-sharding-strategy", fsdp]), question)
+    candidate = candidate_of_launch(read_launch([*sharding, "--data-parallel-sharding-strategy", fsdp]), question)
     assert candidate is not None and candidate.setup.fsdp is fsdp
     assert f"--data-parallel-sharding-strategy {fsdp}" in decided_flags(candidate, by_megatron=True)
-    by_default = as_given(read_launch(sharding), question)
+    by_default = candidate_of_launch(read_launch(sharding), question)
     assert by_default is not None and by_default.setup.fsdp is Fsdp.PARAMETERS
 
 
@@ -140,7 +140,7 @@ def test_a_dispatcher_that_sends_tokens_once_is_read():
     words = [*EXPERTS.split(), "--tensor-model-parallel-size", "2"]
     question = small(model=model_of(read_model(EXPERTS.split())), num_devices=8)
     for more, once in (([], False), (["--moe-token-dispatcher-type", "flex"], True)):
-        candidate = as_given(read_launch([*words, *more]), question)
+        candidate = candidate_of_launch(read_launch([*words, *more]), question)
         assert candidate is not None and candidate.setup.dispatches_once == once
     flex = replace(question, dispatches_once=True)
     assert {each.setup.dispatches_once for each in candidates(flex)} == {True}
@@ -162,7 +162,9 @@ def test_other_flags_of_a_launch_come_back_unchanged():
         "--data-path a b",
         "--bf16",
     ]
-    assert as_given(read_launch(["--num-layers", "6"]), small()) is None, "no configuration without parallel sizes"
+    assert candidate_of_launch(read_launch(["--num-layers", "6"]), small()) is None, (
+        "no configuration without parallel sizes"
+    )
 
 
 def test_learned_positions_are_parameters_of_the_first_stage():
@@ -202,7 +204,7 @@ OF_4 = "--context-parallel-size 4"
 )
 def test_other_spellings_and_defaults_of_megatron(words, found):
     launch = read_launch(["--tensor-model-parallel-size", "1", *WORDS.split(), *words.split()])
-    setup = as_given(launch, small(model=model_of(launch))).setup
+    setup = candidate_of_launch(launch, small(model=model_of(launch))).setup
     assert {name: getattr(setup, name) for name in found} == found
 
 

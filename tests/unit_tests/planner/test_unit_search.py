@@ -11,8 +11,9 @@ from megatron.seq1f1b.costs.model_shape import Experts
 from megatron.seq1f1b.costs.simulator import predict
 from megatron.seq1f1b.costs.stage_times import stage_rows
 from megatron.seq1f1b.partition import Pack
+from megatron.seq1f1b.planner.packed_bounds import PackedBounds
 from megatron.seq1f1b.planner.packed_steps import seen_by_units
-from megatron.seq1f1b.planner.space import Candidate
+from megatron.seq1f1b.planner.space import Candidate, ParallelSizes
 from megatron.seq1f1b.planner.unit_search import UnitSearch, draw
 from megatron.seq1f1b.schedule import Costs, Shape, build, lower, peak_memory
 from unit_tests.planner.question import MODEL, small
@@ -26,7 +27,7 @@ def search(histogram, **changes):
 
 
 def candidate(found, unit_tokens, sizes=(1, 1, 4, 1), **changes):
-    setup = found.average(unit_tokens).setup(sizes, distributed_optimizer=True, **changes)
+    setup = found.average(unit_tokens).setup(ParallelSizes(*sizes), distributed_optimizer=True, **changes)
     return Candidate(setup, unit_tokens=unit_tokens)
 
 
@@ -94,9 +95,10 @@ def test_a_favourable_step_does_not_make_a_plan_fit(chunks):
     """Several chunks take units in groups; here the drawn step has the longest sequence where it needs least."""
     histogram = {256: 6000, 512: 2000, 1024: 1000, 2048: 500, 4096: 200, 8192: 100, 16384: 40}
     histogram |= {32: 40000, 64: 30000, 128: 20000}
-    sizes = {"model": replace(MODEL, num_layers=32), "num_devices": 8, "sequence_length": 16384}
-    found = search(histogram, global_batch_size=256, memory_gib=6.5, **sizes)
-    setups = [found.average(1024).setup((1, 1, 8, 1), number, distributed_optimizer=True) for number in (1, chunks)]
+    changes = {"model": replace(MODEL, num_layers=32), "num_devices": 8, "sequence_length": 16384}
+    found = search(histogram, global_batch_size=256, memory_gib=6.5, **changes)
+    sizes = ParallelSizes(tensor=1, context=1, pipeline=8, data=1)
+    setups = [found.average(1024).setup(sizes, number, distributed_optimizer=True) for number in (1, chunks)]
     one, several = (Candidate(setup, unit_tokens=1024) for setup in setups)
     assert found.predict(several).memory_gib < found.predict(one).memory_gib < 6.5
     assert found.holds_longest(one) and not found.holds_longest(several)
@@ -119,7 +121,7 @@ def test_kinds_share_the_times_of_their_first_units(model):
     packed = found.packed(Candidate(setup, unit_tokens=1024))
     assert sum(len(kind.lengths) > 2 for kind in packed.kinds) > 2
     machine = found.question.machine
-    work = packed._work(setup.alone, setup.layers_per_stage, machine)
+    work = PackedBounds(packed, machine).work_of_kinds(setup.alone, setup.layers_per_stage)
     for kind, of_kind in enumerate(work):
         rows = stage_rows(packed.setup_of(setup, (kind,)), machine)
         assert of_kind.of_stages == pytest.approx([sum(map(sum, of_stage)) for of_stage in rows], rel=1e-12)
@@ -132,13 +134,12 @@ def test_kinds_share_the_times_of_their_first_units(model):
 def test_no_step_is_shorter_than_its_bounds(family, sizes, chunks):
     """So what a search leaves out is no faster than what it has."""
     found = search(HISTOGRAM, global_batch_size=64)
-    machine = found.question.machine
     chosen = candidate(found, 2048, sizes, chunks=chunks, family=family)
-    packed = found.packed(chosen)
+    bounds = found.bounds(chosen)
     plan = found.predict(chosen)
-    for orders, step in zip(packed.steps, plan.steps, strict=True):
-        compute = max(packed.least_seconds_of_compute(chosen.setup, machine, order) for order in orders)
-        in_time = max(packed.least_seconds(chosen.setup, machine, order) for order in orders)
+    for orders, step in zip(found.packed(chosen).steps, plan.steps, strict=True):
+        compute = max(bounds.by_compute(chosen.setup, order) for order in orders)
+        in_time = max(bounds.in_time(chosen.setup, order) for order in orders)
         assert 0.5 * step.seconds < compute <= in_time * (1 + 1e-9) <= step.seconds * (1 + 2e-9)
         assert in_time > 0.99 * step.seconds
     assert found.predict_likely(chosen).seconds <= plan.seconds
@@ -152,11 +153,10 @@ def test_units_of_experts_run_beside_each_other():
     paired = replace(plain, setup=replace(plain.setup, hides_experts=True))
     alone, beside = map(found.predict, (plain, paired))
     assert beside.seconds < 0.98 * alone.seconds and beside.memory_gib > alone.memory_gib
-    packed = found.packed(paired)
-    machine = found.question.machine
-    for step, of_step in zip(packed.steps, beside.steps, strict=True):
-        bounds = (packed.least_seconds_of_compute, packed.least_seconds)
-        compute, in_time = (max(bound(paired.setup, machine, order) for order in step) for bound in bounds)
+    bounds = found.bounds(paired)
+    for orders, of_step in zip(found.packed(paired).steps, beside.steps, strict=True):
+        compute = max(bounds.by_compute(paired.setup, order) for order in orders)
+        in_time = max(bounds.in_time(paired.setup, order) for order in orders)
         assert 0.5 * of_step.seconds < compute <= in_time * (1 + 1e-9) <= of_step.seconds * (1 + 2e-9)
 
 
@@ -164,7 +164,7 @@ def test_replicas_that_share_experts_have_equally_many_units():
     """Short sequences beside the longest are cut into as many units as it has; average units see that."""
     found = search(HISTOGRAM, model=MIXTURE, global_batch_size=64)
     average = found.average(1024)
-    setup = average.setup((1, 1, 2, 2))
+    setup = average.setup(ParallelSizes(tensor=1, context=1, pipeline=2, data=2))
     sharing = average.sharing_experts(setup, 2)
     assert sharing.expert_parallel == 2 and sharing.num_microbatches > setup.num_microbatches
 

@@ -1,4 +1,4 @@
-"""A launch as its flags give it, as a configuration that can be predicted beside the planner's own.
+"""The configuration that the flags of a launch ask for, to be predicted beside the plans of the search.
 
 Tested in commands/test_launch_flags.py.
 """
@@ -14,7 +14,7 @@ from ..costs.simulator import check_size
 from ..costs.training_setup import Fsdp, Moves, TrainingSetup, choices_of
 from ..schedule import Shape
 from .fitting import fitted
-from .space import Candidate, Question, expert_sizes, lengths_of
+from .space import Candidate, ParallelSizes, Question, expert_sizes, lengths_of
 
 # Flags of schedules and cuts that a plan does not predict.
 NOT_PREDICTED = ("pipeline_schedule_file", "sequence_split_file", "sequence_split_profile", "pipeline_placement")
@@ -22,36 +22,47 @@ _PREDICTED = ("balanced", "even", "uniform_comp")  # ways to cut
 _MOST_ACTIONS = 1_000_000
 
 
-def as_given(launch: argparse.Namespace, question: Question) -> Candidate | None:
-    """The configuration of the launch itself; None if it names no parallel sizes. Raises ValueError for wrong ones."""
-    if chosen := next((name for name in NOT_PREDICTED if vars(launch)[name] is not None), None):
-        raise ValueError(f"--{chosen.replace('_', '-')} is chosen by the plan; drop it")
+def candidate_of_launch(launch: argparse.Namespace, question: Question) -> Candidate | None:
+    """The configuration of the launch; None if it names no parallel sizes. Raises ValueError for flags that have no
+    prediction, and for sizes that do not divide."""
+    for name in NOT_PREDICTED:
+        if vars(launch)[name] is not None:
+            raise ValueError(f"--{name.replace('_', '-')} is chosen by the plan; drop it")
     if "/" in (launch.hybrid_layer_pattern or ""):
         raise ValueError("--hybrid-layer-pattern with / has prediction heads, which are not planned; drop them")
-    if launch.tensor_model_parallel_size is launch.pipeline_model_parallel_size is None:
+    if launch.tensor_model_parallel_size is None and launch.pipeline_model_parallel_size is None:
         return None
-    setup = _whole(launch, question)
-    share = launch.offload_activations
+    candidate = _cut(launch, question, _whole(launch, question))
+    return replace(candidate, setup=_with_moves(launch, question, candidate.setup))
+
+
+def _cut(launch: argparse.Namespace, question: Question, setup: TrainingSetup) -> Candidate:
+    """The set-up in the segments of the launch. Raises ValueError if there are too many, or a strategy has no
+    prediction."""
     strategy = launch.sequence_split_strategy
     segments = launch.sequence_splits or 1
     if strategy not in _PREDICTED:
         raise ValueError(f"--sequence-split-strategy {strategy} is not predicted; take {', '.join(_PREDICTED)}")
     check_size(Shape(setup.placement, setup.num_microbatches, segments), _MOST_ACTIONS)
     if segments == 1:
-        strategy = "even"
-    elif lengths := lengths_of(setup, strategy, segments):
-        setup = replace(setup, segments=lengths, cp_comm_type=None)
-    else:
+        return Candidate(setup, "even")
+    lengths = lengths_of(setup, strategy, segments)
+    if lengths is None:
         raise ValueError(f"--sequence-splits {segments} are too many for --seq-length {question.sequence_length}")
+    return Candidate(replace(setup, segments=lengths, cp_comm_type=None), strategy)
+
+
+def _with_moves(launch: argparse.Namespace, question: Question, setup: TrainingSetup) -> TrainingSetup:
+    """The set-up with the activations on the host that the launch moves there."""
     if launch.fine_grained_activation_offloading:
-        setup = replace(setup, offloads=launch.activation_offload_fraction, moves=Moves.MODULES)
-    elif launch.cpu_offloading_num_layers:
-        setup = replace(setup, offloads=launch.cpu_offloading_num_layers / setup.model.num_layers, moves=Moves.LAYERS)
-    else:
-        setup = replace(setup, layers_leaving=launch.offload_layers_leaving)
-        least = fitted(setup, question.budget, Moves.UNITS) if share == AUTO else None
-        setup = least or replace(setup, offloads=1.0 if share == AUTO else share)
-    return Candidate(setup, strategy)
+        return replace(setup, offloads=launch.activation_offload_fraction, moves=Moves.MODULES)
+    if launch.cpu_offloading_num_layers:
+        share = launch.cpu_offloading_num_layers / setup.model.num_layers
+        return replace(setup, offloads=share, moves=Moves.LAYERS)
+    setup = replace(setup, layers_leaving=launch.offload_layers_leaving)
+    if launch.offload_activations != AUTO:
+        return replace(setup, offloads=launch.offload_activations)
+    return fitted(setup, question.budget, Moves.UNITS) or replace(setup, offloads=1.0)
 
 
 def _whole(launch: argparse.Namespace, question: Question) -> TrainingSetup:
@@ -74,25 +85,36 @@ def _whole(launch: argparse.Namespace, question: Question) -> TrainingSetup:
         sizes = f"--expert-model-parallel-size {expert} and --expert-tensor-parallel-size {cut_experts}"
         raise ValueError(f"{sizes} do not divide the experts and the ranks of a stage; drop them to have them chosen")
     chunks, layers = _chunks_and_layers(launch, pipeline, question.model.num_layers)
-    kinds = {*launch.cp_comm_type}
-    sizes = launch.hierarchical_context_parallel_sizes
-    if context > 1 and kinds == {"a2a+p2p"} and (len(sizes) != 2 or prod(sizes) != context):
-        need = f"needs --hierarchical-context-parallel-sizes A B with the product {context}"
-        raise ValueError(f"--cp-comm-type a2a+p2p {need}")
-    exchange = " ".join(map(str, (*kinds, *(sizes if kinds == {"a2a+p2p"} else []))))
     settings = vars(launch) | {"num_experts": question.model.experts}
     return question.setup(
-        (tensor, context, pipeline, data),
+        ParallelSizes(tensor, context, pipeline, data),
         chunks,
         micro_batch,
         family=launch.pipeline_schedule or "1f1b",
-        cp_comm_type=exchange if context > 1 and len(kinds) == 1 else None,
+        cp_comm_type=_cp_comm_type(launch, context),
         overlaps_data_parallel=launch.overlap_grad_reduce,
         keeps_logits=launch.keep_logits or not (launch.pipeline_schedule or launch.sequence_splits),
         hides_experts=launch.overlap_moe_expert_parallel_comm,
         fsdp=_fsdp(launch),
         **choices_of(settings, layers, launch.recompute_keeps_attention),
     )
+
+
+def _cp_comm_type(launch: argparse.Namespace, context: int) -> str | None:
+    """How the ranks of context parallelism exchange whole sequences; None for the fastest way, which layers that differ
+    take. Raises ValueError for wrong sizes of a hierarchy."""
+    kinds = {*launch.cp_comm_type}
+    if context == 1 or len(kinds) != 1:
+        return None
+    (kind,) = kinds
+    if kind != "a2a+p2p":
+        return str(kind)
+    sizes = launch.hierarchical_context_parallel_sizes
+    if len(sizes) != 2 or prod(sizes) != context:
+        need = f"needs --hierarchical-context-parallel-sizes A B with the product {context}"
+        raise ValueError(f"--cp-comm-type a2a+p2p {need}")
+    neighbours, groups = sizes
+    return f"a2a+p2p {neighbours} {groups}"
 
 
 def _fsdp(launch: argparse.Namespace) -> Fsdp:
