@@ -111,13 +111,13 @@ def _rehearse(
     from megatron.training import get_args
 
     from ..report.text import GIB
-    from .launch import check, in_words, shorter, stood_for
+    from .launch import check_launch, hint_of_smaller_batch, in_words, replacements
     from .report import RehearsalReport, StageReport
     from .stage import RehearsedStage
 
     launch = get_args()
-    check(launch)
-    hint = shorter(launch)
+    check_launch(launch)
+    hint = hint_of_smaller_batch(launch)
     if hint is not None:
         print(hint, file=sys.stderr, flush=True)
     vars(launch).update(dict.fromkeys(_OFF))
@@ -132,7 +132,7 @@ def _rehearse(
         launch=in_words(launch),
         device_memory=int(launch.device_memory * GIB),
         stages=stages,
-        notes=stood_for(launch),
+        notes=replacements(launch),
     )
     print(report.as_text(), flush=True)
     if launch.dry_run_output is not None:
@@ -145,10 +145,10 @@ def _rehearse(
 def _ranks_of_a_pipeline(launch: Namespace) -> Sequence[int]:
     """The global ranks of one pipeline of the launch, from its first stage to its last."""
     num_stages = launch.pipeline_model_parallel_size
-    apart = launch.world_size // num_stages
+    stride = launch.world_size // num_stages
     if launch.use_tp_pp_dp_mapping:
-        apart = launch.tensor_model_parallel_size * launch.context_parallel_size
-    return range(0, apart * num_stages, apart)
+        stride = launch.tensor_model_parallel_size * launch.context_parallel_size
+    return range(0, stride * num_stages, stride)
 
 
 def _write(report: "RehearsalReport", folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""The launch in words: why it cannot be rehearsed, its size and schedule, and what a rehearsal replaces.
+"""Sentences about the launch of a rehearsal: why it cannot be rehearsed, its size and schedule, and what is replaced.
 
 Tested in rehearsal/test_command.py.
 """
@@ -9,10 +9,10 @@ from argparse import Namespace
 # Transformer Engine.
 WITHOUT_A_RING = ("a2a", "all_gather")
 
-_SHARES = (0.4, 0.3, 0.2)  # of a sequence, for its documents; one more has the rest
+_DOCUMENT_SHARES = (0.4, 0.3, 0.2)  # of a packed sequence; one more document has the rest
 
 
-def check(args: Namespace) -> None:
+def check_launch(args: Namespace) -> None:
     """End the program if the launch cannot be rehearsed."""
     by_ring = sorted({*args.cp_comm_type} - {*WITHOUT_A_RING})
     if args.num_experts and args.moe_token_dispatcher_type == "flex":
@@ -44,7 +44,7 @@ def has_transformer_engine(args: Namespace) -> bool:
 
 def document_lengths(sequence_length: int) -> list[int]:
     """The tokens of each document of a packed sequence."""
-    lengths = [max(1, int(share * sequence_length)) for share in _SHARES]
+    lengths = [max(1, int(share * sequence_length)) for share in _DOCUMENT_SHARES]
     return [*lengths, sequence_length - sum(lengths)]
 
 
@@ -65,8 +65,9 @@ def in_words(args: Namespace) -> str:
     )
 
 
-def shorter(args: Namespace) -> str | None:
-    """A sentence on the batch whose rehearsal ends sooner and finds the same memory; None where the launch has no more.
+def hint_of_smaller_batch(args: Namespace) -> str | None:
+    """A sentence that names the smallest batch with the same memory, whose rehearsal takes less time; None if the batch
+    of the launch is no larger.
 
     By 1F1B and ZB-H1 no rank ever holds more units than with twice as many micro-batches as there are pipeline ranks.
     """
@@ -98,8 +99,8 @@ def _schedule(args: Namespace) -> str:
     return name + (f" of {chunks} chunks a rank" if chunks else "")
 
 
-def stood_for(args: Namespace) -> list[str]:
-    """Sentences, without their full stops, on what a GPU would run and a rehearsal does not."""
+def replacements(args: Namespace) -> list[str]:
+    """What a rehearsal replaces, and by what: sentences without their full stops."""
     is_on_gpu = args.device != "cpu"
     fuses = args.replaced_on_cpu["gradient_accumulation_fusion"]
     recurrent = {*(getattr(args, "hybrid_layer_pattern", None) or "")} & {"M", "G"}

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -73,6 +73,20 @@ class _Allocation:
     moment: int
 
 
+class _Change(NamedTuple):
+    """The birth or the death of an allocation."""
+
+    allocation: _Allocation
+    is_birth: bool
+
+
+class _RunningMoment(NamedTuple):
+    """A moment, and the changes in it so far."""
+
+    name: str
+    changes: list[_Change]
+
+
 class Ledger(TorchDispatchMode, StepTracer, StepRecorder):
     """Counts the bytes of storages while they live, and records messages when they are sent or their receive is posted.
 
@@ -89,7 +103,7 @@ class Ledger(TorchDispatchMode, StepTracer, StepRecorder):
         self.stages: list[int] = []
         self.groups: set[str] = set()  # process groups of several ranks that were used
         self._run = run
-        self._moments: list[tuple[str, list[tuple[_Allocation, int]]]] = []  # each event adds or takes away its size
+        self._moments: list[_RunningMoment] = []
         self._default = Category.ACTIVATIONS  # the category of new storages until they are labelled
         self._alive: dict[int, tuple[_Allocation, weakref.ref]] = {}
         self._chunks: list[torch.nn.Module] = []
@@ -97,7 +111,7 @@ class Ledger(TorchDispatchMode, StepTracer, StepRecorder):
 
     def begin(self, moment: str, default: Category = Category.ACTIVATIONS) -> None:
         """Start a moment; storages that are born in it hold `default` until they are labelled."""
-        self._moments.append((moment, []))
+        self._moments.append(_RunningMoment(moment, []))
         self.fill_with(default)
 
     def fill_with(self, default: Category) -> None:
@@ -125,13 +139,13 @@ class Ledger(TorchDispatchMode, StepTracer, StepRecorder):
 
     def as_one_kernel(self, function: Callable, *args: Any, **options: Any) -> Any:
         """Call a function that a GPU runs as one kernel: storages that it allocates and frees do not count."""
-        events = self._moments[-1][1]
-        first = len(events)
+        changes = self._moments[-1].changes
+        first = len(changes)
         result = function(*args, **options)
-        born = {allocation for allocation, sign in events[first:] if sign > 0}
-        died = {allocation for allocation, sign in events[first:] if sign < 0}
-        within = born & died
-        events[first:] = [(allocation, sign) for allocation, sign in events[first:] if allocation not in within]
+        in_call = changes[first:]
+        born = {change.allocation for change in in_call if change.is_birth}
+        died = {change.allocation for change in in_call if not change.is_birth}
+        changes[first:] = [change for change in in_call if change.allocation not in born & died]
         return result
 
     def moments(self) -> list[Moment]:
@@ -139,18 +153,19 @@ class Ledger(TorchDispatchMode, StepTracer, StepRecorder):
         held = dict.fromkeys(Category, 0)
         in_all = 0
         moments = []
-        for name, events in self._moments:
+        for name, changes in self._moments:
             highest = in_all
             peak = dict(held)
-            for allocation, sign in events:
+            for allocation, is_birth in changes:
                 if allocation.category is None:
                     continue
-                held[allocation.category] += sign * allocation.size
-                in_all += sign * allocation.size
+                size = allocation.size if is_birth else -allocation.size
+                held[allocation.category] += size
+                in_all += size
                 if in_all > highest:
                     highest = in_all
                     peak = dict(held)
-            used = {category: size for category, size in peak.items() if size}
+            used = {category: num_bytes for category, num_bytes in peak.items() if num_bytes}
             moments.append(Moment(name, peak=used, end=in_all))
         return moments
 
@@ -226,7 +241,7 @@ class Ledger(TorchDispatchMode, StepTracer, StepRecorder):
             messages = self.received
             self.label(tensor, Category.MESSAGES)
         dtype = str(tensor.dtype).removeprefix("torch.")
-        moment = self._moments[-1][0]
+        moment = self._moments[-1].name
         source, destination = ends
         messages.append(
             MessageEnd(
@@ -245,14 +260,14 @@ class Ledger(TorchDispatchMode, StepTracer, StepRecorder):
 
     def _is_born(self, size: int, category: Category | None) -> _Allocation:
         allocation = _Allocation(size, category, len(self._moments))
-        self._moments[-1][1].append((allocation, 1))
+        self._moments[-1].changes.append(_Change(allocation, is_birth=True))
         return allocation
 
     def _dies(self, allocation: _Allocation) -> None:
         """Activations that are born and die within one moment are temporaries."""
         if allocation.category is Category.ACTIVATIONS and allocation.moment == len(self._moments):
             allocation.category = Category.TEMPORARY
-        self._moments[-1][1].append((allocation, -1))
+        self._moments[-1].changes.append(_Change(allocation, is_birth=False))
 
 
 def _carried_by_layers(chunks: Iterable[torch.nn.Module]) -> list[torch.Tensor]:

@@ -58,7 +58,7 @@ class RehearsalReport:
         number, stage = max(enumerate(stages), key=lambda numbered: numbered[1].needed)
         largest, size = max(stage.fullest.peak.items(), key=lambda item: item[1])
         most = f"{in_words(stage.needed)} on pipeline rank {number}"
-        moment = at(stage.fullest.name)
+        moment = moment_in_words(stage.fullest.name)
         self._most = f"{most}, {moment}, {in_words(size)} of it {largest}"
         self._free = device_memory - stage.needed
         self.problems = list(self._mismatches)
@@ -147,7 +147,7 @@ class RehearsalReport:
             yield f"Memory of the host: up to {in_words(on_host)} a rank, for activations."
 
 
-def at(moment: str) -> str:
+def moment_in_words(moment: str) -> str:
     """A moment in words: `2F3.1` is in the forward of stage 2 for segment 1 of micro-batch 3."""
     action = moment.removeprefix("after ")
     if not action[0].isdigit():
@@ -193,4 +193,4 @@ def _mismatch(
 
 
 def _in_words(message: MessageEnd) -> str:
-    return f"{message.dtype} {list(message.shape)} {at(message.moment)}"
+    return f"{message.dtype} {list(message.shape)} {moment_in_words(message.moment)}"

@@ -14,7 +14,7 @@ from megatron.seq1f1b.process.patches import owner_of
 from megatron.seq1f1b.rehearsal import prepare
 from megatron.seq1f1b.rehearsal.command import run_stages
 from megatron.seq1f1b.rehearsal.fakes import patches
-from megatron.seq1f1b.rehearsal.launch import check, shorter, stood_for
+from megatron.seq1f1b.rehearsal.launch import check_launch, hint_of_smaller_batch, replacements
 from megatron.seq1f1b.schedule import Costs, Placement, Shape, build, peak_memory
 from unit_tests.arguments.parsed import parsed
 
@@ -57,9 +57,9 @@ def launch(**flags):
     ids=["flex", "ring", "documents", "fsdp"],
 )
 def test_what_cannot_be_rehearsed_ends_with_one_sentence(flags, sentence):
-    check(launch())
+    check_launch(launch())
     with pytest.raises(SystemExit, match=f"error: {sentence}"):
-        check(launch(**flags))
+        check_launch(launch(**flags))
 
 
 @pytest.mark.parametrize("segments", [1, 4])
@@ -68,9 +68,9 @@ def test_what_cannot_be_rehearsed_ends_with_one_sentence(flags, sentence):
 def test_a_shorter_rehearsal_holds_as_much(family, chunks, segments):
     batch = {"micro_batch_size": 2, "data_parallel_size": 3, "pipeline_model_parallel_size": 4}
     sizes = batch | {"pipeline_schedule": family, "pipeline_schedule_file": None, "unit_tokens": None}
-    assert "--global-batch-size 48, which makes 8, " in shorter(Namespace(global_batch_size=96, **sizes))
-    assert shorter(Namespace(global_batch_size=48, **sizes)) is None
-    assert shorter(Namespace(global_batch_size=96, **sizes | {"pipeline_schedule": "gpipe"})) is None
+    assert "--global-batch-size 48, which makes 8, " in hint_of_smaller_batch(Namespace(global_batch_size=96, **sizes))
+    assert hint_of_smaller_batch(Namespace(global_batch_size=48, **sizes)) is None
+    assert hint_of_smaller_batch(Namespace(global_batch_size=96, **sizes | {"pipeline_schedule": "gpipe"})) is None
     peaks = {peak(family, microbatches, chunks, segments) for microbatches in (8, 16, 64)}
     assert len(peaks) == 1
 
@@ -83,11 +83,11 @@ def peak(family, microbatches, chunks, segments):
 
 def test_what_a_rehearsal_replaces_is_there_and_named():
     args = launch()
-    assert stood_for(args) == []
-    (note,) = stood_for(launch(fp8="e4m3"))
+    assert replacements(args) == []
+    (note,) = replacements(launch(fp8="e4m3"))
     assert note.startswith("--fp8-format, which is not modelled: everything is computed and counted in bf16")
     args.replaced_on_cpu["cuda_graph_impl"] = "local"
-    (note,) = stood_for(args)
+    (note,) = replacements(args)
     assert note.startswith("CUDA graphs by what they replay")
     args.replaced_on_cpu["transformer_impl"] = "transformer_engine"
     assert not [patch.target for patch in patches(args, print) if not hasattr(*owner_of(patch.target))]
