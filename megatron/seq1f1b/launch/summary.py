@@ -93,13 +93,13 @@ def advice(config: PipelineConfig, costs: RunCosts) -> Iterator[str]:
     if schedule is None:
         return
     if config.num_segments > 1 and config.run.has_sizes and costs.machine.name != "cpu":
-        yield from _of_waiting_gpus(config, costs)
+        yield from _advice_for_waiting_gpus(config, costs)
     if schedule.is_auto and not schedule.split:
         obstacle = first_unsupported(config.run.settings, {OurFeature.SPLIT_BACKWARDS})
         yield f"--pipeline-schedule auto plans without splitting backwards: {obstacle}"
 
 
-def _of_waiting_gpus(config: PipelineConfig, costs: RunCosts) -> Iterator[str]:
+def _advice_for_waiting_gpus(config: PipelineConfig, costs: RunCosts) -> Iterator[str]:
     """Advice if a GPU runs a layer of the fastest segment in less time than its host takes to launch it."""
     run = config.run
     host_seconds = costs.machine.host.layer_forward  # for a layer of any segment
@@ -114,11 +114,11 @@ def _of_waiting_gpus(config: PipelineConfig, costs: RunCosts) -> Iterator[str]:
         # Times are nearly in proportion to lengths.
         enough_tokens = ceil(length * host_seconds / fastest)
         most_segments = int(sum(layer_seconds) / host_seconds)
-        way_out = "whole sequences keep GPUs busier"
+        advice = "whole sequences keep GPUs busier"
         if most_segments > 1:
-            way_out = f"--sequence-splits {most_segments} keeps GPUs busy"
+            advice = f"--sequence-splits {most_segments} keeps GPUs busy"
         yield (
             f"the segment of {length} tokens takes a GPU about {1e3 * fastest:.2g} ms a layer, "
             f"and its host about {1e3 * host_seconds:.2g} ms to launch it, so that the GPU waits, as with all "
-            f"segments of less than about {enough_tokens} tokens; {way_out}"
+            f"segments of less than about {enough_tokens} tokens; {advice}"
         )

@@ -71,9 +71,11 @@ class Communicator:
         self._is_staged = self._is_gloo and device.type == "cuda"
         self._groups = groups_per_communicator(group, channels, timeout) if channels else {}
         # A gloo send is complete only after a wait for it; with NCCL, the thread watches for late receives.
-        self._wait_aside = thread_for_waits("sends" if self._is_gloo else "receives")
+        self._wait_in_thread = thread_for_waits("sends" if self._is_gloo else "receives")
         if not self._is_gloo:
-            self._wait_aside(partial(torch.cuda.set_device, device))  # else the thread takes memory on the first GPU
+            self._wait_in_thread(
+                partial(torch.cuda.set_device, device)
+            )  # else the thread takes memory on the first GPU
         self._receiving: dict[tuple | None, Message] = {}  # by action
         self._sending: deque[Message] = deque()  # keeps their storages until they have left
         self._goes_in_turn = False
@@ -125,7 +127,7 @@ class Communicator:
         wait = self._wait_for(work)
         has_left = work.is_completed
         if self._is_gloo:
-            waiting = self._wait_aside(wait)
+            waiting = self._wait_in_thread(wait)
             wait = waiting.result
             has_left = waiting.done
         self._sending.append(
@@ -175,7 +177,7 @@ class Communicator:
         if not (is_sent or self._is_gloo):
             mark = torch.cuda.Event()
             mark.record()
-            self._wait_aside(partial(report_if_late, mark, describe, time.monotonic(), self._timeout))
+            self._wait_in_thread(partial(report_if_late, mark, describe, time.monotonic(), self._timeout))
         if self._goes_in_turn and self._is_on_device:  # gloo's wait is that of the host
             torch.cuda.current_stream(self._device).synchronize()
 

@@ -6,7 +6,7 @@ Tested in functional_tests/test_training_features.py by test_a_part_without_docu
 from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from megatron.core.datasets.blended_dataset import BlendedDataset
@@ -18,6 +18,17 @@ from ...process.patches import Patch, PatchTable, wrapping
 from ...process.ranks import warn_on_rank_0
 
 _INDEX_BYTES = 12  # of a sample: two numbers for where it starts, and one for its place in the order
+
+
+class _Samples(NamedTuple):
+    """The arguments of a data set of samples of one corpus (MegatronDataset)."""
+
+    corpus: Any
+    path: str | None
+    documents: Any  # their indices; None with --dataloader-fast-cache-load
+    num_samples: int | None
+    split: Split
+    config: Any
 
 
 class Corpora:
@@ -70,17 +81,18 @@ def _check_size(kind: Any, arguments: tuple) -> None:
     they take one by one before it asks for that memory, which may go on for ever."""
     if not _is_of_samples(kind):
         return
-    _, _, _, given_samples, split, _ = arguments
-    num_samples = given_samples or 0
+    samples = _Samples(*arguments)
+    num_samples = samples.num_samples or 0
     needed = _INDEX_BYTES * num_samples
     memory = host_memory()
+    part = samples.split.name
     if needed > memory:
-        flag = (
-            "--train-iters or --train-samples" if split is Split.train else "--eval-iters or a larger --eval-interval"
-        )
+        flag = "--eval-iters or a larger --eval-interval"
+        if samples.split is Split.train:
+            flag = "--train-iters or --train-samples"
         raise ValueError(
-            f"{num_samples:,} samples for the {split.name} part need an index of {needed / 2**30:,.0f} GiB, and this "
-            f"host has {memory / 2**30:,.0f} GiB; give a smaller {flag}"
+            f"{num_samples:,} samples for the {part} part need an index of {needed / 2**30:,.0f} GiB, and "
+            f"this host has {memory / 2**30:,.0f} GiB; give a smaller {flag}"
         )
 
 
@@ -90,15 +102,16 @@ def _is_left_out(kind: Any, arguments: tuple) -> bool:
         return None in arguments[0]
     if not _is_of_samples(kind):
         return False
-    dataset, _, indices, _, split, config = arguments
-    # Megatron has no indices with --dataloader-fast-cache-load.
-    if indices is None or any(dataset.sequence_lengths[index] for index in indices):
+    samples = _Samples(*arguments)
+    corpus = samples.corpus
+    if samples.documents is None or any(corpus.sequence_lengths[document] for document in samples.documents):
         return False
+    part = samples.split.name
     reason = (
-        f"{dataset.path_prefix} has {len(dataset.document_indices) - 1} documents, none of them for the {split.name} "
-        f"part of --split {config.split}; give that part a larger share, or take more text"
+        f"{corpus.path_prefix} has {len(corpus.document_indices) - 1} documents, none of them for the {part} part of "
+        f"--split {samples.config.split}; give that part a larger share, or take more text"
     )
-    if split is Split.train:
+    if samples.split is Split.train:
         raise ValueError(reason)
-    warn_on_rank_0(f"{reason}. There is no {split.name} part.")
+    warn_on_rank_0(f"{reason}. There is no {part} part.")
     return True
