@@ -50,12 +50,12 @@ def _command(words: list[str]) -> int | None:
     """Run the command that is the first of these words of the command line; the others stay."""
     if words and words[0] == "help":  # as git has it: `help plan` is `plan --help`
         words = [*words[1:2], "--help"]
-    if not words or words[0] in ("-h", "--help"):
-        lines = (f"  {name:{max(map(len, COMMANDS))}}  {what}" for name, (_, what) in COMMANDS.items())
-        last = "seq1f1b COMMAND --help explains its options, seq1f1b --version names the version.\n"
-        last += "seq1f1b --print-completion bash makes the shell complete them; docs/install.md has the line for yours."
-        print("usage: seq1f1b COMMAND ...", "", *lines, "", last, sep="\n", file=sys.stdout if words else sys.stderr)
-        return 0 if words else 2
+    if not words:
+        print(_usage(), file=sys.stderr)
+        return 2
+    if words[0] in ("-h", "--help"):
+        print(_usage())
+        return 0
     name = words.pop(0)
     if name == "--version":
         print(f"seq1f1b {version('megatron-seq1f1b')}")
@@ -68,6 +68,22 @@ def _command(words: list[str]) -> int | None:
         return 2
     sys.argv[0] = f"seq1f1b {name}"  # for --help
     return _module(COMMANDS[name][0]).main(words)
+
+
+def _usage() -> str:
+    """All commands, a line for each."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:{width}}  {what}" for name, (_, what) in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: seq1f1b COMMAND ...",
+            "",
+            *lines,
+            "",
+            "seq1f1b COMMAND --help explains its options, seq1f1b --version names the version.",
+            "seq1f1b --print-completion bash makes the shell complete them; docs/install.md has the line for yours.",
+        ]
+    )
 
 
 def run(name: str, argv: Sequence[str] | None = None) -> int:

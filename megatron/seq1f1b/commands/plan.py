@@ -74,23 +74,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Our own flags, with those of the launch as `launch`."""
     parser = make_parser()
     args, words = parser.parse_known_args(argv)
-    for name in (word.partition("=")[0] for word in words if word.startswith("--")):
-        # Flags of Megatron are no misspelt ones of ours: --eval-global-batch-size is longer.
-        own = [flag for flag in parser.flags if abs(len(flag) - len(name)) <= 2]
-        if near := get_close_matches(name, own, n=1, cutoff=0.83):
-            parser.error(f"{name} is unknown; did you mean {near[0]}?")
+    _refuse_misspelt(parser, words)
     parser.refuse_stray(argv, launch_parser(), _training_parser(), most_values=megatron_values())
-    missing = _missing(args, words)
-    if missing:
-        *first, last = missing
-        names = f"{', '.join(first)} and {last}" if first else last
-        parser.error(f"{names} must be given")
+    _require_all(parser, args, words)
     if args.lengths is not None:
-        if args.explain or args.output is not None or args.rehearse is not None:
-            parser.error("--explain, --output and --rehearse are for sequences of one length; drop them, or --lengths")
-        if args.global_batch_size > _MOST_IN_UNITS:
-            most = f"steps of at most {_MOST_IN_UNITS} sequences are predicted with --lengths; plan for that many"
-            parser.error(f"--global-batch-size {args.global_batch_size}: {most}, the flags hold for more")
+        _check_for_units(parser, args)
         args.histogram = read_histogram(args.lengths)
         args.seq_length = args.seq_length or _ROUND * ceil(max(args.histogram) / _ROUND)
     if args.rehearse is not None:
@@ -112,8 +100,21 @@ def _training_parser() -> argparse.ArgumentParser:
     return add_arguments(argparse.ArgumentParser(allow_abbrev=False, add_help=False))
 
 
-def _missing(args: argparse.Namespace, words: Sequence[str]) -> list[str]:
-    """The names of flags without which nothing can be planned."""
+def _refuse_misspelt(parser: Parser, words: Sequence[str]) -> None:
+    """End the program at a word that is nearly one of our flags."""
+    for word in words:
+        if not word.startswith("--"):
+            continue
+        name = word.partition("=")[0]
+        # Flags of Megatron are no misspelt ones of ours: --eval-global-batch-size is longer.
+        own = [flag for flag in parser.flags if abs(len(flag) - len(name)) <= 2]
+        near = get_close_matches(name, own, n=1, cutoff=0.83)
+        if near:
+            parser.error(f"{name} is unknown; did you mean {near[0]}?")
+
+
+def _require_all(parser: Parser, args: argparse.Namespace, words: Sequence[str]) -> None:
+    """End the program if flags are missing without which nothing can be planned."""
     missing = []
     # A pattern has a symbol for each layer, so Megatron needs no number beside it.
     counts_layers = any(word.startswith(("--num-layers", "--hybrid-layer-pattern")) for word in words)
@@ -125,7 +126,19 @@ def _missing(args: argparse.Namespace, words: Sequence[str]) -> list[str]:
         missing.append("--seq-length")
     if args.global_batch_size is None:
         missing.append("--global-batch-size")
-    return missing
+    if missing:
+        *first, last = missing
+        names = f"{', '.join(first)} and {last}" if first else last
+        parser.error(f"{names} must be given")
+
+
+def _check_for_units(parser: Parser, args: argparse.Namespace) -> None:
+    """End the program at flags that do not go with --lengths."""
+    if args.explain or args.output is not None or args.rehearse is not None:
+        parser.error("--explain, --output and --rehearse are for sequences of one length; drop them, or --lengths")
+    if args.global_batch_size > _MOST_IN_UNITS:
+        most = f"steps of at most {_MOST_IN_UNITS} sequences are predicted with --lengths; plan for that many"
+        parser.error(f"--global-batch-size {args.global_batch_size}: {most}, the flags hold for more")
 
 
 def question(args: argparse.Namespace, rules: LaunchRules) -> Question:

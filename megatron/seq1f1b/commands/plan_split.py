@@ -91,7 +91,7 @@ def table(cuts: list[CutRow]) -> str:
     def short(values: Iterable[float], form: str) -> str:
         words = [format(value, form) for value in values]
         if len(words) > 8:
-            words[4:-3] = ["..."]
+            words = [*words[:4], "...", *words[-3:]]
         return " ".join(words)
 
     rows = [("strategy", "k", "max/mean", "step s", "bubble %", "lengths in tokens")]

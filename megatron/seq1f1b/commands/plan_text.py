@@ -237,22 +237,28 @@ _CURES = {
 
 
 def reason(ours: Plan, megatron: Plan, gain: Gain) -> str:
-    """What either takes of all devices and, where they differ by more than the error, why the faster of the two wins,
-    and what would help the other."""
+    """The GPU hours of both plans and, where they differ by more than the error, what the slower one spends most of the
+    difference on, and what would help it."""
     hours = (
         f"A billion tokens take {_gpu_hours(ours):,.4g} GPU hours with this package, {_gpu_hours(megatron):,.4g} with "
         "Megatron's own schedules."
     )
     if gain.value is None or abs(gain.value) < gain.error:
         return hours
-    sides = ("this package spends", ours), ("Megatron's own schedules spend", megatron)
-    (_, faster), (loser_spends, slower) = sorted(sides, key=lambda side: side[1].seconds)
+    if ours.seconds <= megatron.seconds:
+        faster = ours
+        slower = megatron
+        slower_spends = "Megatron's own schedules spend"
+    else:
+        faster = megatron
+        slower = ours
+        slower_spends = "this package spends"
     of_faster = breakdown(faster.prediction)
     of_slower = breakdown(slower.prediction)
     more = {name: of_slower.get(name, 0.0) - of_faster.get(name, 0.0) for name in of_faster | of_slower}
     most = max(more, key=more.__getitem__)
     cure = f"; {_CURES[most]} that shrinks" if most in _CURES else ""
-    return f"{hours} The largest part of the difference: {loser_spends} {more[most]:.3f} s more on {most}{cure}."
+    return f"{hours} The largest part of the difference: {slower_spends} {more[most]:.3f} s more on {most}{cure}."
 
 
 def _gpu_hours(plan: Plan) -> float:
@@ -263,7 +269,7 @@ def _gpu_hours(plan: Plan) -> float:
 def flags_of_both(
     advised: Plan, other: Plan | None, megatron: Plan | None, flags_of: Callable[[Plan], Sequence[str]]
 ) -> str:
-    """The flags that two plans share, then those that each has beside them, what is advised first. The other is left
+    """The flags that two plans share, then the others of each, first those of what is advised. The other plan is left
     out if there is none, or if they differ only in whose schedule runs."""
     flags = flags_of(advised)
     if other is None:
