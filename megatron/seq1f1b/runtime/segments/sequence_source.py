@@ -106,27 +106,36 @@ def document_starts(batch: Any, shape: tuple[int, int], end_of_document: int | N
             "documents are to be kept apart, but a batch is no dict with cu_seqlens, attention_mask or tokens that end "
             "them; drop --sequence-splits and --pipeline-schedule to run Megatron's own schedule"
         )
-    num_sequences, length = shape
-    entry = batch[name]
     if name == "attention_mask":
-        entry = entry[:, 0]
-    starts = torch.zeros(shape, dtype=torch.bool)
-    starts[:, 0] = True
-    if name.startswith("cu_seqlens"):
-        positions = entry.cpu().view(-1, entry.shape[-1]).long()
-        if len(positions) != num_sequences or (positions[:, -1] != length).any():
-            raise ValueError(
-                f"{name} {list(positions.shape)} in a batch reaches to token {positions.max()}, but must have a row "
-                f"that ends at {length} for each of the {num_sequences} sequences of a micro-batch"
-            )
-        return torch.nn.functional.pad(starts, (0, 1)).scatter_(1, positions, True)[:, :length]
-    expected = (*shape, length) if name == "attention_mask" else shape
+        mask = batch[name][:, 0]
+        _check_shape(name, mask, (*shape, shape[1]))
+        return starts_of_documents(mask, "the attention_mask of a batch")
+    if name == "tokens":
+        tokens = batch[name]
+        _check_shape(name, tokens, shape)
+        starts = torch.ones(shape, dtype=torch.bool)
+        starts[:, 1:] = tokens[:, :-1].cpu() == end_of_document
+        return starts
+    return _starts_at_positions(name, batch[name], shape)
+
+
+def _check_shape(name: str, entry: Tensor, expected: tuple[int, ...]) -> None:
     if entry.shape != expected:
         raise ValueError(f"{name} {list(entry.shape)} in a batch does not fit micro-batches of {list(expected)} tokens")
-    if name == "attention_mask":
-        return starts_of_documents(entry, "the attention_mask of a batch")
-    starts[:, 1:] = entry[:, :-1].cpu() == end_of_document
-    return starts
+
+
+def _starts_at_positions(name: str, entry: Tensor, shape: tuple[int, int]) -> Tensor:
+    """`document_starts` by an entry of positions, of which the last in a row is behind the last token."""
+    num_sequences, length = shape
+    positions = entry.cpu().view(-1, entry.shape[-1]).long()
+    if len(positions) != num_sequences or (positions[:, -1] != length).any():
+        raise ValueError(
+            f"{name} {list(positions.shape)} in a batch reaches to token {positions.max()}, but must have a row "
+            f"that ends at {length} for each of the {num_sequences} sequences of a micro-batch"
+        )
+    starts = torch.zeros(num_sequences, length + 1, dtype=torch.bool)
+    starts[:, 0] = True
+    return starts.scatter_(1, positions, True)[:, :length]
 
 
 def _mark_of(batch: Any) -> str | None:
