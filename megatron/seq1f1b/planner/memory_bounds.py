@@ -8,10 +8,10 @@ from math import ceil, inf
 from typing import NamedTuple
 
 from ..costs.blocks import BYTES
-from ..costs.layer_bytes import unit_bytes
+from ..costs.layer_bytes import Phase, Use, changes_of, layer_keys_values_gradients, unit_bytes
 from ..costs.step_memory import static_memory
 from ..costs.training_setup import StageLayers, TrainingSetup
-from ..schedule import Placement, Shape
+from ..schedule import Kind, Placement, Shape
 from .first_backward import backwards_like_the_first, of_first_units, units_at_first_backward
 from .space import MemoryBudget, Question, evenly_cut, may_move
 
@@ -53,25 +53,48 @@ def _whole_state(sizes: TrainingSetup) -> float:
 
 
 def least_bytes(setup: TrainingSetup, segments: float = inf) -> float:
-    """A lower bound on the fullest rank, on its device and host together: its state, and on the first rank what it
-    holds beside that at a first backward, with as many segments, or however many there are if that is inf."""
+    """A lower bound on the fullest rank, on its device and host together: its state, and what it holds beside that at
+    its first backward, with as many segments, or however many there are if that is inf."""
+    ranks = _least_parts_of(setup, segments).ranks
+    of_ranks = max(rank.state + _held_by(setup, rank, segments) for rank in ranks)
+    return max(of_ranks, least_bytes_of_first(setup, segments))
+
+
+def least_bytes_of_first(setup: TrainingSetup, segments: float) -> float:
+    """The same on the first rank."""
     parts = _least_parts_of(setup, segments)
-    return max(parts.first + _held_at_once(setup, parts, segments), parts.fullest)
+    return parts.ranks[0].state + _held_at_once(setup, parts, segments)
 
 
-class _LeastParts(NamedTuple):
-    """Bytes: the state of the first rank, that of the fullest, and for each chunk of the first rank what the units of a
-    micro-batch keep (`of_chunks`), and the number of its parameters."""
+def least_on_device(setup: TrainingSetup, segments: int, by_layer: bool) -> float:
+    """A lower bound on the device of the fullest rank, whatever moves to its host: units as a whole, or `by_layer`."""
+    ranks = _least_parts_of(setup, segments).ranks
+    return max(rank.state + (rank.at_layer if by_layer else rank.at_unit) for rank in ranks)
 
-    first: float
-    fullest: float
+
+class _RankParts(NamedTuple):
+    """The number of a rank, and bytes: its state, what the units of a micro-batch keep on each of its chunks, and what
+    its device has beside the state while a backward runs, where units move as a whole (`at_unit`), and where they move
+    layer by layer (`at_layer`)."""
+
+    number: int
+    state: float
     of_chunks: tuple[tuple[float, ...], ...]
-    parameters: tuple[float, ...]
+    at_unit: float
+    at_layer: float
 
     @property
     def microbatch(self) -> float:
-        """What a micro-batch keeps on all chunks of the first rank."""
+        """What a micro-batch keeps on all chunks of the rank."""
         return sum(map(sum, self.of_chunks))
+
+
+class _LeastParts(NamedTuple):
+    """The first of the ranks that have the same stages, in their order, and the numbers of parameters of the chunks of
+    the first one."""
+
+    ranks: tuple[_RankParts, ...]
+    parameters: tuple[float, ...]
 
 
 def _least_parts_of(setup: TrainingSetup, segments: float) -> _LeastParts:
@@ -81,24 +104,28 @@ def _least_parts_of(setup: TrainingSetup, segments: float) -> _LeastParts:
 
 @lru_cache(maxsize=1 << 16)
 def _least_parts(setup: TrainingSetup, segments: float) -> _LeastParts:
-    first, fullest, parameters = _states(setup.with_its_state)
-    stages = setup.stages
-    of_first = [stages[stage] for stage in setup.placement.stages_of(0)]
-    return _LeastParts(first, fullest, tuple(_kept(setup.alone, stage, segments) for stage in of_first), parameters)
+    states, parameters = _states(setup.with_its_state)
+    alone = setup.alone
+    ranks = []
+    for stages, (number, state) in states.items():
+        of_chunks = tuple(_kept(alone, stage, segments) for stage in stages)
+        at_unit = max(_at_work(alone, stage, segments, whole=True) for stage in stages)
+        at_layer = max(_at_work(alone, stage, segments, whole=False) for stage in stages)
+        ranks.append(_RankParts(number, state, of_chunks, at_unit, at_layer))
+    return _LeastParts(tuple(ranks), parameters)
 
 
 @lru_cache(maxsize=1 << 14)
-def _states(setup: TrainingSetup) -> tuple[float, float, tuple[float, ...]]:
-    """The state of the first rank, that of the fullest, and the parameters of the first rank's chunks, which set-ups
-    share that differ in their activations."""
+def _states(setup: TrainingSetup) -> tuple[dict[tuple[StageLayers, ...], tuple[int, float]], tuple[float, ...]]:
+    """The number and the state of the first rank with these stages, and the parameters of the chunks of the first rank,
+    which set-ups share that differ in their activations."""
     stages = setup.stages
-    of_ranks = [
-        tuple(stages[stage] for stage in setup.placement.stages_of(rank)) for rank in range(setup.pipeline_parallel)
-    ]
-    alike = {stages: rank for rank, stages in enumerate(of_ranks)}  # ranks with the same stages have the same state
-    states = {stages: sum(static_memory(setup, rank)) for stages, rank in alike.items()}
-    parameters = tuple(sum(setup.parameters[stage]) for stage in setup.placement.stages_of(0))
-    return states[of_ranks[0]], max(states.values()), parameters
+    states: dict[tuple[StageLayers, ...], tuple[int, float]] = {}
+    for rank in range(setup.pipeline_parallel):
+        of_rank = tuple(stages[stage] for stage in setup.placement.stages_of(rank))
+        if of_rank not in states:
+            states[of_rank] = rank, sum(static_memory(setup, rank))
+    return states, tuple(sum(setup.parameters[stage]) for stage in setup.placement.stages_of(0))
 
 
 @lru_cache(maxsize=1 << 16)
@@ -114,13 +141,45 @@ def _kept(alone: TrainingSetup, stage: StageLayers, segments: float) -> tuple[fl
     return tuple(unit_bytes(evenly, stage).sum(axis=1).tolist())
 
 
+@lru_cache(maxsize=1 << 16)
+def _at_work(alone: TrainingSetup, stage: StageLayers, segments: float, whole: bool) -> float:
+    """What a device has at least while backwards of a stage run: the gradients of the keys and values of all earlier
+    segments, and either these keys and values, when the last segment is through, or what the first segment computes
+    with, and keeps: as a `whole` unit, or its keys and values, if units move layer by layer. As in `_kept` an even cut
+    has the fewest bytes."""
+    evenly = None if segments == inf else evenly_cut(alone.but(offloads=0.0), int(segments))
+    if evenly is None:
+        return 0.0
+    gradients = sum(count * layer_keys_values_gradients(evenly, layer) for layer, count in stage.layers)
+    kept = unit_bytes(evenly, stage)
+    earlier = kept[:-1, Use.KEYS_VALUES]  # the last segment takes those of all to the host
+    of_first = kept[0].sum() if whole else earlier[:1].sum()
+    computing = changes_of(evenly, stage, Kind.B)[0, Phase.RUNS].sum()
+    return float(gradients + max(earlier.sum(), of_first + computing))
+
+
+def _held_by(setup: TrainingSetup, rank: _RankParts, segments: float) -> float:
+    """The least bytes on a rank at its first backward. Where no family runs all forwards first, each rank behind it
+    takes a unit more before the first backward comes back."""
+    if setup.family in _FORWARDS_FIRST:
+        return setup.num_microbatches * rank.microbatch
+    if segments == inf:
+        return rank.microbatch
+    behind = min(
+        setup.pipeline_parallel - 1 - rank.number,
+        (setup.num_microbatches - 1) * int(segments) * setup.placement.num_chunks,
+    )
+    return rank.microbatch + behind * min(map(min, rank.of_chunks))
+
+
 def _held_at_once(setup: TrainingSetup, parts: _LeastParts, segments: float) -> float:
     """The least bytes on the first rank at its first backward, or where it has to gather chunks, at the first one of
     any chunk."""
+    first = parts.ranks[0]
     if segments == inf:
-        return _microbatches_at_once(setup, inf) * parts.microbatch
+        return _microbatches_at_once(setup, inf) * first.microbatch
     numbers = units_at_first_backward(setup.family, _shape_of(setup, int(segments)), setup.has_pairs)
-    of_chunks = [of_first_units(kept, number) for kept, number in zip(parts.of_chunks, numbers, strict=True)]
+    of_chunks = [of_first_units(kept, number) for kept, number in zip(first.of_chunks, numbers, strict=True)]
     if not (setup.moves_state and setup.family in _FORWARDS_FIRST):
         return sum(of_chunks)
     whole = _whole_chunks(parts.parameters, setup.gradient_bytes)
@@ -151,19 +210,21 @@ def _microbatches_at_once(setup: TrainingSetup, segments: float) -> float:
     return min(setup.num_microbatches, 1 + (setup.pipeline_parallel - 1) / (segments * setup.placement.num_chunks))
 
 
-def least_seconds_away(setup: TrainingSetup, budget: MemoryBudget, segments: int) -> float:
-    """A lower bound from the time to copy what exceeds the memory of the first rank to its host and back; inf if both
-    memories together are too small, or if a search moves nothing of this schedule. At the first backward the excess has
-    left, and has to come back; later backwards have as large an excess of other units. There is an excess after the
-    last forward of each micro-batch, too, and a byte may stay on the host for as many of these moments as micro-batches
-    are held at once."""
+def least_seconds_away(setup: TrainingSetup, budget: MemoryBudget, segments: int, by_layer: bool) -> float:
+    """A lower bound from the time to copy what exceeds the memory of the first rank to its host and back; inf if the
+    memories of a rank are too small, or if a search moves nothing of this schedule. Units may move as a whole, or
+    `by_layer` as well. At the first backward the excess has left, and has to come back; later backwards have as large
+    an excess of other units. There is an excess after the last forward of each micro-batch, too, and a byte may stay on
+    the host for as many of these moments as micro-batches are held at once."""
     over = least_bytes(setup, segments) - budget.device
     if over <= 0:
         return 0.0
-    parts = _least_parts_of(setup, segments)
-    if not may_move(setup) or parts.fullest > budget.device or over > budget.host:
+    if not may_move(setup) or over > budget.host or least_on_device(setup, segments, by_layer) > budget.device:
         return inf
+    over_first = least_bytes_of_first(setup, segments) - budget.device
+    first = _least_parts_of(setup, segments).ranks[0]
     at_once = _microbatches_at_once(setup, segments)
-    over_always = parts.first + at_once * parts.microbatch - budget.device
+    over_always = first.state + at_once * first.microbatch - budget.device
     times = max(2, len(backwards_like_the_first(_shape_of(setup, segments), setup.has_pairs)))
-    return max(times * over, setup.num_microbatches / ceil(at_once) * over_always) / budget.bandwidth
+    of_first = max(times * over_first, setup.num_microbatches / ceil(at_once) * over_always)
+    return max(2 * over, of_first) / budget.bandwidth

@@ -252,7 +252,8 @@ class Search:
 
     def _least_seconds_away(self, setup: TrainingSetup, segments: int) -> float:
         """A lower bound from copies to the host; inf if the set-up cannot fit."""
-        return least_seconds_away(partitioned(self.question, setup), self.question.budget, segments)
+        by_layer = self.question.by_megatron or may_move_by_layer(self.question, setup)
+        return least_seconds_away(partitioned(self.question, setup), self.question.budget, segments, by_layer)
 
     def _least_seconds_cut(self, setup: TrainingSetup, segments: int) -> float:
         """A lower bound from compute for all cuts."""

@@ -97,7 +97,9 @@ def test_what_does_not_fit_moves_to_the_host_if_that_is_fastest():
     assert best in moving
     for each in moving:
         setup, seconds = each.candidate.setup, each.prediction.seconds * (1 + 1e-9)
-        assert memory_bounds.least_seconds_away(setup, question.budget, len(setup.segments)) <= seconds
+        for by_layer in (True, False):
+            least = memory_bounds.least_seconds_away(setup, question.budget, len(setup.segments), by_layer)
+            assert least <= seconds
         for rank in range(setup.pipeline_parallel):
             assert 0 < bounds.least_seconds_copying(setup, question.machine, rank) <= seconds
     # A full host, a slow link or enough memory: nothing moves.
@@ -203,6 +205,29 @@ def test_a_rank_alone_takes_no_longer_than_in_its_pipeline(family):
         assert 0 < max(of_sizes, in_chunks) <= staying.seconds * (1 + 1e-9)
         shares += [least / seconds] if bandwidth == 2e9 else []
     assert median(shares) > 0.9
+
+
+def test_a_device_has_no_less_whatever_moves():
+    """Units move as a whole or layer by layer, any share of them. Later ranks have experts, which the first one has
+    not. Where all units move the bound is close for some."""
+    model = replace(mixture().model, num_layers=11, expert_layers=tuple(range(3, 11)))
+    question = mixture(model=model, sequence_length=36864, num_devices=8)
+    draw = Random(0)
+    of_units, of_layers = [], []
+    while min(len(of_units), len(of_layers)) < 20:
+        sizes = draw.choice([each for each in parallel_sizes(question) if each.pipeline_parallel > 1])
+        segments = draw.choice(numbers_of_segments(question, sizes))
+        found = draw.choice([*spread(question, draw.choice([*recomputed(question, sizes, segments)]))])
+        setup = draw.choice([*cuts(replace(found, family="1f1b"), segments)]).setup
+        moving = setup.but(offloads=draw.choice((4, 8, 16)) / 16, hides_experts=setup.has_pairs)
+        by_layer = draw.random() < 0.5 and not moving.has_pairs
+        if by_layer:
+            moving = moving.but(layers_leaving=draw.choice((2, 4)))
+        fullest = max(memory.total for memory in predict(moving, question.machine).memory)
+        least = memory_bounds.least_on_device(setup, segments, by_layer)
+        assert 0 < least <= fullest * (1 + 1e-9)
+        (of_layers if by_layer else of_units).append(least / fullest)
+    assert max(of_units) > 0.8 and max(of_layers) > 0.5
 
 
 @pytest.mark.parametrize("family", FAMILIES)
