@@ -354,7 +354,7 @@ def changes_of(setup: TrainingSetup, stage: StageLayers, kind: Kind) -> Sizes:
     phase = Phase.STARTS if kind is Kind.F else Phase.ENDS
     changes[:, phase, _KEPT_USES] += unit_bytes(setup, stage, facts.after) - unit_bytes(setup, stage, facts.before)
     if kind in COMPUTE_KINDS:
-        running = [_running(setup, stage, kind, *span) for span in setup.spans]
+        running = [running_bytes(setup, stage, kind, *span) for span in setup.spans]
         changes[:, Phase.RUNS, (Use.LOGITS, Use.WORKING)] = running
     if facts.gives_input_gradient:
         # Gradients of the keys and values of earlier segments arise in the backward of the last segment, partly in
@@ -371,7 +371,7 @@ def changes_of(setup: TrainingSetup, stage: StageLayers, kind: Kind) -> Sizes:
     return changes
 
 
-def _running(setup: TrainingSetup, stage: StageLayers, kind: Kind, start: int, end: int) -> tuple[float, float]:
+def running_bytes(setup: TrainingSetup, stage: StageLayers, kind: Kind, start: int, end: int) -> tuple[float, float]:
     """What an action of this kind holds while it runs, beside what units keep: the loss, and all else."""
     length = end - start
     has_loss = stage.is_last and kind is not Kind.W

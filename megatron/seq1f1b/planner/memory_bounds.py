@@ -8,7 +8,7 @@ from math import ceil, inf
 from typing import NamedTuple
 
 from ..costs.blocks import BYTES
-from ..costs.layer_bytes import Phase, Use, changes_of, layer_keys_values_gradients, unit_bytes
+from ..costs.layer_bytes import Use, layer_keys_values_gradients, running_bytes, unit_bytes
 from ..costs.step_memory import static_memory
 from ..costs.training_setup import StageLayers, TrainingSetup
 from ..schedule import Kind, Placement, Shape
@@ -68,20 +68,21 @@ def least_bytes_of_first(setup: TrainingSetup, segments: float) -> float:
 
 def least_on_device(setup: TrainingSetup, segments: int, by_layer: bool) -> float:
     """A lower bound on the device of the fullest rank, whatever moves to its host: units as a whole, or `by_layer`."""
-    ranks = _least_parts_of(setup, segments).ranks
-    return max(rank.state + (rank.at_layer if by_layer else rank.at_unit) for rank in ranks)
+    alone = setup.alone
+    states, _ = _states(setup.with_its_state)
+    of_ranks = []
+    for stages, (_, state) in states.items():
+        at_work = max(_at_work(alone, stage, segments, by_layer) for stage in dict.fromkeys(stages))
+        of_ranks.append(state + at_work)
+    return max(of_ranks)
 
 
 class _RankParts(NamedTuple):
-    """The number of a rank, and bytes: its state, what the units of a micro-batch keep on each of its chunks, and what
-    its device has beside the state while a backward runs, where units move as a whole (`at_unit`), and where they move
-    layer by layer (`at_layer`)."""
+    """The number of a rank, and bytes: its state, and what the units of a micro-batch keep on each of its chunks."""
 
     number: int
     state: float
     of_chunks: tuple[tuple[float, ...], ...]
-    at_unit: float
-    at_layer: float
 
     @property
     def microbatch(self) -> float:
@@ -108,10 +109,7 @@ def _least_parts(setup: TrainingSetup, segments: float) -> _LeastParts:
     alone = setup.alone
     ranks = []
     for stages, (number, state) in states.items():
-        of_chunks = tuple(_kept(alone, stage, segments) for stage in stages)
-        at_unit = max(_at_work(alone, stage, segments, whole=True) for stage in stages)
-        at_layer = max(_at_work(alone, stage, segments, whole=False) for stage in stages)
-        ranks.append(_RankParts(number, state, of_chunks, at_unit, at_layer))
+        ranks.append(_RankParts(number, state, tuple(_kept(alone, stage, segments) for stage in stages)))
     return _LeastParts(tuple(ranks), parameters)
 
 
@@ -142,19 +140,19 @@ def _kept(alone: TrainingSetup, stage: StageLayers, segments: float) -> tuple[fl
 
 
 @lru_cache(maxsize=1 << 16)
-def _at_work(alone: TrainingSetup, stage: StageLayers, segments: float, whole: bool) -> float:
+def _at_work(alone: TrainingSetup, stage: StageLayers, segments: int, by_layer: bool) -> float:
     """What a device has at least while backwards of a stage run: the gradients of the keys and values of all earlier
     segments, and either these keys and values, when the last segment is through, or what the first segment computes
-    with, and keeps: as a `whole` unit, or its keys and values, if units move layer by layer. As in `_kept` an even cut
-    has the fewest bytes."""
-    evenly = None if segments == inf else evenly_cut(alone.but(offloads=0.0), int(segments))
+    with, and keeps: the whole unit, or its keys and values, if units move `by_layer`. As in `_kept` an even cut has the
+    fewest bytes."""
+    evenly = evenly_cut(alone.but(offloads=0.0), segments)
     if evenly is None:
         return 0.0
     gradients = sum(count * layer_keys_values_gradients(evenly, layer) for layer, count in stage.layers)
     kept = unit_bytes(evenly, stage)
     earlier = kept[:-1, Use.KEYS_VALUES]  # the last segment takes those of all to the host
-    of_first = kept[0].sum() if whole else earlier[:1].sum()
-    computing = changes_of(evenly, stage, Kind.B)[0, Phase.RUNS].sum()
+    of_first = earlier[:1].sum() if by_layer else kept[0].sum()
+    computing = sum(running_bytes(evenly, stage, Kind.B, *evenly.spans[0]))
     return float(gradients + max(earlier.sum(), of_first + computing))
 
 
