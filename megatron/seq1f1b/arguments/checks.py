@@ -17,6 +17,7 @@ from ..files.reading import read_text
 from ..files.typed import named_by, read_json
 from ..process.flag_names import flag_of
 from ..process.hub import spare_hub
+from .flags import TRACED_ITERATIONS, check_needed
 
 # Sizes of a model, a batch and a cluster.
 _SIZES = (
@@ -82,6 +83,7 @@ _FOLDERS_OF_NODES = (
 def check_late_mistakes(args: Namespace) -> None:
     """Raise ValueError for mistakes in flags that would show late, or never."""
     _check_numbers(args)
+    check_needed(args)
     _check_checkpoint(args)
     _check_model(args)
     _check_trace_and_rehearsal(args)
@@ -125,15 +127,13 @@ def _check_model(args: Namespace) -> None:
 def _check_trace_and_rehearsal(args: Namespace) -> None:
     """Raise ValueError for a trace that no iteration would write, or a report without a rehearsal."""
     if args.pipeline_trace is not None:
-        first = min(args.pipeline_trace_iterations)
+        first = min(args.pipeline_trace_iterations or TRACED_ITERATIONS)
         ends = {"--train-iters": args.train_iters}
         if not args.load:  # else the iteration from which the interval counts is not known yet
             ends["--exit-interval"] = args.exit_interval
         for flag, last in ends.items():
             if last and first > last:
                 raise ValueError(f"--pipeline-trace-iterations {first} is beyond {flag} {last}; choose earlier ones")
-    if args.dry_run_output is not None and not args.dry_run:
-        raise ValueError("--dry-run-output needs --dry-run")
 
 
 def check_sizes(args: Namespace) -> None:

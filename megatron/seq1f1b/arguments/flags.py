@@ -11,6 +11,7 @@ from enum import Enum
 from functools import partial, wraps
 from math import inf
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from ..partition import STRATEGIES
@@ -21,6 +22,19 @@ from ..schedule import FAMILY_NAMES, PLACEMENTS, splitting_families
 
 # The value of a flag for which we choose the best value.
 AUTO = "auto"
+
+# Values of flags that are not given.
+DEVICE_MEMORY = 80.0  # GiB
+TRACED_ITERATIONS = (3,)
+
+# Flags that have no effect without another one.
+_NEEDED: Mapping[str, str] = MappingProxyType(
+    {
+        "device_memory": "dry_run",
+        "dry_run_output": "dry_run",
+        "pipeline_trace_iterations": "pipeline_trace",
+    }
+)
 
 # Flags of the authors' Megatron and of Megatron-LM's pull request 3116: those that mean equal lengths by default, and
 # those that Megatron lacks.
@@ -234,9 +248,8 @@ def _add_flags_of_traces(add: Callable[..., Any]) -> None:
         "--pipeline-trace-iterations",
         type=iteration,
         nargs="+",
-        default=[3],
         metavar="N",
-        help="Iterations to trace, counted from 1. Default: 3.",
+        help=f"Iterations to trace, counted from 1. Default: {' '.join(map(str, TRACED_ITERATIONS))}.",
     )
 
 
@@ -246,9 +259,8 @@ def _add_flags_of_rehearsals(add: Callable[..., Any]) -> None:
     add(
         "--device-memory",
         type=size,
-        default=80.0,
         metavar="GIB",
-        help="Memory of a GPU that --dry-run compares with. Default: 80.",
+        help=f"Memory of a GPU that --dry-run compares with. Default: {DEVICE_MEMORY:g}.",
     )
     add("--dry-run-output", type=given_path, metavar="DIR", help="Write what --dry-run finds to DIR, with a picture.")
 
@@ -295,6 +307,13 @@ def refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
     raise ValueError(f"{message} ({near})" if near else message)
 
 
+def check_needed(args: argparse.Namespace) -> None:
+    """Raise ValueError for a flag of ours that has no effect without another one, which is not given."""
+    for name, needed in _NEEDED.items():
+        if getattr(args, name) is not None and not getattr(args, needed):
+            raise ValueError(f"{flag_of(name)} needs {flag_of(needed)}; add that, or drop it")
+
+
 def parse_options(options: Mapping[str, Any]) -> argparse.Namespace:
     """Our flags, given as keywords (`sequence_splits=4` for `--sequence-splits 4`); raises ValueError."""
     words: list[str] = []
@@ -304,4 +323,8 @@ def parse_options(options: Mapping[str, Any]) -> argparse.Namespace:
             words += map(str, given)
         elif given is not True:
             words.append(str(given))
-    return add_arguments(argparse.ArgumentParser(allow_abbrev=False, add_help=False)).parse_args(words)
+    parsed = add_arguments(argparse.ArgumentParser(allow_abbrev=False, add_help=False)).parse_args(words)
+    if parsed.dry_run:
+        raise ValueError("--dry-run rehearses scripts with Megatron's arguments, which this program lacks; drop it")
+    check_needed(parsed)
+    return parsed

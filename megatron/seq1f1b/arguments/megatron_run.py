@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..partition import segment_multiple
 from ..schedule import Placement, Shape
+from .flags import DEVICE_MEMORY
 from .layer_layout import stages_of_layout
 from .unsupported import BLOCKS
 
@@ -199,7 +200,7 @@ def device_memory(flags: Namespace) -> float:
     import torch
 
     if flags.dry_run:
-        return float(flags.device_memory * _GIB)
+        return float((flags.device_memory or DEVICE_MEMORY) * _GIB)
     if is_on_cpu(flags):
         total = host_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     else:

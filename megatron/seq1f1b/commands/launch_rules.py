@@ -28,7 +28,7 @@ _LEAST = MappingProxyType(
         "use_distributed_optimizer": True,
     }
 )
-# What a plan decides and no row of the table depends on: fewer settings to tell apart.
+# What a plan decides and no row of the table depends on, as plans use it: fewer settings to tell apart.
 _OF_NO_ROW = frozenset(
     {
         "seq_length",

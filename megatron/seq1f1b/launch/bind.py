@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from .. import rehearsal
-from ..arguments import parse_options
+from ..arguments import device_memory, parse_options
 from ..costs.machine import bytes_outside
 from ..costs.run_costs import RunCosts
 from ..platform import cpu
@@ -72,7 +72,7 @@ def bind(
     remember(overlay)
     patches.callback(remember, None)
     if is_rehearsal:
-        patches.enter_context(patched(rehearsal.patches(overlay.rehearse_in, bytes_outside)))
+        patches.enter_context(patched(rehearsal.patches(overlay.rehearse_in, bytes_outside, device_memory)))
 
 
 def _catch_failures(net: Net, patches: ExitStack, is_rehearsal: bool) -> None:

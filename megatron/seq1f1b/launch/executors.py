@@ -10,6 +10,7 @@ from typing import Any
 from megatron.core.utils import get_model_config
 
 from ..arguments import MegatronRun, PipelineConfig, run_of_program
+from ..arguments.flags import TRACED_ITERATIONS
 from ..model import PIECE, Documents
 from ..process.one_caller import OneCaller
 from ..process.ranks import warn_on_rank_0
@@ -92,7 +93,8 @@ def tracer_of(config: PipelineConfig, iteration_now: Callable[[], int]) -> Trace
     """The tracer of `--pipeline-trace`; `iteration_now()` is the number of the running iteration."""
     if config.flags.pipeline_trace is None:
         return None
-    return Tracer(config.flags.pipeline_trace, config.flags.pipeline_trace_iterations, iteration_now)
+    iterations = config.flags.pipeline_trace_iterations or TRACED_ITERATIONS
+    return Tracer(config.flags.pipeline_trace, iterations, iteration_now)
 
 
 def _executor(

@@ -58,10 +58,15 @@ def prepare(environment: Mapping[str, str]) -> None:
         )
 
 
-def patches(rehearse_in: Callable[[Any], None], bytes_outside: Callable[[int], int]) -> PatchTable:
+def patches(
+    rehearse_in: Callable[[Any], None],
+    bytes_outside: Callable[[int], int],
+    device_memory: Callable[[Namespace], float],
+) -> PatchTable:
     """The patches that `install` applies for a rehearsal; `rehearse_in(surroundings)` gives its steps theirs. With that
-    many communicators a GPU holds `bytes_outside(communicators)` outside PyTorch's allocator."""
-    rehearse = partial(_rehearse, rehearse_in, bytes_outside)
+    many communicators a GPU holds `bytes_outside(communicators)` outside PyTorch's allocator; by the arguments of the
+    launch it has `device_memory(arguments)` bytes."""
+    rehearse = partial(_rehearse, rehearse_in, bytes_outside, device_memory)
     return (
         wrapping("megatron.training.arguments.parse_args", _parse_for_the_real_device, "looks for a GPU here"),
         Patch("torch.cuda.get_device_capability", lambda *_: (10, 0), "looks for a GPU here"),
@@ -78,6 +83,7 @@ def _parse_for_the_real_device(parse_args: Callable, *args: Any, **kwargs: Any) 
     if getattr(namespace, "device", None) == "auto":  # Megatron also parses for itself, without our flags
         namespace.device = "cuda"
     namespace.pipeline_trace = None
+    namespace.pipeline_trace_iterations = None
     namespace.tensorboard_dir = None
     namespace.wandb_project = ""
     return namespace
@@ -104,13 +110,13 @@ def _build_empty_tokenizer(build_tokenizer: Callable, args: Namespace) -> Any:
 def _rehearse(
     rehearse_in: Callable[[Any], None],
     bytes_outside: Callable[[int], int],
+    device_memory: Callable[[Namespace], float],
     pretrain: Callable,
     *args: Any,
     **kwargs: Any,
 ) -> None:
     from megatron.training import get_args
 
-    from ..report.text import GIB
     from .launch import check_launch, hint_of_smaller_batch, in_words, replacements
     from .report import RehearsalReport, StageReport
     from .stage import RehearsedStage
@@ -130,7 +136,7 @@ def _rehearse(
     stages = run_stages(run_stage, launch, _ranks_of_a_pipeline(launch))
     report = RehearsalReport(
         launch=in_words(launch),
-        device_memory=int(launch.device_memory * GIB),
+        device_memory=int(device_memory(launch)),
         stages=stages,
         notes=replacements(launch),
     )

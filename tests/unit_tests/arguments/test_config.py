@@ -321,6 +321,20 @@ def test_activations_move_to_the_host_where_they_can():
             parse_options({"offload_activations": wrong})
 
 
+@pytest.mark.parametrize(
+    "options, sentence",
+    [
+        ({"dry_run": True}, "--dry-run rehearses scripts with Megatron's arguments, which this program lacks; drop it"),
+        ({"device_memory": 40}, "--device-memory needs --dry-run; add that, or drop it"),
+        ({"pipeline_trace_iterations": 2}, "--pipeline-trace-iterations needs --pipeline-trace; add that, or drop it"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_a_keyword_without_effect_is_refused(options, sentence):
+    with pytest.raises(ValueError, match=f"^{sentence}$"):
+        parse_options(options)
+
+
 def test_no_more_moves_than_the_memory_asks_for():
     sizes = {"pipeline_model_parallel_size": 8, "global_batch_size": 16, "data_parallel_size": 1, "seq_length": 65536}
     sizes |= {"bf16": True, "replaced_on_cpu": {}}
@@ -336,6 +350,8 @@ def test_no_more_moves_than_the_memory_asks_for():
 
     most, least = needed(0), needed(1)
     assert made("auto", 1.01 * most).offloads == 0 and made("auto", 0.5 * least).offloads == 1
+    memory = [needed(sixteenths / 16) for sixteenths in range(17)]
+    assert memory == sorted(memory, reverse=True), "so the least share that fits is found by halving"
     found = made("auto", (most + least) / 2).offloads
     assert needed(found) <= (most + least) / 2 < needed(found - 1 / 16)
     args = parsed(*flags, "--offload-activations", "auto", **sizes)

@@ -54,7 +54,11 @@ SETTINGS = {
     "--attention-dropout": {"attention_dropout": 0.1},
     "--attention-backend fused": {"attention_backend": argparse.Namespace(name="fused")},
     "--pipeline-model-parallel-layout": {"virtual_pipeline_model_parallel_size": 2, "padded_vocab_size": None},
-    "--eval-micro-batch-size above 1": {"eval_micro_batch_size": 2, "multiple_validation_sets": True},
+    "--eval-micro-batch-size above 1": {
+        "eval_micro_batch_size": 2,
+        "micro_batch_size": 1,
+        "multiple_validation_sets": True,
+    },
     "--ckpt-format torch": {"ckpt_format": "torch", "virtual_pipeline_model_parallel_size": 2},
     "--fp8-format": {"fp8": "hybrid", "fp8_recipe": "mxfp8"},
     "--context-parallel-size above 1": {"context_parallel_size": 2, "cp_comm_type": ["a2a"]},

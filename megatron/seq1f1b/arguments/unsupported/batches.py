@@ -3,10 +3,36 @@
 Tested in arguments/test_unsupported.py by test_an_unsupported_feature_is_one_sentence.
 """
 
-from .conditions import above, all_of, on, packs_documents, without
-from .row import OurFeature, given, rows
+from .conditions import above, all_of, finds_a_number_of_segments, on, packs_documents, without
+from .row import OurFeature, given, rows, setting_of
 
 BATCHES = (
+    *rows(
+        OurFeature.MEGATRONS_OWN,
+        given("--sequence-split-strategy", "--sequence-split-profile"),
+        because="cuts nothing, since no number of segments is given",
+        way_out="add --sequence-splits, or drop it",
+    ),
+    *rows(
+        OurFeature.ANY_SCHEDULE,
+        {
+            "--sequence-split-strategy without --sequence-splits": all_of(
+                on("sequence_split_strategy"), without(finds_a_number_of_segments)
+            )
+        },
+        because="cuts nothing",
+        way_out="add that, or drop it",
+    ),
+    *rows(
+        OurFeature.ANY_SCHEDULE,
+        {
+            "--sequence-split-file with --sequence-split-strategy": all_of(
+                on("sequence_split_file"), on("sequence_split_strategy")
+            )
+        },
+        because="has the lengths of all segments already",
+        way_out="drop one of the two",
+    ),
     *rows(
         OurFeature.SEGMENTS_OF_TOKENS,
         given(
@@ -45,6 +71,18 @@ BATCHES = (
         },
         because="puts several sequences side by side, where units put them one after the other",
         way_out="give 1",
+    ),
+    *rows(
+        OurFeature.SEGMENTS,
+        {
+            f"--sequence-split-file with {size} above 1 and {packing}": all_of(
+                on("sequence_split_file"), above(setting_of(size), 1), on(setting_of(packing))
+            )
+            for size in ("--micro-batch-size", "--eval-micro-batch-size")
+            for packing in ("--sft", "--dataloader-inter-document-masking")
+        },
+        because="has the segments of one sequence, but there all sequences of a micro-batch are one pack, which is cut",
+        way_out="give 1, or --sequence-splits in place of the file",
     ),
     *rows(
         OurFeature.SEGMENTS,

@@ -74,6 +74,12 @@ def ends_without_experts(settings: Settings) -> bool:
     return not frequency[-1]
 
 
+def finds_a_number_of_segments(settings: Settings) -> bool:
+    """Whether sequences are cut into a number of segments that is given, or that follows from what is given."""
+    names = ("sequence_splits", "sequence_split_file", "segment_tokens", "unit_tokens")
+    return settings.get("sequence_split_strategy") == "terapipe" or any(settings.get(name) for name in names)
+
+
 def packs_documents(settings: Settings) -> bool:
     """Whether sequences hold several documents that must not see one another."""
     names = ("reset_attention_mask", "sft", "dataloader_inter_document_masking", "keep_documents_apart")
