@@ -16,6 +16,7 @@ from .typed import Count, converted, with_way_out
 
 _Tokens = Annotated[int, Meta(ge=1, lt=10**8)]
 _INDEX = b"MMIDIDX\x00\x00"  # how an index of Megatron starts
+_MOST_OF_INDEX = 2**33  # bytes, of some 400 million sequences
 # The bytes before the lengths: that start, a version (8), a type (1), the numbers of sequences and documents (8 each).
 _HEADER = len(_INDEX) + 8 + 1 + 8 + 8
 
@@ -40,7 +41,7 @@ def read_segment_lengths(path: str | Path) -> tuple[int, ...]:
 def read_histogram(path: str | Path) -> Mapping[int, int]:
     """The number of sequences of each length in tokens, from the .idx file of a corpus, or from text with a line
     `tokens,sequences` or `tokens` for each. Raises ValueError for anything else."""
-    content = read_bytes(path)
+    content = read_bytes(path, _MOST_OF_INDEX)
     if content.startswith(_INDEX):
         return _histogram_of_index(path, content)
     return _histogram_of_text(path, content)

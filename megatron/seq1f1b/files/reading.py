@@ -2,13 +2,17 @@
 
 import ast
 import json
+import os
 import warnings
 from pathlib import Path
 from typing import BinaryIO
 
 from ..process.job_store import in_time
 
-_MOST = 2**30  # bytes of a pipe or device, which may have no end
+# Bytes that are read at most: of a pipe or device, which may have no end, and of a file, which may be another one than
+# was meant. The timeline of a step of a million actions has a tenth of that.
+_MOST = 2**30
+_NO_TEXT = "it is not UTF-8 text"
 _PATIENCE = 10.0  # seconds within which somebody must open a pipe to write to it
 
 
@@ -24,17 +28,24 @@ def opened(path: str | Path) -> BinaryIO:
         raise ValueError(f"{path}: nobody has written to this pipe for {_PATIENCE:g} s; name a file") from None
 
 
-def read_bytes(path: str | Path) -> bytes:
-    """The content of a file or pipe. Raises ValueError, with the name of the file, if it cannot be read."""
+def read_bytes(path: str | Path, most: int | None = None) -> bytes:
+    """The content of a file or pipe. Raises ValueError, with the name of the file, if it cannot be read, or if it has
+    more than `most` bytes; a file is not even read then."""
+    most = _MOST if most is None else most
     try:
         with opened(path) as file:
             if Path(path).is_file():
+                size = os.fstat(file.fileno()).st_size
+                if size > most:
+                    raise ValueError(
+                        f"{path}: it has {size:,} bytes, and the most are {most:,} here; name another file"
+                    )
                 return file.read()
-            content = file.read(_MOST + 1)
+            content = file.read(most + 1)
     except OSError as error:
         raise ValueError(f"{path}: {reason(error)}") from error
-    if len(content) > _MOST:
-        raise ValueError(f"{path}: it does not end within {_MOST:,} bytes; name a file")
+    if len(content) > most:
+        raise ValueError(f"{path}: it does not end within {most:,} bytes; name a file")
     return content
 
 
@@ -44,8 +55,10 @@ def read_text(path: str | Path, content: bytes | None = None) -> str:
     if content is None:
         content = read_bytes(path)
     try:
+        if b"\0" in content:  # UTF-8, but no text: a gibibyte of them would be parsed
+            raise ValueError(_NO_TEXT)
         return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
+    except ValueError as error:
         raise ValueError(f"{path}: {reason(error)}") from error
 
 
@@ -66,7 +79,7 @@ def reason(error: BaseException) -> str:
     if isinstance(error, OSError):
         return error.strerror or str(error)
     if isinstance(error, UnicodeDecodeError):
-        return "it is not UTF-8 text"
+        return _NO_TEXT
     if isinstance(error, json.JSONDecodeError):
         return f"it is not JSON: {error.msg}"
     return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)

@@ -7,7 +7,7 @@ from threading import Thread
 import pytest
 
 from megatron.seq1f1b.files import reading
-from megatron.seq1f1b.files.reading import read_bytes
+from megatron.seq1f1b.files.reading import read_bytes, read_text
 
 
 @pytest.fixture
@@ -43,3 +43,19 @@ def test_a_device_without_an_end_is_named(monkeypatch):
     with pytest.raises(ValueError, match=r"/dev/zero: it does not end within 1,000 bytes; name a file"):
         read_bytes(Path("/dev/zero"))
     assert read_bytes("/dev/null") == b""
+
+
+def test_a_file_that_is_too_large_is_not_read(tmp_path):
+    """Here one of a tebibyte of zeros, which take no room on the disk."""
+    path = tmp_path / "sparse"
+    path.touch()
+    os.truncate(path, 2**40)
+    with pytest.raises(ValueError, match=r"sparse: it has 1,099,511,627,776 bytes, and the most are 1,073,741,824 "):
+        read_text(path)
+
+
+def test_zeros_are_no_text(tmp_path):
+    """Though they are UTF-8; a gibibyte of them is not parsed."""
+    (tmp_path / "zeros").write_bytes(bytes(1000))
+    with pytest.raises(ValueError, match=r"zeros: it is not UTF-8 text"):
+        read_text(tmp_path / "zeros")
