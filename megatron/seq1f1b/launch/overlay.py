@@ -19,6 +19,7 @@ from ..arguments.checks import check_places, check_sizes
 from ..arguments.config import refuse_unsupported
 from ..costs.run_costs import RunCosts
 from ..process.flag_names import flag_of
+from ..process.job_variables import check_meeting_place
 from ..process.net import Net
 from ..process.patches import Patch, patched, wrapping
 from ..process.ranks import is_rank_0
@@ -179,10 +180,14 @@ def _parse(
         net.learn_flags(parser)
         return parser
 
+    from torch.distributed import is_initialized
+
     parsed = parse_args(with_all_flags, *args, **more)
     if hasattr(parsed, "pipeline_schedule"):  # a script may parse its arguments without our flags
         check_sizes(parsed)
         refuse_unsupported(parsed, vars(parsed))
+        if not (parsed.dry_run or parsed.fake_process_group or is_initialized()):
+            check_meeting_place(os.environ)
         check_places(parsed)
     net.require_equal(_equal_on_all_ranks(parsed), timedelta(minutes=parsed.distributed_timeout_minutes))
     return parsed

@@ -91,6 +91,7 @@ class Listener:
 
     def __init__(self) -> None:
         self._connection: socket.socket | None = None
+        self.problem = ""  # of the latest connection that was not accepted
         self._since: float | None = None  # when the first of the connections was accepted, if all later ones were
 
     def __enter__(self) -> "Listener":
@@ -109,7 +110,8 @@ class Listener:
                 address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
                 self._connection = socket.create_connection(address, timeout=_PATIENCE)
                 self._connection.setblocking(False)
-            except OSError:
+            except OSError as error:
+                self.problem = error.strerror or str(error)
                 self._since = None
                 return 0.0
         if self._since is None:

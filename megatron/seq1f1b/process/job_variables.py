@@ -1,6 +1,8 @@
 """The variables by which a launcher tells a process its place in a job; a wrong one is a sentence before any work."""
 
 import re
+import socket
+import time
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
@@ -15,6 +17,8 @@ _LIMITS: Mapping[str, tuple[int, int | None]] = MappingProxyType(
     }
 )
 _SETS_BOTH = "what starts the ranks, such as torchrun, sets both"
+_PATIENCE = 5.0  # seconds in which the name of its own host must be known to rank 0
+_POLL = 0.5
 
 
 def check_job_variables(environ: Mapping[str, str], argv: Sequence[str]) -> None:
@@ -43,3 +47,33 @@ def check_job_variables(environ: Mapping[str, str], argv: Sequence[str]) -> None
     is_named = "RANK" in numbers or plays_all_ranks
     if numbers.get("WORLD_SIZE", 1) > 1 and not is_named:  # Megatron would take every process for rank 0
         raise ValueError(f"WORLD_SIZE={numbers['WORLD_SIZE']} in the environment, but RANK is not set; {_SETS_BOTH}")
+    if numbers.get("RANK", 0) == 0 and not plays_all_ranks and environ.get("MASTER_ADDR"):
+        _check_host(environ["MASTER_ADDR"])
+
+
+def check_meeting_place(environ: Mapping[str, str]) -> None:
+    """Raise ValueError if the environment does not say where the ranks meet, as if none had started them."""
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
+    if missing:
+        raise ValueError(
+            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set; start the script by torchrun "
+            "--standalone --nproc-per-node N, with N ranks on this host, or set both"
+        )
+
+
+def _check_host(name: str) -> None:
+    """Raise ValueError if MASTER_ADDR is a name that this rank 0 cannot look up, though it is that of its own host:
+    libraries would try for minutes. Other ranks may have to wait until the host of rank 0 has started, and its name."""
+    end = time.monotonic() + _PATIENCE
+    while True:
+        try:
+            socket.getaddrinfo(name, None)
+            return
+        except (OSError, UnicodeError) as error:  # UnicodeError is that of a name of more than 63 letters
+            if time.monotonic() > end:
+                words = error.strerror if isinstance(error, OSError) else "no name of a host"
+                raise ValueError(
+                    f"MASTER_ADDR={name} in the environment cannot be looked up ({words}); give the name or the "
+                    "address of the host of rank 0, localhost for a job on one host"
+                ) from None
+        time.sleep(_POLL)

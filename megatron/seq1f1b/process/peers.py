@@ -97,8 +97,8 @@ class Peers:
                     )
                 elif time.monotonic() > end:
                     self._wrong_store = (
-                        f"rank 0 was not reached at {address()} within {timeout}; MASTER_ADDR must name its host, "
-                        "on which it must have started"
+                        f"rank 0 was not reached at {address()} within {timeout} ({listener.problem}); MASTER_ADDR "
+                        "must name its host, on which it must have started"
                     )
         if self._wrong_store is not None:
             self._store = None

@@ -2,7 +2,8 @@
 
 import pytest
 
-from megatron.seq1f1b.process.job_variables import check_job_variables
+from megatron.seq1f1b.process import job_variables
+from megatron.seq1f1b.process.job_variables import check_job_variables, check_meeting_place
 
 OF_A_JOB = {
     "WORLD_SIZE": "8",
@@ -37,6 +38,27 @@ def test_those_of_launchers_pass(environ, argv):
 def test_a_wrong_one_is_named(wrong, sentence):
     with pytest.raises(ValueError, match=f"^{sentence}"):
         check_job_variables(OF_A_JOB | wrong, [])
+
+
+@pytest.mark.parametrize("name", ["no.such.host.invalid", "x" * 100], ids=["unknown", "too long"])
+def test_a_host_that_cannot_be_looked_up_is_named(monkeypatch, name):
+    """By rank 0, whose own host it is; others may have to wait for that host."""
+    monkeypatch.setattr(job_variables, "_PATIENCE", 0.1)
+    monkeypatch.setattr(job_variables, "_POLL", 0.1)
+    wrong = OF_A_JOB | {"MASTER_ADDR": name}
+    with pytest.raises(ValueError, match=rf"^MASTER_ADDR={name} in the environment cannot be looked up \("):
+        check_job_variables(wrong | {"RANK": "0", "LOCAL_RANK": "0"}, [])
+    check_job_variables(wrong, [])
+    check_job_variables(wrong | {"RANK": "0", "LOCAL_RANK": "0"}, ["--dry-run"])
+
+
+def test_a_place_to_meet_that_is_not_set_is_named():
+    """As for a script that is started without a launcher."""
+    check_meeting_place(OF_A_JOB)
+    with pytest.raises(ValueError, match="^MASTER_ADDR and MASTER_PORT are not set; start the script by torchrun"):
+        check_meeting_place({})
+    with pytest.raises(ValueError, match="^MASTER_PORT is not set; "):
+        check_meeting_place({"MASTER_ADDR": "localhost"})
 
 
 def test_a_size_without_a_rank_is_named():
