@@ -68,6 +68,25 @@ def test_documents_and_micro_batches_are_those_of_the_step(alone, monkeypatch):
         assert found.report_experts(lambda tracker, scale, iteration: (scale, iteration), None, 0.5, 3) == (scale, 3)
 
 
+@pytest.mark.parametrize(
+    "saved_size, size, way_out", [(1, 2, "give 1, or"), (2, 1, "give more than 1, or"), (2, 4, "")]
+)
+def test_a_checkpoint_of_experts_in_another_form_is_refused(saved_size, size, way_out):
+    """Of all experts on one rank, or of some on each; unless the state of the optimizer is left out."""
+    of_run = {"load": "/saved", "finetune": False, "use_distributed_optimizer": True, "num_experts": 4}
+    args = Namespace(**of_run, no_load_optim=False, expert_model_parallel_size=size)
+    saved = {"args": Namespace(no_save_optim=False, expert_model_parallel_size=saved_size)}
+    upstream = Mock(return_value={"distrib_optim_sharding_type": "any"})
+    checkpoints = Checkpoints(lambda: args)
+    if way_out:
+        with pytest.raises(
+            ValueError, match=f"was saved with --expert-model-parallel-size {saved_size}, .*; {way_out}"
+        ):
+            checkpoints.metadata(upstream, preloaded_state_dict=saved)
+        args.no_load_optim = True
+    assert checkpoints.metadata(upstream, preloaded_state_dict=saved) == upstream.return_value
+
+
 def test_a_checkpoint_at_which_megatron_exits_is_an_error():
     with pytest.raises(RuntimeError, match="cannot load /saved; what it printed last is the reason"):
         Checkpoints(lambda: Namespace(load="/saved")).load(Mock(side_effect=SystemExit))

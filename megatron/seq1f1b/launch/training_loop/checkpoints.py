@@ -3,6 +3,8 @@
 Tested in functional_tests/test_checkpoints.py by test_losses_go_on.
 """
 
+import errno
+import os
 import re
 import shutil
 from argparse import Namespace
@@ -14,6 +16,7 @@ from ...process.patches import PatchTable, wrapping
 from ...process.ranks import warn_on_rank_0
 
 _LATEST = "latest_checkpointed_iteration.txt"
+_LITTLE = 2**20  # bytes that are left where a disk is full
 _NONE = -1  # Megatron's number for an iteration that was looked for, and not found
 
 
@@ -42,10 +45,17 @@ class Checkpoints:
             upstream(iteration, *rest, **more)
         except BaseException as error:  # torch's CheckpointException is not an Exception
             last = Path(folder, _LATEST)
-            free = shutil.disk_usage(folder).free / 2**20
+            free = shutil.disk_usage(folder).free
             complete = last.read_text().strip() if last.is_file() else "none"
-            kept = f"the last complete one is {complete}; {folder} has {free:.0f} MiB free"
-            error.add_note(f"the checkpoint of iteration {iteration} was not saved; {kept}")
+            kept = f"the last complete one is {complete}; {folder} has {free / 2**20:.0f} MiB free"
+            lost = f"the checkpoint of iteration {iteration} was not saved; {kept}"
+            # A writer's error comes as "Worker failure", without what the system said.
+            if free < _LITTLE or any(os.strerror(number) in str(error) for number in (errno.ENOSPC, errno.EDQUOT)):
+                goes_on = f", and --load {folder}" if last.is_file() else ""
+                raise ValueError(
+                    f"--save {folder} is full: {lost}; make room, or give another folder to --save{goes_on}"
+                ) from error
+            error.add_note(lost)
             raise
 
     def load(self, upstream: Callable, *rest: Any, **more: Any) -> Any:
@@ -73,7 +83,8 @@ class Checkpoints:
 
     def metadata(self, upstream: Callable, *rest: Any, preloaded_state_dict: Any, **more: Any) -> Any:
         """Raises ValueError for a checkpoint of a run with the distributed optimizer if this run is without it, or the
-        other way round: the state of the optimizer is saved in another form."""
+        other way round, and of one with experts on several ranks if this run has none there: the state of the optimizer
+        is saved in another form."""
         args = self._args()
         content = upstream(*rest, preloaded_state_dict=preloaded_state_dict, **more)
         saved = preloaded_state_dict.get("args")
@@ -87,6 +98,13 @@ class Checkpoints:
             raise ValueError(
                 f"the checkpoint in {args.load} was saved {with_it} --use-distributed-optimizer; {change} that flag, "
                 "or go on from the weights with --no-load-optim"
+            )
+        saved_size = getattr(saved, "expert_model_parallel_size", 1)
+        if args.num_experts and (saved_size > 1) != (args.expert_model_parallel_size > 1):
+            raise ValueError(
+                f"the checkpoint in {args.load} was saved with --expert-model-parallel-size {saved_size}, and this run "
+                f"has {args.expert_model_parallel_size}; give {'more than 1' if saved_size > 1 else '1'}, or go on "
+                "from the weights with --no-load-optim"
             )
         return content
 

@@ -17,6 +17,7 @@ from ...arguments.megatron_run import host_memory
 from ...process.patches import Patch, PatchTable, wrapping
 from ...process.ranks import warn_on_rank_0
 
+_MANY = 10**8  # samples
 _INDEX_BYTES = 12  # of a sample: two numbers for where it starts, and one for its place in the order
 
 
@@ -94,6 +95,8 @@ def _check_size(kind: Any, arguments: tuple) -> None:
             f"{num_samples:,} samples for the {part} part need an index of {needed / 2**30:,.0f} GiB, and "
             f"this host has {memory / 2**30:,.0f} GiB; give a smaller {flag}"
         )
+    if num_samples > _MANY:
+        warn_on_rank_0(f"the index of {num_samples:,} samples for the {split.name} part is made, which takes minutes")
 
 
 def _is_left_out(kind: Any, arguments: tuple) -> bool:

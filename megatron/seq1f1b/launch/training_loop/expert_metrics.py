@@ -2,7 +2,8 @@
 
 Megatron sums these metrics over a pipeline, and then over the ranks that share its tokens. A rank without experts
 guesses how long they are, wrongly in hybrid models, so that the first step never ends. It leaves out the second sum: if
-it is the last rank, which prints them, they are those of a part of the tokens.
+it is the last rank, which prints them, they are those of a part of the tokens. Metrics that no rank has recorded in the
+first step are made by Megatron at its end, on all ranks alike, so that ranks ask one another in two steps at most.
 
 Tested in functional_tests/test_seq1f1b_training.py by test_what_is_logged_of_experts.
 """
