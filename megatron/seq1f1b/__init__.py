@@ -6,18 +6,26 @@ program without Megatron's arguments calls `install` with our flags as keywords,
 all public names.
 """
 
-from .arguments import PipelineConfig, add_arguments
-from .launch import (
-    install,
-    local_hybrid_spec,
-    pipeline_config,
-    token_log_probs,
-    token_log_probs_and_entropy,
-    uninstall,
-    use_segment_attention,
-    validate,
-    whole_weights,
-)
+try:
+    from .arguments import PipelineConfig, add_arguments
+    from .launch import (
+        install,
+        local_hybrid_spec,
+        pipeline_config,
+        token_log_probs,
+        token_log_probs_and_entropy,
+        uninstall,
+        use_segment_attention,
+        validate,
+        whole_weights,
+    )
+except (ImportError, AttributeError) as error:
+    from .process.causes import hidden_package
+
+    sentence = hidden_package(error)  # such as numpy.py beside the script
+    if sentence is None:
+        raise
+    raise ImportError(sentence) from None
 
 __version__ = "0.2.0"
 

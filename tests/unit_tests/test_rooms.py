@@ -17,7 +17,7 @@ MAY_IMPORT = {
     room: ({*ROWS} - {room} if "all" in allowed else set()) ^ set(re.findall(r"`(\w+)`", allowed))
     for room, allowed in ROWS.items()
 }
-MAY_IMPORT |= {"__init__": {"arguments", "launch"}, "__main__": {"files", "launch"}}
+MAY_IMPORT |= {"__init__": {"arguments", "launch", "process"}, "__main__": {"files", "launch"}}
 PURE = {
     "schedule": set(),
     "partition": {"numpy"},

@@ -11,6 +11,7 @@ import pickle
 import re
 import shutil
 import sys
+import sysconfig
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -163,8 +164,13 @@ def hidden_package(error: BaseException) -> str | None:
 
 
 def _copies(name: str) -> Iterator[tuple[str, str, Path]]:
-    """Yield (name, imported file, installed folder) for a module and each package that holds it."""
+    """Yield (name, imported file, installed folder) for a module and each package that holds it; a module of Python's
+    own has the folder of all."""
     parts = name.split(".")
+    of_python = getattr(sys.modules.get(parts[0]), "__file__", None)
+    if parts[0] in sys.stdlib_module_names and of_python:
+        yield parts[0], of_python, Path(sysconfig.get_path("stdlib"))
+        return
     for distribution_name in packages_distributions().get(parts[0], ()):
         for depth in range(1, len(parts) + 1):
             module = ".".join(parts[:depth])

@@ -204,6 +204,15 @@ def test_a_file_that_hides_a_package_is_named(tmp_path, monkeypatch, code):
     )
 
 
+def test_a_file_that_hides_a_module_of_python_is_named(tmp_path, monkeypatch):
+    (tmp_path / "colorsys.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    sentence = sentence_of(raised(exec, "import colorsys; colorsys.rgb_to_hsv"))
+    sys.modules.pop("colorsys")
+    assert sentence.startswith(f"{tmp_path}/colorsys.py is imported as colorsys and hides ")
+
+
 def test_after_the_first_step_a_lost_rank_is_still_a_sentence(monkeypatch, capfd):
     monkeypatch.setattr(net, "_first_step_is_over", lambda: True)
     assert caught(RuntimeError(GLOO)) == 2
