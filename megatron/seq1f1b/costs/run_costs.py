@@ -15,7 +15,7 @@ from typing import NamedTuple
 from ..arguments import AUTO, MegatronRun, device_memory, gpu_name, is_on_cpu
 from ..files.typed import named_by
 from ..partition import SegmentTime
-from ..schedule import Costs, ScheduleChoice, build, moved, simulate
+from ..schedule import Costs, Schedule, ScheduleChoice, Shape, build, moved, simulate
 from .blocks import paper_flops
 from .layer_bytes import keeps_logits, moved_bytes
 from .machine import Device, Machine, read_machine
@@ -77,8 +77,8 @@ class RunCosts:
             return read_machine("cpu")
         return read_machine("a100-80gb" if "A100" in gpu_name(self.flags) else "h100-80gb")
 
-    def _fits(self, forecast: Forecast) -> bool:
-        return forecast.total_bytes <= _USABLE * device_memory(self.flags)
+    def _fits(self, total_bytes: float) -> bool:
+        return total_bytes <= _USABLE * device_memory(self.flags)
 
     @cached_property
     def model(self) -> ModelShape | None:
@@ -131,7 +131,7 @@ class RunCosts:
                     raise
                 break
             forecasts[count] = self.forecast(schedule, lengths)
-            fitting = [number for number, forecast in forecasts.items() if self._fits(forecast)]
+            fitting = [number for number, forecast in forecasts.items() if self._fits(forecast.total_bytes)]
             seconds = [inf, *(forecast.seconds for forecast in forecasts.values())]
             if fitting and seconds[-1] > seconds[-2] > min(seconds):  # two in a row are longer than the shortest
                 break
@@ -142,9 +142,10 @@ class RunCosts:
     def least_offload(self, schedule: ScheduleChoice, lengths: Sequence[int]) -> float:
         """The least share of activations, in sixteenths, that must move to the host for the step to fit; 1.0 if even
         that is not enough."""
+        setup = self._training_setup(schedule, lengths)
 
         def fits(sixteenths: int) -> bool:
-            return self._fits(self.forecast(schedule, lengths, sixteenths / 16))
+            return self._fits(self._memory(schedule, setup, sixteenths / 16))
 
         # A step that fits with one share fits with every larger one.
         return min(bisect_left(range(17), True, key=fits), 16) / 16
@@ -159,18 +160,14 @@ class RunCosts:
 
         def simulated(num_microbatches: int) -> _StepNumbers:
             shape = replace(setup, num_microbatches=num_microbatches).shape
-            actions = schedule.given or build(
-                "1f1b" if schedule.is_auto else schedule.name, shape, pairs=schedule.pairs
-            )
+            actions = _actions(schedule, shape)
             timeline = simulate(actions.without_moves(), costs)
-            orders = moved(actions, share, setup.moves_by_layer).ranks
-            memory = [rank_memory(setup, order, rank) for rank, order in enumerate(orders)]
-            activations = max(use.activations + use.keys_values + use.states + use.logits for use in memory)
+            activations, total_bytes = self._memory_of(actions, setup, share)
             return _StepNumbers(
                 seconds=timeline.makespan,
                 busy=fmean(map(timeline.busy, range(setup.pipeline_parallel))),
-                activations=self._scale * activations,
-                total_bytes=self._scale * max(use.total for use in memory),
+                activations=activations,
+                total_bytes=total_bytes,
             )
 
         if schedule.given is None:
@@ -179,6 +176,24 @@ class RunCosts:
             step = simulated(setup.num_microbatches)
         bubble = 1 - step.busy / step.seconds if step.seconds else 0.0
         return Forecast(step.seconds, bubble, step.activations, step.total_bytes)
+
+    def _memory(self, schedule: ScheduleChoice, setup: TrainingSetup, share: float) -> float:
+        """Bytes of all memory, on the fullest rank."""
+
+        def counted(num_microbatches: int) -> list[float]:
+            shape = replace(setup, num_microbatches=num_microbatches).shape
+            return self._memory_of(_actions(schedule, shape), setup, share)
+
+        found = extended(setup.shape, counted) if schedule.given is None else counted(setup.num_microbatches)
+        return found[1]
+
+    def _memory_of(self, actions: Schedule, setup: TrainingSetup, share: float) -> list[float]:
+        """Bytes of the activations on the rank with the most, and of all memory on the fullest."""
+        orders = moved(actions, share, setup.moves_by_layer).ranks
+        memory = [rank_memory(setup, order, rank) for rank, order in enumerate(orders)]
+        held = max(use.activations + use.keys_values + use.states + use.logits for use in memory)
+        total = max(use.total for use in memory)
+        return [self._scale * held, self._scale * total]
 
     def host_rate(self, schedule: ScheduleChoice, lengths: Sequence[int], share: float) -> float:
         """The bytes/s at which every unit can move to the host while its forward runs."""
@@ -228,6 +243,11 @@ class RunCosts:
             layers_leaving=self.flags.offload_layers_leaving,
             **choices,
         )
+
+
+def _actions(schedule: ScheduleChoice, shape: Shape) -> Schedule:
+    """The actions of a step; `auto` counts as 1f1b."""
+    return schedule.given or build("1f1b" if schedule.is_auto else schedule.name, shape, pairs=schedule.pairs)
 
 
 def _family(schedule: ScheduleChoice) -> str:
