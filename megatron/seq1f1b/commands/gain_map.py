@@ -27,7 +27,7 @@ from ..report.gain_figure import Place, plot_gain_map
 from ..report.text import aligned
 from .gain_cells import Cell, CellQuestion, append_cell, cut_unfinished_line, read_cells
 from .model_flags import PRESETS, preset
-from .parsing import Parser, amount, amount_or_0, count_up_to, output_path, sequence_length
+from .parsing import MOST_SEQUENCES, Parser, amount, amount_or_0, count_up_to, output_path, sequence_length
 from .plan_text import short_name
 from .progress import show
 
@@ -72,6 +72,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 def asked_cells(args: argparse.Namespace, machine: Machine) -> list[CellQuestion]:
     """The cells that the flags ask for."""
     batches = sorted({max(1, round(tokens / args.seq_length)) for tokens in args.tokens})
+    if batches[-1] > MOST_SEQUENCES:
+        raise ValueError(
+            f"--tokens {max(args.tokens):g} is a step of {batches[-1]:,} sequences of --seq-length {args.seq_length}; "
+            f"the most are {MOST_SEQUENCES:,}"
+        )
     bandwidths = args.bandwidths or [machine.network.bandwidth / 1e9]
     host_bandwidths = args.host_bandwidths or [machine.device.host_bandwidth / 1e9]
     return [

@@ -19,6 +19,8 @@ from ..process.flag_names import values_by_flag
 PICTURES = (".png", ".svg", ".pdf")
 # No model is deeper. Predictions loop over layers.
 MOST_LAYERS = 10_000
+# No step has more sequences.
+MOST_SEQUENCES = 2**16
 
 
 class Parser(argparse.ArgumentParser):

@@ -34,7 +34,17 @@ from . import plan_text
 from .launch_flags import decided_flags, launch_parser, megatron_values, read_launch
 from .launch_rules import LaunchRules
 from .model_flags import PRESETS, model_of, preset_words, without_heads
-from .parsing import PICTURES, Parser, amount, amount_or_0, count_up_to, name_of, output_path, sequence_length
+from .parsing import (
+    MOST_SEQUENCES,
+    PICTURES,
+    Parser,
+    amount,
+    amount_or_0,
+    count_up_to,
+    name_of,
+    output_path,
+    sequence_length,
+)
 from .plan_answer import Answer
 from .plan_json import write_answer
 from .plan_kinds import PlanKind, PlansInUnits, PlansOfSequences
@@ -55,7 +65,7 @@ def make_parser() -> Parser:
     add("--seq-length", type=sequence_length, metavar="TOKENS", help="of a sequence; required without --lengths")
     lengths = "plan for unequal lengths, cut off at --seq-length: a CSV of 'tokens,sequences', or the .idx of a corpus"
     add("--lengths", type=given_path, metavar="FILE", help=lengths)
-    add("--global-batch-size", type=count_up_to(2**16), metavar="N", help="in sequences; required")
+    add("--global-batch-size", type=count_up_to(MOST_SEQUENCES), metavar="N", help="in sequences; required")
     parser.add_machine("a100-80gb")
     add("--device-memory", type=amount, metavar="GIB", help="default: what a device of the machine has")
     host = "of the host, for activations of each device; 0: none moves there; default: what the machine file has"

@@ -28,9 +28,10 @@ from ..report.text import aligned
 from ..schedule import FAMILIES, Placement, Shape, build, simulate
 from .model_flags import add_model_flags, settings_of
 from .parsing import PICTURES, Parser, count, output_path, sequence_length
+from .progress import show
 
-# Simulating this many takes ten seconds for each strategy.
-MOST_ACTIONS = 1_000_000
+# Simulating this many takes some seconds for each strategy.
+MOST_ACTIONS = 300_000
 
 
 def make_parser() -> Parser:
@@ -122,7 +123,9 @@ def main(argv: list[str] | None = None) -> None:
         off = f"{100 * fmean(errors):.1f} % on average, {100 * max(errors):.1f} % at most"
         print(f"Measured in a run; the fit is off by {off}.\n")
     cuts = []
-    for name, partition in partitions(args, costs):
+    ways = list(partitions(args, costs))
+    for number, (name, partition) in enumerate(ways):
+        show(number, len(ways))
         try:
             lengths = partition.cut(args.seq_length)
         except ValueError as error:
@@ -133,6 +136,7 @@ def main(argv: list[str] | None = None) -> None:
         schedule = build(args.pipeline_schedule, replace(shape, num_segments=len(lengths)))
         step = simulate(schedule, costs.of_actions(lengths))
         cuts.append(CutRow(name, lengths, tuple(segment_times(lengths, costs.time())), step))
+    show(len(ways), len(ways))
     print(table(cuts))
     if args.output is not None:
         sizes = f"{args.num_layers} layers of {args.hidden_size}, {args.seq_length} tokens"

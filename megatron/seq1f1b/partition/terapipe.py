@@ -30,6 +30,7 @@ _BALANCE_TOLERANCE = 1e-3
 
 _MOST_POSITIONS = 1024  # at which a sequence may be cut; twice as many take four times as long
 _USUAL_SEGMENTS = 16  # for the default step if the number of segments is free
+_MOST_SEGMENTS = 256  # each takes one more pass over all pairs of positions
 
 
 class Path(NamedTuple):
@@ -46,13 +47,18 @@ def terapipe(task: Task) -> tuple[int, ...]:
     With `num_segments` None the number of segments is free; `time` must then have a part that does not shrink with the
     segment, or the shortest segments are always best. Segments are multiples of `multiple_of` and of up to 128 tokens,
     of more in sequences above 131072 tokens; the first takes the remainder. Raises ValueError if the sequence is too
-    short for so many segments.
+    short for so many segments, or for more than 256.
     """
     length = task.sequence_length
     num_segments = task.num_segments
     time = task.time
     assert time is not None
     check_length(length, num_segments or 1, task.multiple_of)
+    if num_segments is not None and num_segments > _MOST_SEGMENTS:
+        raise ValueError(
+            f"--sequence-split-strategy terapipe cuts into {_MOST_SEGMENTS} segments at most, since more take minutes; "
+            f"give fewer than --sequence-splits {num_segments}, or --sequence-split-strategy balanced"
+        )
     step = tile(length, num_segments or _USUAL_SEGMENTS, task.multiple_of)
     while length > step * max(_MOST_POSITIONS, 2 * (num_segments or 1)):
         step *= 2

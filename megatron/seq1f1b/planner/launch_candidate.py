@@ -12,6 +12,7 @@ from ..arguments.layer_layout import stages_of_layout
 from ..arguments.megatron_run import hybrid_stages, layers_per_stage
 from ..costs.simulator import check_size
 from ..costs.training_setup import Fsdp, Moves, TrainingSetup, choices_of
+from ..process.flag_names import flag_of
 from ..schedule import Shape
 from .fitting import fitted
 from .space import Candidate, ParallelSizes, Question, expert_sizes, lengths_of
@@ -27,7 +28,7 @@ def candidate_of_launch(launch: argparse.Namespace, question: Question) -> Candi
     prediction, and for sizes that do not divide."""
     for name in NOT_PREDICTED:
         if vars(launch)[name] is not None:
-            raise ValueError(f"--{name.replace('_', '-')} is chosen by the plan; drop it")
+            raise ValueError(f"{flag_of(name)} is chosen by the plan; drop it")
     if "/" in (launch.hybrid_layer_pattern or ""):
         raise ValueError("--hybrid-layer-pattern with / has prediction heads, which are not planned; drop them")
     if launch.tensor_model_parallel_size is None and launch.pipeline_model_parallel_size is None:

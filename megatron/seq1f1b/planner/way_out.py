@@ -3,6 +3,7 @@
 Tested in planner/test_search.py.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
 from math import ceil
@@ -52,7 +53,7 @@ def by_use(memory: Memory) -> str:
 
 def _leanest(question: Question) -> Memory | None:
     """The fullest rank of the leanest configuration, with as much on its host as that holds; None without a layout."""
-    smallest = replace(question, families=("1f1b",), micro_batches=(1,), segments=_NUMBERS)
+    smallest = replace(question, families=("1f1b",), chunks=(1,), micro_batches=(1,), segments=_NUMBERS)
     fullest_ranks = []
     for whole in sorted(setups(smallest), key=least_bytes)[:_LEANEST]:
         for segments in numbers_of_segments(smallest, whole):
@@ -67,11 +68,12 @@ def _mostly_on_host(setup: TrainingSetup, budget: MemoryBudget) -> TrainingSetup
     """The set-up with as many sixteenths of its activations on the host as that has room for."""
     if not budget.host:
         return setup
-    for sixteenths in range(16, 0, -1):
-        moved = replace(setup, offloads=sixteenths / 16)
-        if host_in_flight(moved) <= budget.host:
-            return moved
-    return setup
+
+    def overflows(sixteenths: int) -> bool:
+        return host_in_flight(replace(setup, offloads=sixteenths / 16)) > budget.host
+
+    first_too_many = bisect_left(range(1, 17), True, key=overflows) + 1
+    return replace(setup, offloads=(first_too_many - 1) / 16) if first_too_many > 1 else setup
 
 
 def _nearest(question: Question) -> str:

@@ -351,3 +351,9 @@ def test_many_segments_have_enough_positions(monkeypatch):
     monkeypatch.setattr(MODULE, "_MOST_POSITIONS", 16)
     for num_segments in (8, 9, 10):
         assert len(terapipe(Task(18, num_segments, time=lambda start, end: 1.0 + end - start))) == num_segments
+
+
+def test_terapipe_refuses_more_segments_than_it_can_find_in_time():
+    task = Task(sequence_length=65536, num_segments=257, time=lambda start, end: float(end - start))
+    with pytest.raises(ValueError, match="^--sequence-split-strategy terapipe cuts into 256 segments at most, since"):
+        terapipe(task)
