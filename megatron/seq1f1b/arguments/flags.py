@@ -5,6 +5,7 @@ Tested in arguments/test_config.py.
 
 import argparse
 import re
+import sys
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from enum import Enum
@@ -301,10 +302,18 @@ def refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
         unknown = message.removeprefix("unrecognized arguments: ").partition(" ")[0]
         if not unknown:
             raise ValueError("an argument is empty; is a variable of the shell not set?")
-        near = did_you_mean(unknown, parser._option_string_actions)
+        near = did_you_mean(unknown, parser._option_string_actions) or _behind(unknown)
+    elif number := re.search(r"invalid (?:int|float) value: '(.+)'$", message):
+        message += _in_digits(number[1])
     elif choice := re.search(r"invalid choice: '(.+?)' \(choose from (.+)\)", message):
         near = did_you_mean(choice[1], re.findall(r"[^', ]+", choice[2]))
     raise ValueError(f"{message} ({near})" if near else message)
+
+
+def _behind(word: str) -> str:
+    """Where the first such word of the command line stands that belongs to no flag; empty if it is itself one."""
+    before = sys.argv[sys.argv.index(word) - 1] if word in sys.argv[1:] else ""
+    return f"behind {before}" if before.startswith("--") and not word.startswith("-") else ""
 
 
 def check_needed(args: argparse.Namespace) -> None:
