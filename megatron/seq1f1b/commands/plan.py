@@ -117,7 +117,7 @@ def _refuse_misspelt(parser: Parser, words: Sequence[str]) -> None:
             continue
         name = word.partition("=")[0]
         # Flags of Megatron are no misspelt ones of ours: --eval-global-batch-size is longer.
-        own = [flag for flag in parser.flags if abs(len(flag) - len(name)) <= 2]
+        own = [flag for flag in parser.flags if abs(len(flag) - len(name)) <= 2 or flag.startswith(name)]
         near = get_close_matches(name, own, n=1, cutoff=0.83)
         if near:
             parser.error(f"{name} is unknown; did you mean {near[0]}?")

@@ -47,6 +47,7 @@ from .parsing import PICTURES, Parser, amount, count, output_path
 # Simulating or drawing as many takes half a minute; a figure of more shows nothing.
 MOST_ACTIONS = 200_000
 MOST_DRAWN = 30_000
+_USUAL_WIDTH = 8.0  # inches
 EQUAL_COSTS = "f=1,i=1,w=1"
 
 
@@ -76,7 +77,7 @@ def make_parser() -> Parser:
     add("--memory-limit", type=amount, metavar="UNITS", help=limit)
     inches = "of a figure; default: 8, and 3.3 is one column of a paper"
     width = number_type(float, lambda width: 2 <= width <= 100, "not from 2 to 100")
-    add("--width", type=width, default=8.0, metavar="INCHES", help=inches)
+    add("--width", type=width, metavar="INCHES", help=inches)
     add("--no-labels", action="store_true", help="draw boxes without the numbers of micro-batches")
     path = output_path(*PICTURES, ".trace.json", ".json", ".csv")
     written = "the file to write, in the form of its ending; default: %(default)s"
@@ -95,7 +96,10 @@ _USUAL_SIZES: dict[str, Any] = {
 
 
 def _refuse_without_effect(args: argparse.Namespace) -> None:
-    """A file has its own sizes."""
+    """A file has its own sizes, only a picture has a width and labels, and one chunk a rank has no turn."""
+    if args.output.suffix not in PICTURES and (args.width is not None or args.no_labels):
+        flag = "--no-labels" if args.width is None else "--width"
+        raise ValueError(f"{flag} is for pictures, and --output {args.output.name} is none; drop it")
     without_effect = [*_USUAL_SIZES, "memory_limit", "offload_activations", "overlap_moe_expert_parallel_comm"]
     if args.timeline:
         file = "--timeline"
@@ -103,6 +107,11 @@ def _refuse_without_effect(args: argparse.Namespace) -> None:
     elif args.pipeline_schedule_file:
         file = "--pipeline-schedule-file"
     else:
+        if args.pipeline_placement == "v" and (args.num_virtual_stages_per_pipeline_rank or 1) == 1:
+            raise ValueError(
+                "--pipeline-placement v places several model chunks on each rank, but there is one; add "
+                "--num-virtual-stages-per-pipeline-rank 2"
+            )
         return
     for name in without_effect:
         if getattr(args, name) is not None:
@@ -174,7 +183,7 @@ def main(argv: list[str] | None = None) -> None:
             "write a .trace.json, which ui.perfetto.dev opens"
         )
     if output.suffix in PICTURES:
-        plot_timelines(timelines, output, width=args.width, has_labels=not args.no_labels)
+        plot_timelines(timelines, output, width=args.width or _USUAL_WIDTH, has_labels=not args.no_labels)
     elif len(timelines) > 1 or output.suffix == ".csv":
         raise ValueError(f"--output {output.name}: a .csv holds a schedule, a .json one timeline")
     elif output.name.endswith(".trace.json"):
