@@ -96,7 +96,7 @@ def _check_size(kind: Any, arguments: tuple) -> None:
             f"this host has {memory / 2**30:,.0f} GiB; give a smaller {flag}"
         )
     if num_samples > _MANY:
-        warn_on_rank_0(f"the index of {num_samples:,} samples for the {split.name} part is made, which takes minutes")
+        warn_on_rank_0(f"the index of {num_samples:,} samples for the {part} part is made, which takes minutes")
 
 
 def _is_left_out(kind: Any, arguments: tuple) -> bool:
