@@ -1,6 +1,6 @@
-"""What the first rank of a schedule holds when its backwards begin, and how often it holds as much, without its order.
+"""What a rank of a schedule holds when its backwards begin, and how often the first one holds as much, without orders.
 
-Tested in planner/test_search.py by test_the_first_rank_holds_these_units.
+Tested in planner/test_search.py by test_ranks_hold_these_units.
 """
 
 from bisect import bisect_left
@@ -13,11 +13,11 @@ from ..schedule.clock import smallest_group
 
 
 @lru_cache(maxsize=1 << 14)
-def units_at_first_backward(family: str, shape: Shape, has_pairs: bool) -> tuple[int, ...]:
-    """The units that the first rank holds during its first backward, by chunk: those of the forwards before it. A
-    forward beside it does not count."""
+def units_at_first_backward(family: str, shape: Shape, has_pairs: bool, rank: int = 0) -> tuple[int, ...]:
+    """The units that a rank holds during its first backward, by chunk: those of the forwards before it. A forward
+    beside it does not count."""
     clock = clock_of(family, shape, has_pairs)
-    stages = shape.placement.stages_of(0)
+    stages = shape.placement.stages_of(rank)
     first_backward = clock.turn + min(clock.tick(0, shape.num_stages - 1 - stage) for stage in stages)
     before = first_backward - 1 if has_pairs else first_backward
     units = range(shape.num_units)

@@ -61,9 +61,13 @@ def least_bytes(setup: TrainingSetup, segments: float = inf) -> float:
 
 
 def least_bytes_of_first(setup: TrainingSetup, segments: float) -> float:
-    """The same on the first rank."""
+    """The same on the first rank, which may have to gather chunks beside that."""
     parts = _least_parts_of(setup, segments)
-    return parts.ranks[0].state + _held_at_once(setup, parts, segments)
+    first = parts.ranks[0]
+    held = _held_by(setup, first, segments)
+    if segments < inf and setup.moves_state and setup.family in _FORWARDS_FIRST:
+        held = _held_with_whole_chunks(setup, parts, int(segments))
+    return first.state + held
 
 
 def least_on_device(setup: TrainingSetup, segments: int, by_layer: bool) -> float:
@@ -157,29 +161,19 @@ def _at_work(alone: TrainingSetup, stage: StageLayers, segments: int, by_layer: 
 
 
 def _held_by(setup: TrainingSetup, rank: _RankParts, segments: float) -> float:
-    """The least bytes on a rank at its first backward. Where no family runs all forwards first, each rank behind it
-    takes a unit more before the first backward comes back."""
-    if setup.family in _FORWARDS_FIRST:
-        return setup.num_microbatches * rank.microbatch
+    """The least bytes that units keep on a rank at its first backward."""
     if segments == inf:
-        return rank.microbatch
-    behind = min(
-        setup.pipeline_parallel - 1 - rank.number,
-        (setup.num_microbatches - 1) * int(segments) * setup.placement.num_chunks,
-    )
-    return rank.microbatch + behind * min(map(min, rank.of_chunks))
+        return _microbatches_at_once(setup, inf) * rank.microbatch
+    shape = _shape_of(setup, int(segments))
+    numbers = units_at_first_backward(setup.family, shape, setup.has_pairs, rank.number)
+    return sum(of_first_units(kept, number) for kept, number in zip(rank.of_chunks, numbers, strict=True))
 
 
-def _held_at_once(setup: TrainingSetup, parts: _LeastParts, segments: float) -> float:
-    """The least bytes on the first rank at its first backward, or where it has to gather chunks, at the first one of
-    any chunk."""
-    first = parts.ranks[0]
-    if segments == inf:
-        return _microbatches_at_once(setup, inf) * first.microbatch
-    numbers = units_at_first_backward(setup.family, _shape_of(setup, int(segments)), setup.has_pairs)
-    of_chunks = [of_first_units(kept, number) for kept, number in zip(first.of_chunks, numbers, strict=True)]
-    if not (setup.moves_state and setup.family in _FORWARDS_FIRST):
-        return sum(of_chunks)
+def _held_with_whole_chunks(setup: TrainingSetup, parts: _LeastParts, segments: int) -> float:
+    """The least bytes on the first rank, which has to gather chunks, at the first backward of any chunk, if all
+    forwards come before that."""
+    units = setup.num_microbatches * segments
+    of_chunks = [of_first_units(kept, units) for kept in parts.ranks[0].of_chunks]
     whole = _whole_chunks(parts.parameters, setup.gradient_bytes)
     return max(sum(of_chunks[: chunk + 1]) + bytes_of_whole for chunk, bytes_of_whole in enumerate(whole))
 

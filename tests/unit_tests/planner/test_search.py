@@ -255,18 +255,22 @@ def test_ranks_end_as_in_the_simulation(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_first_rank_holds_these_units(family):
-    """Random shapes, with pairs and without: at the first backward, and as many others at later ones of 1F1B."""
+def test_ranks_hold_these_units(family):
+    """Random shapes, with pairs and without: each rank at its first backward, and the first one as many others at later
+    ones of 1F1B."""
     draw = Random(family)
     repeated = 0
     for _ in range(60):
         shape = Shape(Placement(draw.randint(1, 6), draw.randint(1, 4)), draw.randint(1, 24), draw.choice((1, 2, 3, 8)))
         has_pairs = family in PAIRED and draw.random() < 0.5
         clock = clock_of(family, shape, has_pairs)
-        held = held_during_backwards(clock)
+        for rank in range(shape.num_ranks):
+            at_first = held_during_backwards(clock, rank)[0]
+            of_stages = tuple(sum(unit[0] == stage for unit in at_first) for stage in shape.placement.stages_of(rank))
+            assert units_at_first_backward(family, shape, has_pairs, rank) == of_stages
+        held = held_during_backwards(clock, rank=0)
         by_chunk = units_at_first_backward(family, shape, has_pairs)
         stages = shape.placement.stages_of(0)
-        assert by_chunk == tuple(sum(unit[0] == stage for unit in held[0]) for stage in stages)
         if family == "1f1b":
             alike = [held[number] for number in backwards_like_the_first(shape, has_pairs)]
             for units in alike:
@@ -276,9 +280,9 @@ def test_the_first_rank_holds_these_units(family):
     assert repeated > 10 or family != "1f1b"
 
 
-def held_during_backwards(clock):
-    """The units that rank 0 holds during each backward, without that of a forward beside it."""
-    order = clock.order(0)
+def held_during_backwards(clock, rank):
+    """The units that a rank holds during each backward, without that of a forward beside it."""
+    order = clock.order(rank)
     paired = clock.pairs_in(order)
     held = set()
     during = []
