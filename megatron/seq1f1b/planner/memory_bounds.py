@@ -4,6 +4,7 @@ Tested in planner/test_search.py.
 """
 
 from functools import lru_cache
+from itertools import chain
 from math import ceil, inf
 from typing import NamedTuple
 
@@ -111,9 +112,10 @@ def _least_parts_of(setup: TrainingSetup, segments: float) -> _LeastParts:
 def _least_parts(setup: TrainingSetup, segments: float) -> _LeastParts:
     states, parameters = _states(setup.with_its_state)
     alone = setup.alone
+    kept = {stage: _kept(alone, stage, segments) for stage in set(chain.from_iterable(states))}
     ranks = []
     for stages, (number, state) in states.items():
-        ranks.append(_RankParts(number, state, tuple(_kept(alone, stage, segments) for stage in stages)))
+        ranks.append(_RankParts(number, state, tuple(kept[stage] for stage in stages)))
     return _LeastParts(tuple(ranks), parameters)
 
 
