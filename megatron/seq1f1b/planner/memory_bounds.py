@@ -210,12 +210,14 @@ def least_seconds_away(setup: TrainingSetup, budget: MemoryBudget, segments: int
     `by_layer` as well. At the first backward the excess has left, and has to come back; later backwards have as large
     an excess of other units. There is an excess after the last forward of each micro-batch, too, and a byte may stay on
     the host for as many of these moments as micro-batches are held at once."""
+    over_first = least_bytes_of_first(setup, segments) - budget.device
+    if over_first > 0 and not may_move(setup):
+        return inf  # as most do; other ranks take longer to look at
     over = least_bytes(setup, segments) - budget.device
     if over <= 0:
         return 0.0
     if not may_move(setup) or over > budget.host or least_on_device(setup, segments, by_layer) > budget.device:
         return inf
-    over_first = least_bytes_of_first(setup, segments) - budget.device
     first = _least_parts_of(setup, segments).ranks[0]
     at_once = _microbatches_at_once(setup, segments)
     over_always = first.state + at_once * first.microbatch - budget.device
