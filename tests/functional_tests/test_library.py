@@ -94,7 +94,8 @@ def test_a_schedule_from_a_file_takes_micro_batches_in_any_order(launch, megatro
     """The stages differ in it here; each reads them in their own order."""
     order = build("gpipe", Shape(Placement(2), 3))
     first, last = order.ranks
-    forwards, backwards = first[:3], first[3:]
+    forwards = first[:3]
+    backwards = first[3:]
     write_schedule(replace(order, ranks=((*reversed(forwards), *backwards), last)), tmp_path / "mine.csv")
     options = {"pipeline_schedule_file": tmp_path / "mine.csv"}
     assert_equal(launch.call(2, step, options=options), megatrons_own)

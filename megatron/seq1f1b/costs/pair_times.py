@@ -119,7 +119,8 @@ def pair_row(setup: TrainingSetup, machine: Machine, stage: StageLayers) -> Pair
         rows["compute_b"].append(sum(count * (_computing(time.input) + time.weight) for count, time in times))
         rows["beyond_launch_f"].append(f - launch_f)
         rows["beyond_launch_b"].append(i + w - launch_b)
-    return PairRow(**{name: tuple(values) for name, values in rows.items()})
+    columns = {name: tuple(values) for name, values in rows.items()}
+    return PairRow(**columns)
 
 
 def _exchanged_back(setup: TrainingSetup, time: LayerTime) -> float:

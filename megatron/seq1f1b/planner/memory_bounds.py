@@ -56,9 +56,7 @@ def _whole_state(sizes: TrainingSetup) -> float:
 def least_bytes(setup: TrainingSetup, segments: float = inf) -> float:
     """A lower bound on the fullest rank, on its device and host together: its state, and what it holds beside that at
     its first backward, with as many segments, or however many there are if that is inf."""
-    ranks = _least_parts_of(setup, segments).ranks
-    of_ranks = max(rank.state + _held_by(setup, rank, segments) for rank in ranks)
-    return max(of_ranks, least_bytes_of_first(setup, segments))
+    return max(least_bytes_of_first(setup, segments), _least_bytes_of_others(setup, segments))
 
 
 def least_bytes_of_first(setup: TrainingSetup, segments: float) -> float:
@@ -71,15 +69,36 @@ def least_bytes_of_first(setup: TrainingSetup, segments: float) -> float:
     return first.state + held
 
 
+def _least_bytes_of_others(setup: TrainingSetup, segments: float) -> float:
+    """The same on the other ranks; 0 if all have the stages of the first one."""
+    others = _least_parts_of(setup, segments).ranks[1:]
+    return max((rank.state + _held_by(setup, rank, segments) for rank in others), default=0.0)
+
+
 def least_on_device(setup: TrainingSetup, segments: int, by_layer: bool) -> float:
     """A lower bound on the device of the fullest rank, whatever moves to its host: units as a whole, or `by_layer`."""
     alone = setup.alone
-    states, _ = _states(setup.with_its_state)
     of_ranks = []
-    for stages, (_, state) in states.items():
-        at_work = max(_at_work(alone, stage, segments, by_layer) for stage in dict.fromkeys(stages))
-        of_ranks.append(state + at_work)
+    for rank in _states(setup.with_its_state).ranks:
+        at_work = max(_at_work(alone, stage, segments, by_layer) for stage in set(rank.stages))
+        of_ranks.append(rank.state + at_work)
     return max(of_ranks)
+
+
+class _RankState(NamedTuple):
+    """The number of a rank, its stages, and the bytes of its state."""
+
+    number: int
+    stages: tuple[StageLayers, ...]
+    state: float
+
+
+class _States(NamedTuple):
+    """The first of the ranks that have the same stages, in their order, and the numbers of parameters of the chunks of
+    the first rank."""
+
+    ranks: tuple[_RankState, ...]
+    parameters: tuple[float, ...]
 
 
 class _RankParts(NamedTuple):
@@ -96,8 +115,7 @@ class _RankParts(NamedTuple):
 
 
 class _LeastParts(NamedTuple):
-    """The first of the ranks that have the same stages, in their order, and the numbers of parameters of the chunks of
-    the first one."""
+    """The same ranks and numbers as in `_States`, with what units keep."""
 
     ranks: tuple[_RankParts, ...]
     parameters: tuple[float, ...]
@@ -110,26 +128,27 @@ def _least_parts_of(setup: TrainingSetup, segments: float) -> _LeastParts:
 
 @lru_cache(maxsize=1 << 16)
 def _least_parts(setup: TrainingSetup, segments: float) -> _LeastParts:
-    states, parameters = _states(setup.with_its_state)
+    states = _states(setup.with_its_state)
     alone = setup.alone
-    kept = {stage: _kept(alone, stage, segments) for stage in set(chain.from_iterable(states))}
+    stages = set(chain.from_iterable(rank.stages for rank in states.ranks))
+    kept = {stage: _kept(alone, stage, segments) for stage in stages}
     ranks = []
-    for stages, (number, state) in states.items():
-        ranks.append(_RankParts(number, state, tuple(kept[stage] for stage in stages)))
-    return _LeastParts(tuple(ranks), parameters)
+    for number, of_rank, state in states.ranks:
+        ranks.append(_RankParts(number, state, tuple(kept[stage] for stage in of_rank)))
+    return _LeastParts(tuple(ranks), states.parameters)
 
 
 @lru_cache(maxsize=1 << 14)
-def _states(setup: TrainingSetup) -> tuple[dict[tuple[StageLayers, ...], tuple[int, float]], tuple[float, ...]]:
-    """The number and the state of the first rank with these stages, and the parameters of the chunks of the first rank,
-    which set-ups share that differ in their activations."""
+def _states(setup: TrainingSetup) -> _States:
+    """The states of ranks, which set-ups share that differ in their activations."""
     stages = setup.stages
-    states: dict[tuple[StageLayers, ...], tuple[int, float]] = {}
+    ranks: dict[tuple[StageLayers, ...], _RankState] = {}
     for rank in range(setup.pipeline_parallel):
         of_rank = tuple(stages[stage] for stage in setup.placement.stages_of(rank))
-        if of_rank not in states:
-            states[of_rank] = rank, sum(static_memory(setup, rank))
-    return states, tuple(sum(setup.parameters[stage]) for stage in setup.placement.stages_of(0))
+        if of_rank not in ranks:
+            ranks[of_rank] = _RankState(rank, of_rank, sum(static_memory(setup, rank)))
+    parameters = tuple(sum(setup.parameters[stage]) for stage in setup.placement.stages_of(0))
+    return _States(tuple(ranks.values()), parameters)
 
 
 @lru_cache(maxsize=1 << 16)
@@ -213,7 +232,7 @@ def least_seconds_away(setup: TrainingSetup, budget: MemoryBudget, segments: int
     over_first = least_bytes_of_first(setup, segments) - budget.device
     if over_first > 0 and not may_move(setup):
         return inf  # as most do; other ranks take longer to look at
-    over = least_bytes(setup, segments) - budget.device
+    over = max(over_first, _least_bytes_of_others(setup, segments) - budget.device)
     if over <= 0:
         return 0.0
     if not may_move(setup) or over > budget.host or least_on_device(setup, segments, by_layer) > budget.device:

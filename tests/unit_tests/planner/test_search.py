@@ -213,7 +213,8 @@ def test_a_device_has_no_less_whatever_moves():
     model = replace(mixture().model, num_layers=11, expert_layers=tuple(range(3, 11)))
     question = mixture(model=model, sequence_length=36864, num_devices=8)
     draw = Random(0)
-    of_units, of_layers = [], []
+    of_units = []
+    of_layers = []
     while min(len(of_units), len(of_layers)) < 20:
         sizes = draw.choice([each for each in parallel_sizes(question) if each.pipeline_parallel > 1])
         segments = draw.choice(numbers_of_segments(question, sizes))

@@ -44,7 +44,8 @@ class Unfused:
         o, grad = (_by_group(x, num_groups) for x in (saved.output, grad_output))
         generator = None
         if state:
-            generator = torch.Generator(default_generator(query.device).device).set_state(*state)
+            generator = torch.Generator(default_generator(query.device).device)
+            generator.set_state(*state)
         # Σ weight · its gradient over the keys of a query, with dropout, too.
         expected = (o * grad).sum(-1, keepdim=True)
         grad_queries = []
