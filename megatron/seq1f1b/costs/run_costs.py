@@ -185,7 +185,8 @@ class RunCosts:
             return self._memory_of(_actions(schedule, shape), setup, share)
 
         found = extended(setup.shape, counted) if schedule.given is None else counted(setup.num_microbatches)
-        return found[1]
+        _, total_bytes = found
+        return total_bytes
 
     def _memory_of(self, actions: Schedule, setup: TrainingSetup, share: float) -> list[float]:
         """Bytes of the activations on the rank with the most, and of all memory on the fullest."""
