@@ -4,6 +4,7 @@ Tested in commands/test_bad_input.py by test_one_sentence.
 """
 
 import argparse
+import os
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -82,6 +83,15 @@ class Parser(argparse.ArgumentParser):
 
         names = ", ".join(machine_names())
         self.add_argument("--machine", default=default, help=f"{names}, or your own file; default: {default}")
+
+    def add_workers(self, work: str, most: int | None = None) -> None:
+        """Add --workers, the processes that do some work: by default one for each core that the command may use, but no
+        more than `most`."""
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        default = cores if most is None else min(cores, most)
+        limit = "" if most is None else f", {most} at most"
+        what = f"processes that {work}; default: one a core{limit}"
+        self.add_argument("--workers", type=count_up_to(max(64, 4 * cores)), default=default, metavar="N", help=what)
 
 
 def values_of(nargs: str | int | None) -> float:

@@ -75,6 +75,7 @@ def make_parser() -> Parser:
     picture = "throughput against memory: .png, .svg or .pdf (needs matplotlib)"
     add("--output", type=output_path(*PICTURES), metavar="FILE", help=picture)
     add("--json", type=output_path(".json"), metavar="FILE.json", help="the same answer for programs")
+    parser.add_workers("share a search of more than some seconds", most=8)
     what = "rehearse what is advised on this machine (--dry-run) with your training script; default: pretrain_gpt.py"
     add("--rehearse", type=given_path, nargs="?", const=Path("pretrain_gpt.py"), metavar="FILE.py", help=what)
     return parser
@@ -218,8 +219,8 @@ def launch_rules(launch: argparse.Namespace, in_units: bool) -> LaunchRules:
 
 def plan_kind(args: argparse.Namespace, asked: Question, progress: Progress) -> PlanKind:
     if args.lengths is not None:
-        return PlansInUnits(asked, args.histogram)
-    return PlansOfSequences(asked, progress, picture=args.output)
+        return PlansInUnits(asked, args.histogram, args.workers)
+    return PlansOfSequences(asked, progress, args.output, args.workers)
 
 
 def answer_of(kind: PlanKind, rules: LaunchRules, args: argparse.Namespace) -> Answer:

@@ -66,11 +66,15 @@ class PlanKind(ABC):
 
 
 class PlansOfSequences(PlanKind):
-    """Plans for sequences of one length; `progress` is told how many items wait, `picture` is the file of a picture."""
+    """Plans for sequences of one length; `progress` is told how many items wait, `picture` is the file of a picture.
+    As many `processes` share a long search."""
 
-    def __init__(self, question: Question, progress: Callable[[int], None], picture: Path | None) -> None:
-        self.search: Search = Search(question, progress)
+    def __init__(
+        self, question: Question, progress: Callable[[int], None], picture: Path | None, processes: int
+    ) -> None:
+        self.search: Search = Search(question, progress, processes=processes)
         self._picture = picture
+        self._processes = processes
 
     def as_given(self, launch: argparse.Namespace) -> Plan | None:
         """None if it has no parallel sizes."""
@@ -118,7 +122,7 @@ class PlansOfSequences(PlanKind):
         asked = self.question
         for share in (0.8, 0.6, 0.4, 0.2):
             with_less = replace(asked, memory_gib=share * asked.memory_limit)
-            Search(with_less, plans=self.search.plans).best(1)
+            Search(with_less, plans=self.search.plans, processes=self._processes).best(1)
         groups: dict[str, list[Point]] = {name: [] for name in ("whole sequences", "segments", "recomputation")}
         for plan in self.search.plans.values():
             setup = plan.candidate.setup
@@ -136,10 +140,10 @@ class PlansOfSequences(PlanKind):
 
 class PlansInUnits(PlanKind):
     """Plans for sequences of unequal lengths, of which `histogram` has the number of each, in units of at most so many
-    tokens."""
+    tokens. As many `processes` share the search."""
 
-    def __init__(self, question: Question, histogram: Mapping[int, int]) -> None:
-        self.search: UnitSearch = UnitSearch(question, histogram)
+    def __init__(self, question: Question, histogram: Mapping[int, int], processes: int) -> None:
+        self.search: UnitSearch = UnitSearch(question, histogram, processes)
 
     def as_given(self, launch: argparse.Namespace) -> Plan | None:
         """None if it has no parallel sizes, or no --unit-tokens."""

@@ -12,7 +12,6 @@ The files get their names together, when all are complete.
 
 import argparse
 import logging
-import os
 import signal
 import sys
 import warnings
@@ -25,7 +24,7 @@ from ..files.writing import written_together
 from .corpus_documents import JSON_SUFFIXES, WAY_OUT, documents, find_files, texts
 from .document_encoder import Encoder
 from .encoding_workers import encoded
-from .parsing import Parser, count_up_to
+from .parsing import Parser
 from .trained_tokenizer import CONFIG, FEWEST_TOKENS, TOKENIZER, train_tokenizer
 
 _MOST_TOKENS = 10_000_000  # of a vocabulary
@@ -44,9 +43,7 @@ def make_parser() -> Parser:
     add("--output-prefix", required=True, metavar="PREFIX", help="training's --data-path")
     add("--append-eod", action="store_true", help="end every document with the tokenizer's end token")
     add("--overwrite", action="store_true", help="replace an existing pair (and, with --train-tokenizer, tokenizer)")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    most = max(64, 4 * cores)
-    add("--workers", type=count_up_to(most), default=cores, metavar="N", help="processes (default: one a core)")
+    parser.add_workers("tokenize")
     train = "first train a byte-level BPE of this size on the input and save it in the folder --tokenizer-model"
     problem = f"not from {FEWEST_TOKENS}, which bytes make, to {_MOST_TOKENS:,}"
     size = number_type(int, lambda size: FEWEST_TOKENS <= size <= _MOST_TOKENS, problem)

@@ -1,11 +1,13 @@
 """The best configurations: those that fit, by throughput."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
-from itertools import count, islice, repeat
+from itertools import count, islice
 from math import inf
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from ..costs.machine import GIB
@@ -22,6 +24,7 @@ from .bounds import (
 )
 from .excess_bounds import copy_times, least_seconds_with_copies
 from .fitting import fits, fitted, host_in_flight, layers_leaving
+from .forked import merged
 from .memory_bounds import least_seconds_away, may_fit
 from .rank_ends import CopyTimes
 from .space import (
@@ -45,6 +48,8 @@ from .spread_bounds import least_seconds_in_chunks, least_seconds_of, least_seco
 
 # `auto` plans at the granularity of units, which takes too long beyond this many actions.
 MOST_ACTIONS_OF_AUTO = 30_000
+# Items that one process looks at, in some seconds, before others share the rest.
+_ALONE = 3000
 
 
 @dataclass(frozen=True)
@@ -141,10 +146,38 @@ class _Timed(NamedTuple):
     item: _AlikeCuts | _TooLarge | Candidate
 
 
+class _Place(NamedTuple):
+    """Where an item waits: by its bound in seconds, then, as a plan, by the place of its family among those of the
+    question. `path` decides between equal ones: by their numbers, the items from which it comes, and itself. So the
+    order is the same in every search, however many processes share it."""
+
+    bound: float
+    family: int  # -1: no plan, which comes first
+    path: tuple[int, ...]
+
+
+class _Waiting(NamedTuple):
+    """An item and its place, of which no two items have the same."""
+
+    place: _Place
+    item: Any
+
+
+class _Step(NamedTuple):
+    """An item was looked at by the process of this number: its place, the plan that it is, the plans that were
+    predicted for that, and the number of items that are left to the process."""
+
+    process: int
+    place: _Place
+    plan: Plan | None
+    predicted: tuple[Plan, ...]
+    left: int
+
+
 class Search:
     """The configurations that answer a question, fastest first; `plans` has all that were predicted, from the start on
     those of an earlier search, and `too_long_for_auto` the winners with too many actions for `auto`. `progress` is told
-    how many items wait.
+    how many items wait. If there are many, several `processes` share them.
 
     Items wait in the order of a lower bound of their step: sizes and numbers of segments, from these numbers of chunks,
     from these schedules, from these cuts, then what is computed again, the best cut that fits, and its prediction, each
@@ -156,16 +189,20 @@ class Search:
         question: Question,
         progress: Callable[[int], None] = lambda left: None,
         plans: dict[Candidate, Plan] | None = None,
+        processes: int = 1,
     ) -> None:
         self.question = question
         self._progress = progress
         self.plans: dict[Candidate, Plan] = {} if plans is None else plans
+        self._predicted: list[Plan] = []  # since the last step
+        self._processes = processes
         self.too_long_for_auto: set[Candidate] = set()
 
     def best(self, number: int = 5, below: float = inf) -> list[Plan]:
         """The fastest configurations that fit and take less than `below` seconds, fastest first. Layers of the fastest
         are moved between its stages, and `auto` is tried on all, where that is faster."""
-        found = [*islice(self.fastest_first(below), number)]
+        with closing(self.fastest_first(below)) as fastest:
+            found = [*islice(fastest, number)]
         if found:
             moved = moved_layers.improved(found[0].candidate, self.question, self.seconds_if_it_fits)
             found[0] = self._plan(moved)
@@ -179,36 +216,71 @@ class Search:
 
     def megatron_baseline(self) -> Plan | None:
         """The best of Megatron's own schedules for the question; None if none fits."""
-        return next(iter(Search(self.question.megatron_baseline(), self._progress).best(1)), None)
+        search = Search(self.question.megatron_baseline(), self._progress, processes=self._processes)
+        return next(iter(search.best(1)), None)
 
-    def fastest_first(self, below: float = inf) -> Iterator[Plan]:
+    def fastest_first(self, below: float = inf) -> Generator[Plan]:
         """All configurations of the named families that fit in less than `below` seconds."""
-        for least, plan in self.by_bounds():
-            if least >= below:
-                return
-            if plan is not None:
-                yield plan
+        with closing(self.by_bounds()) as by_bounds:
+            for least, plan in by_bounds:
+                if least >= below:
+                    return
+                if plan is not None:
+                    yield plan
 
-    def by_bounds(self) -> Iterator[tuple[float, Plan | None]]:
+    def by_bounds(self) -> Generator[tuple[float, Plan | None]]:
         """The seconds that all that is left takes at least, ascending, after each item; with a configuration where it
         takes them."""
+        left = [0] * self._processes
+        with closing(self._steps()) as steps:
+            for step in steps:
+                self.plans.update((plan.candidate, plan) for plan in step.predicted)
+                left[step.process] = step.left
+                self._progress(sum(left))
+                yield step.place.bound, step.plan
+
+    def _steps(self) -> Generator[_Step]:
+        """The steps of the search: all in this process, or the first ones, and then those of several processes."""
+        waiting = self._first_waiting()
+        alone = self._look_at(waiting)
+        if self._processes == 1:
+            yield from alone
+            return
+        yield from islice(alone, _ALONE)
+        if waiting:
+            in_order = sorted(waiting)
+            shares = (in_order[first :: self._processes] for first in range(self._processes))
+            yield from merged([*map(self._look_at, shares, count())], key=attrgetter("place"))
+
+    def _first_waiting(self) -> list[_Waiting]:
+        """The items of all parallel sizes, as a heap."""
         question = self.question
         first_ones = [first for sizes in parallel_sizes(question) for first in _first_ones(question, sizes)]
-        bounds = (least_seconds_of_any(first.setup, question, first.segments[0]) for first in first_ones)
-        waiting: list[tuple[float, int, int, Any]] = [*zip(bounds, repeat(-1), count(), first_ones)]
+        waiting = []
+        for number, first in enumerate(first_ones):
+            bound = least_seconds_of_any(first.setup, question, first.segments[0])
+            waiting.append(_Waiting(_Place(bound, -1, (number,)), first))
         heapify(waiting)
-        numbers = count(len(waiting))  # decide between equal bounds
+        return waiting
+
+    def _look_at(self, waiting: list[_Waiting], process: int = 0) -> Iterator[_Step]:
+        """Look at the items of a heap, those with the least bounds first, and put what they are refined to in their
+        place."""
         while waiting:
-            bound, _, _, first = waiting[0]
-            yield bound, first if isinstance(first, Plan) else None
-            self._progress(len(waiting))
-            heappop(waiting)
-            if isinstance(first, Plan):
-                continue
-            for least, closer in self._closer(first):
-                # Of configurations that take equally long the simplest family comes first, whatever their bounds were.
-                place = question.families.index(closer.candidate.setup.family) if isinstance(closer, Plan) else -1
-                heappush(waiting, (max(bound, least), place, next(numbers), closer))
+            place, item = heappop(waiting)
+            plan = item if isinstance(item, Plan) else None
+            if plan is None:
+                for number, (least, closer) in enumerate(self._closer(item)):
+                    bound = max(place.bound, least)
+                    of_closer = _Place(bound, self._place_of_family(closer), (*place.path, number))
+                    heappush(waiting, _Waiting(of_closer, closer))
+            predicted = tuple(self._predicted)
+            self._predicted.clear()
+            yield _Step(process, place, plan, predicted, len(waiting))
+
+    def _place_of_family(self, item: Any) -> int:
+        """Of plans that take equally long the simplest family comes first, whatever their bounds were."""
+        return self.question.families.index(item.candidate.setup.family) if isinstance(item, Plan) else -1
 
     def _closer(self, item: Any) -> Iterator[tuple[float, Any]]:
         """The items that an item is refined to, with lower bounds."""
@@ -441,7 +513,9 @@ class Search:
 
     def _plan(self, candidate: Candidate) -> Plan:
         if candidate not in self.plans:
-            self.plans[candidate] = predict_candidate(candidate, self.question)
+            predicted = predict_candidate(candidate, self.question)
+            self.plans[candidate] = predicted
+            self._predicted.append(predicted)
         return self.plans[candidate]
 
 

@@ -6,7 +6,8 @@ with its own tokens and attention.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from heapq import merge
@@ -24,6 +25,7 @@ from ..costs.training_setup import TrainingSetup
 from ..partition import packs_of_step, segment_multiple, work_by_flops
 from ..schedule import FAMILIES
 from .fitting import fullest_ranks
+from .forked import merged
 from .memory_bounds import least_bytes
 from .packed_bounds import PackedBounds, packed_bounds
 from .packed_steps import Order, PackedSteps, Steps, packed_steps
@@ -123,9 +125,9 @@ def in_bins(histogram: Mapping[int, int]) -> Mapping[int, int]:
 
 class UnitSearch:
     """The plans for steps of `question.global_batch_size` sequences that are drawn from a histogram and cut off at
-    `question.sequence_length`."""
+    `question.sequence_length`. Several `processes` share the sizes of units."""
 
-    def __init__(self, question: Question, histogram: Mapping[int, int]) -> None:
+    def __init__(self, question: Question, histogram: Mapping[int, int], processes: int = 1) -> None:
         most = question.sequence_length
         counts: Counter[int] = Counter()
         for length, count in histogram.items():
@@ -138,6 +140,7 @@ class UnitSearch:
         self.fullest = (longest, *sorted(fullest)[:-1])
         self.tokens = fmean(map(sum, self.steps))
         self.histogram = counts
+        self._processes = processes
         self._predicted = lru_cache(maxsize=1024)(self._predict_step)
 
     def best(self, count: int = 5) -> list[UnitPlan]:
@@ -154,10 +157,24 @@ class UnitSearch:
     def _best(self, sizes: Sequence[int], count: int) -> list[UnitPlan]:
         """The best plans for units of some sizes, chosen by the likely slowest replica of each step, then predicted
         with the slowest of all."""
-        searches = [_SearchOfUnits(self, size).by_bounds() for size in sizes]
-        fastest_first = (plan for _, plan in merge(*searches, key=itemgetter(0)) if plan is not None)
-        found = [self.predict(plan.candidate) for plan in islice(fastest_first, count)]
-        return sorted(found, key=lambda plan: plan.seconds)
+        with closing(self._fastest_first(sizes)) as fastest:
+            found = [*islice(fastest, count)]
+        return sorted((self.predict(plan.candidate) for plan in found), key=lambda plan: plan.seconds)
+
+    def _fastest_first(self, sizes: Sequence[int]) -> Generator[Plan]:
+        """Plans for units of some sizes, by the likely slowest replica of each step; of equal ones that for the size
+        that comes first."""
+        place = itemgetter(0, 1)
+        searches = [_numbered(number, _SearchOfUnits(self, size)) for number, size in enumerate(sizes)]
+        in_order: Iterator[tuple[float, int, Plan | None]]
+        if self._processes == 1:
+            in_order = merge(*searches, key=place)
+        else:
+            shares = (searches[first :: self._processes] for first in range(self._processes))
+            in_order = merged([merge(*share, key=place) for share in shares if share], key=place)
+        for _, _, plan in in_order:
+            if plan is not None:
+                yield plan
 
     def way_out(self) -> ValueError:
         """The error for a question without a plan."""
@@ -340,6 +357,12 @@ class _SearchOfUnits(Search):
 
     def _in_units(self, setup: TrainingSetup) -> Candidate:
         return Candidate(setup, unit_tokens=self._unit_tokens)
+
+
+def _numbered(number: int, search: Search) -> Iterator[tuple[float, int, Plan | None]]:
+    """The bounds and plans of a search, with the number of its size of units."""
+    for least, plan in search.by_bounds():
+        yield least, number, plan
 
 
 def _has_equal_counts(setup: TrainingSetup) -> bool:

@@ -38,6 +38,12 @@ def test_a_drawn_step_has_each_length_as_often_as_the_histogram():
     assert draw({64: 3, 128: 1}, 512) == steps
 
 
+def test_processes_share_the_sizes_of_units():
+    found = search(HISTOGRAM, global_batch_size=8).best()
+    assert len(found) == 5
+    assert UnitSearch(small(global_batch_size=8), HISTOGRAM, processes=2).best() == found
+
+
 @pytest.mark.parametrize("sizes", [(1, 1, 4, 1), (1, 1, 2, 2), (2, 2, 1, 1)])
 @pytest.mark.parametrize("family", ["1f1b", "zb-h1"])
 def test_equal_sequences_take_what_segments_of_them_take(sizes, family):

@@ -1,0 +1,51 @@
+"""Processes advance iterators, and share a search without a trace in its answer."""
+
+import multiprocessing
+import os
+import signal
+from contextlib import closing
+from itertools import count, islice
+
+import pytest
+
+from megatron.seq1f1b.planner import search
+from megatron.seq1f1b.planner.forked import merged
+from megatron.seq1f1b.planner.search import Search
+from unit_tests.planner.question import small
+
+
+def killed_after(values):
+    """Values, and then the end of the process that iterates over them."""
+    yield from values
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_values_of_processes_come_in_order():
+    assert [*merged([[0, 3, 4], [], [1, 2, 5]], key=int)] == [0, 1, 2, 3, 4, 5]
+
+
+def test_processes_end_with_who_reads_them():
+    with closing(merged([count(), count()], key=int)) as endless:
+        assert [*islice(endless, 6)] == [0, 0, 1, 1, 2, 2]
+        assert len(multiprocessing.active_children()) == 2
+    assert multiprocessing.active_children() == []
+
+
+def test_a_killed_process_is_an_error():
+    with pytest.raises(ValueError, match="memory is short; try fewer --workers"):
+        list(merged([killed_after([1, 2]), count()], key=int))
+    assert multiprocessing.active_children() == []
+
+
+@pytest.mark.parametrize("by_megatron", [False, True], ids=["ours", "megatron"])
+def test_processes_find_what_one_finds(monkeypatch, by_megatron):
+    question = small(memory_gib=2.5, host_gib=8)
+    question = question.megatron_baseline() if by_megatron else question
+    alone = Search(question)
+    found = alone.best(5)
+    monkeypatch.setattr(search, "_ALONE", 10)
+    left = []
+    shared = Search(question, progress=left.append, processes=3)
+    assert shared.best(5) == found
+    assert shared.plans.keys() == alone.plans.keys()
+    assert len(left) > 10
