@@ -144,6 +144,21 @@ def test_messages_used_in_another_order_than_sent():
 
 
 @on_ranks(2)
+def test_the_first_step_of_each_model_is_special():
+    """A critic beside an actor may need kernels that are not loaded yet, while messages occupy the GPU."""
+    collection = groups()
+    with patch.object(executor_file, "Communicator", OnDevice):
+        given = executor(k=2)
+        turns = []
+        actor, critic = stage(), stage()
+        for model in (actor, critic, actor, critic):
+            before = OnDevice.turns
+            run(given, model, pg_collection=collection)
+            turns.append(OnDevice.turns - before)
+    assert turns == [1, 1, 0, 0]
+
+
+@on_ranks(2)
 def test_a_rerun_on_rewound_iterators():
     """Megatron runs a step again to see whether it gives the same; each run reads every micro-batch once."""
 

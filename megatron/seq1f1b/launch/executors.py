@@ -160,7 +160,8 @@ def _segmentation(
         cut=cut,
         packed=packed,
         end_of_document=end_token,
-        from_calls=from_calls and (cuts_sequences or bool(config.run.settings.get("variable_seq_lengths"))),
+        from_calls=from_calls and cuts_sequences,
+        from_variable_calls=from_calls,
         segments_for=config.segments_for,
         read_calls=surroundings.read_calls,
     )

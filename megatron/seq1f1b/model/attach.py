@@ -33,6 +33,12 @@ _PATCHES = (
 )
 _PATCHED = tuple({owner_of(patch.target)[0] for patch in _PATCHES})
 
+# What segment attention computes as well: softmax of causal scores, with the scale, window and sink of the layer.
+_REPLACEABLE = (
+    "megatron.core.transformer.dot_product_attention.DotProductAttention",
+    "megatron.core.extensions.transformer_engine.TEDotProductAttention",
+)
+
 KernelsOf = Callable[[TransformerConfig], KernelChoice]  # the choice for a model, by its configuration
 
 
@@ -76,17 +82,19 @@ def use_segment_attention(
     model: Iterable[torch.nn.Module], kernels_of: KernelsOf = KernelChoice.of_config
 ) -> list[torch.nn.Module]:
     """Replace the `core_attention` of every causal self-attention layer in the model chunks, for Megatron's own
-    schedules, too: without a running segment ours is plain causal attention. Returns the chunks."""
+    schedules, too: without a running segment ours is plain causal attention. Returns the chunks. Raises ValueError for
+    one that Megatron does not have, which may compute anything."""
     chunks: list[Any] = list(model)
     kernels = None
     target = "megatron.core.transformer.attention.Attention.core_attention"
     for chunk in chunks:
         # DistributedDataParallel hooks every module while it gathers parameters ahead.
         hooks: dict[Any, Any] = getattr(chunk, "remove_forward_pre_hook_handles", {})
-        for _, layer in _attention_layers(chunk):
+        for name, layer in _attention_layers(chunk):
             old = layer.core_attention
             if not _is_causal(layer) or isinstance(old, SegmentAttention):
                 continue
+            _require_replaceable(name, old)
             if kernels is None:
                 kernels = kernels_of(layer.config)
             new = _segment_attention_for(layer, kernels)
@@ -96,6 +104,16 @@ def use_segment_attention(
                 hooks[new] = new.register_forward_pre_hook(chunk._make_forward_pre_hook())
             patched_on([layer], [Patch(target, new, "attends to the keys of its own input only")])
     return chunks
+
+
+def _require_replaceable(name: str, attention: torch.nn.Module) -> None:
+    kind = type(attention)
+    own_name = f"{kind.__module__}.{kind.__qualname__}"
+    if own_name not in _REPLACEABLE:
+        raise ValueError(
+            f"{name} computes attention by {own_name}, which segments would replace by plain causal attention, without "
+            "what it adds to that (capped scores, windows by layer, scaled queries); run this model without segments"
+        )
 
 
 def _segment_attention_for(layer: Any, kernels: KernelChoice) -> SegmentAttention:
@@ -127,8 +145,8 @@ def refuse_attention_to_later_tokens(chunks: Iterable[torch.nn.Module]) -> None:
             if not _is_causal(layer):
                 raise ValueError(
                     f"{name} is a {type(layer).__name__} with a mask of type {layer.attn_mask_type.name}, whose tokens "
-                    "need later ones (an encoder, a vision tower), so that its sequences cannot be cut; drop "
-                    "--sequence-splits"
+                    "need later ones (an encoder, a vision tower) or not all earlier ones (a tree of sequences), so "
+                    "that its sequences cannot be cut; drop --sequence-splits or --segment-tokens"
                 )
 
 

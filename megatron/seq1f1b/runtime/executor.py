@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from datetime import timedelta
 from functools import cache, partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -106,7 +107,8 @@ class PipelineExecutor:
         self._layer_ends = LayerEnds(activations.host_memory.end_layer)
         self._communicator = cache(partial(Communicator, timeout=timeout))
         self._check_agreement = cache(check_agreement)
-        self._ran_before: set[tuple] = set()  # kinds of steps, whose kernels are loaded
+        # Kinds of steps, whose kernels are loaded, of each model of the program, by its first chunk on this rank.
+        self._ran_before: WeakKeyDictionary[torch.nn.Module, set[tuple]] = WeakKeyDictionary()
         self._failure: str | None = None
         self._num_steps = 0
         self._caller = OneCaller()
@@ -138,22 +140,23 @@ class PipelineExecutor:
         step = Step(style=self._schedule.placement, **arguments)
         segmentation = self.segmentation
         lengths: tuple[int, ...] = ()  # of segments, if they are known before the program calls its model
-        if not segmentation.from_calls:
+        if not segmentation.reads_calls(step):
             lengths = tuple(segmentation.lengths(step.seq_length))
         if segmentation.cuts_sequences:
             refuse_uncut(step)
         if not step.is_alone:
             self._agree(step, lengths)
         communicator = self._communicator(step.pipeline, step.placement, step.config.pipeline_dtype, step.device)
-        # The first step with such segments may load or compile kernels, and CUDA may then wait for the whole GPU. If
-        # messages are kernels, none is in flight in that step while another kernel starts.
+        # The first step of a model with such segments may load or compile kernels, and CUDA may then wait for the whole
+        # GPU. If messages are kernels, none is in flight in that step while another kernel starts.
+        ran_before = self._ran_before.setdefault(step.chunks[0], set())
         kind_of_step = step.placement, lengths, step.micro_batch_size, step.forward_only
-        communicator.begin_step(loads_kernels=kind_of_step not in self._ran_before)
+        communicator.begin_step(loads_kernels=kind_of_step not in ran_before)
         self._prepare_models(step)
         with timed(step.config), self._failing_for_good(step):
             losses = self._run_calls(step, communicator)
             reports = self._reports(losses, step)
-        self._ran_before.add(kind_of_step)
+        ran_before.add(kind_of_step)
         return reports
 
     def _run_calls(self, step: Step, communicator: Communicator) -> Losses:
@@ -192,7 +195,7 @@ class PipelineExecutor:
     def _suspends_calls(self, step: Step) -> bool:
         """Whether the model runs on parts of what the program calls it with; else on each micro-batch as it comes."""
         segmentation = self.segmentation
-        cuts = segmentation.from_calls or segmentation.cuts_sequences
+        cuts = segmentation.reads_calls(step) or segmentation.cuts_sequences
         keeps_order = step.forward_only or self._schedule.keeps_order
         return cuts or not keeps_order or step.groups.cp.size() > 1 or self._goes_by_plans(step)
 
@@ -300,7 +303,7 @@ class PipelineExecutor:
         placement = step.placement
         config = step.config
         sizes = f"of {step.micro_batch_size} sequences, segments of {list(lengths)} tokens"
-        if self.segmentation.from_calls:
+        if self.segmentation.reads_calls(step):
             sizes = "of the sizes that the first stage tells"
         within = " within documents" if self.segmentation.packed else ""
         self._check_agreement(

@@ -10,6 +10,7 @@ import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.transformer.attention import CrossAttention, SelfAttention
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -29,7 +30,9 @@ def attention_layer(kind, mask_type):
     """A layer as far as the replacement looks at it, with an attention of two parts."""
     layer = kind.__new__(kind)
     torch.nn.Module.__init__(layer)
-    layer.core_attention = torch.nn.Sequential(torch.nn.Identity())
+    layer.core_attention = DotProductAttention.__new__(DotProductAttention)
+    torch.nn.Module.__init__(layer.core_attention)
+    layer.core_attention.part = torch.nn.Identity()
     layer.attn_mask_type, layer.layer_number, layer.num_attention_heads_per_partition = mask_type, 1, 1
     layer.pg_collection = SimpleNamespace(cp=SimpleNamespace(size=lambda: 1))
     layer.config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, attention_dropout=0.0)
@@ -42,6 +45,7 @@ def attention_layer(kind, mask_type):
         (SelfAttention, AttnMaskType.causal, True),
         (SelfAttention, AttnMaskType.no_mask, False),
         (SelfAttention, AttnMaskType.padding, False),
+        (SelfAttention, AttnMaskType.arbitrary, False),
         (CrossAttention, AttnMaskType.padding, False),
     ],
 )
@@ -55,6 +59,21 @@ def test_only_causal_self_attention_is_replaced(kind, mask_type, is_replaced):
         words = f"tower is a {kind.__name__} with a mask of type {mask_type.name}.*--sequence-splits"
         with pytest.raises(ValueError, match=words):
             refuse_attention_to_later_tokens([tower])
+
+
+def test_attention_of_a_programs_own_is_refused():
+    """Megatron-Bridge has such for Gemma, with capped scores and windows by layer, and for Ministral."""
+
+    class CappedAttention(DotProductAttention):
+        pass
+
+    layer = attention_layer(SelfAttention, AttnMaskType.causal)
+    layer.core_attention.__class__ = CappedAttention
+    with pytest.raises(
+        ValueError, match="^tower computes attention by .*CappedAttention, which segments would replace"
+    ):
+        use_segment_attention([torch.nn.ModuleDict({"tower": layer})])
+    assert type(layer.core_attention) is CappedAttention
 
 
 def test_layers_that_evaluate_get_attention_that_evaluates():

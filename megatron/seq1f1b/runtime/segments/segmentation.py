@@ -57,6 +57,7 @@ class Segmentation:
     - `cut`: the lengths of the segments, unless there is one.
     - `from_calls`: the length and the documents of a micro-batch are those of the program's call of the model on the
       first stage. All calls of a step are then started before it is cut and scheduled.
+    - `from_variable_calls`: the same in steps of models with `variable_seq_lengths`.
     - `segments_for(longest, shortest)`: the number of segments of a micro-batch from a call, by its length; if all
       replicas need the same number, by the longest and the shortest of their micro-batches. Without it `num_segments`.
     - `packed`: documents are kept apart even if the call names none. They begin where `position_ids` start anew, or
@@ -71,13 +72,15 @@ class Segmentation:
         packed: bool = False,
         end_of_document: int | None = None,
         from_calls: bool = False,
+        from_variable_calls: bool = False,
         segments_for: Callable[[int, int], int] | None = None,
         read_calls: ReadCalls | None = None,
     ) -> None:
         self.num_segments = num_segments
         self.packed = packed
         self.end_of_document = end_of_document
-        self.from_calls = from_calls or packed
+        self._from_calls = from_calls or packed
+        self._from_variable_calls = from_variable_calls
         self.documents_of_step: StepDocuments | None = None
         self._cut = cut
         self._segments_for = segments_for
@@ -92,13 +95,19 @@ class Segmentation:
         """Whether attention is that of segments; if not, the model keeps its own, which reads masks."""
         return self.cuts_sequences or self.packed
 
+    def reads_calls(self, step: Step) -> bool:
+        """Whether the program's calls of the model tell the sizes of the micro-batches of a step. One program may have
+        models whose lengths vary, and others."""
+        varies = getattr(step.config, "variable_seq_lengths", False)
+        return self._from_calls or (self._from_variable_calls and varies)
+
     def lengths(self, sequence_length: int) -> Sequence[int]:
         """Tokens of each segment, first to last, of a micro-batch of a length known before the step."""
         return self._cut(sequence_length) if self.cuts_sequences else (sequence_length,)
 
     def cut_step(self, step: Step, calls: Calls | None) -> None:
         """Set the segments of a step; it has `calls` if they may tell how."""
-        if self.from_calls:
+        if self.reads_calls(step):
             assert calls is not None, "a step is cut by its calls before there are any"
             microbatches = self._read_calls(step, calls)
             numbers = self._numbers_of_segments(step, microbatches)
