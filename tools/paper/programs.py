@@ -150,7 +150,7 @@ def _(setup: PaperSetup, machine: Machine) -> Costs:
     if setup.adds_gradients_last:
         # The W of the package goes with the backward; what is left is to read two numbers and write one.
         whole = tuple(tuple(map(sum, zip(*rows, strict=True))) for rows in zip(costs.i, costs.w, strict=True))
-        size = 3 * setup.gradient_bytes * setup.layer_parameters()[0]
+        size = 3 * setup.gradient_bytes * setup.layer_parameters().dense
         of_layer = machine.device.moving_time(size, 1)
         added = tuple((layers * of_layer,) * len(setup.segments) for layers in setup.layers_per_stage)
         costs = replace(costs, i=whole, w=added)

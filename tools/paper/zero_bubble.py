@@ -89,7 +89,7 @@ def _with_memory(costs: Costs, setup: PaperSetup) -> Costs:
         for after in (Holds.ACTIVATIONS, Holds.FOR_WEIGHTS)
     )
     least = tuple(tuple(map(min, *rows)) for rows in zip(for_weights, held, strict=True))
-    return replace(costs, activation=held, kept=least)
+    return replace(costs, activation=held, activation_for_w=least)
 
 
 def bubble_rates(folder: Path = REFERENCE) -> Iterator[Row]:

@@ -243,15 +243,22 @@ def _first_of_kind(model: ModelShape) -> tuple[int, ...]:
     return tuple(of_layers)
 
 
+class Parameters(NamedTuple):
+    """How many parameters there are; a mean over ranks that share them need not be a whole number."""
+
+    dense: float  # of all but routed experts
+    routed: float  # of routed experts
+
+
 @lru_cache(maxsize=1024)
-def layer_parameters(model: ModelShape, layer: int, tensor_parallel: int = 1) -> tuple[float, float]:
-    """Parameters of a layer on one tensor-parallel rank, without routed experts, and those of all routed experts."""
+def layer_parameters(model: ModelShape, layer: int, tensor_parallel: int = 1) -> Parameters:
+    """Those of a layer on one tensor-parallel rank, with all its routed experts."""
     dense = routed = 0.0
     for block in blocks_of(model, layer, tensor_parallel):
         router = model.hidden_size * block.experts
         dense += sum(product.size for product in block.products) + block.vectors + router
         routed += block.experts * sum(product.size for product in block.expert)
-    return dense, routed
+    return Parameters(dense, routed)
 
 
 def parameters_of_model(model: ModelShape) -> float:
@@ -261,8 +268,15 @@ def parameters_of_model(model: ModelShape) -> float:
     return of_layers + 2 * (model.vocab_size * model.hidden_size)
 
 
-def layer_flops(model: ModelShape, layer: int) -> tuple[float, float]:
-    """FLOPs of a forward, of a token and of a query with a key that it sees. Raises ValueError for an unknown layer."""
+class Flops(NamedTuple):
+    """FLOPs of a forward."""
+
+    per_token: float
+    per_pair: float  # of a query and a key that it sees
+
+
+def layer_flops(model: ModelShape, layer: int) -> Flops:
+    """Those of a layer. Raises ValueError for an unknown one."""
     per_token = per_pair = 0.0
     for block in blocks_of(model, layer):
         routed = block.active * sum(product.size for product in block.expert)
@@ -270,7 +284,7 @@ def layer_flops(model: ModelShape, layer: int) -> tuple[float, float]:
         per_token += 2 * (sum(product.size for product in block.products) + routed + router) + block.scan
         if block.attention:
             per_pair += 2 * block.attention.heads * (block.attention.score_dim + block.attention.value_dim)
-    return per_token, per_pair
+    return Flops(per_token, per_pair)
 
 
 def head_flops(model: ModelShape) -> int:

@@ -225,7 +225,7 @@ def routed_bytes(setup: TrainingSetup, blocks: Iterable[Block], length: int) -> 
 @singledispatch
 def backward_working(setup: TrainingSetup, stage: StageLayers, start: int, end: int) -> float:
     """The largest working memory of a layer of the stage in the backward of the segment [start, end); not the loss."""
-    return max((_layer_working(setup.alone, layer, start, end) for layer, _ in stage.layers), default=0.0)
+    return max((_layer_working(setup.layer_setup, layer, start, end) for layer, _ in stage.layers), default=0.0)
 
 
 @lru_cache(maxsize=1 << 16)
@@ -313,7 +313,7 @@ def unit_bytes(setup: TrainingSetup, stage: StageLayers, holds: Holds = Holds.AC
             sizes[segment, Use.ACTIVATIONS] = hidden_states
             sizes[segment, Use.LOGITS] = of_loss
         for layer, count in stage.layers:
-            for use, size in _layer_kept(setup.alone, layer, start, end, holds).items():
+            for use, size in _layer_kept(setup.layer_setup, layer, start, end, holds).items():
                 sizes[segment, use] += count * size
     return sizes
 

@@ -80,13 +80,21 @@ class LayerTime(NamedTuple):
     weight: float
 
 
+class Seconds(NamedTuple):
+    """Seconds of one segment: of its forward, its input gradients and its weight gradients."""
+
+    forward: float
+    input: float
+    weight: float
+
+
 @singledispatch
 def layer_time(setup: TrainingSetup, machine: Machine, start: int, end: int, layer: int = 0) -> LayerTime:
     """The tokens [start, end) of a micro-batch, without recomputation. Raises ValueError for an unknown layer."""
     blocks = setup.blocks(layer)
     forward, back, weight = _dense_time(setup, machine, blocks, start, end, layer)
     # Products that add to gradients also read and write these.
-    weight = max(weight, machine.device.moving_time(2 * setup.gradient_bytes * setup.layer_parameters(layer)[0]))
+    weight = max(weight, machine.device.moving_time(2 * setup.gradient_bytes * setup.layer_parameters(layer).dense))
     # Tensor-parallel collectives run beside products of weight gradients, or beside all with --tp-comm-overlap.
     if setup.hides_tensor_exchange:
         forward, back = forward.beside(exchange=forward.matmul), back.beside(exchange=back.matmul + weight)
@@ -223,7 +231,7 @@ def _routed_time(setup: TrainingSetup, machine: Machine, blocks: Sequence[Block]
     # One grouped product: each expert has its part of the tokens of all ranks of the group.
     matmul = sum(device.matmul_time(routed / here, product.outputs, product.inputs, here) for product in block.expert)
     weight = sum(device.matmul_time(product.outputs, product.inputs, routed / here, here) for product in block.expert)
-    adding = device.moving_time(2 * setup.gradient_bytes * setup.layer_parameters(layer)[1])
+    adding = device.moving_time(2 * setup.gradient_bytes * setup.layer_parameters(layer).routed)
     router = device.matmul_time(tokens, block.experts, hidden)
     # Sorting tokens by expert and back, each a read and a write; the activation function.
     other = device.moving_time(BYTES * routed * (4 * hidden + first.outputs + last.inputs), 12)
@@ -362,16 +370,19 @@ def fastest_cp_comm_type(setup: TrainingSetup, machine: Machine) -> str | None:
     return None if setup.context_parallel == 1 else min(comm_types(setup, machine), key=seconds)
 
 
-def embedding_time(setup: TrainingSetup, machine: Machine, start: int, end: int) -> tuple[float, float, float]:
-    """Seconds of F, I and W of the embedding."""
+def embedding_time(setup: TrainingSetup, machine: Machine, start: int, end: int) -> Seconds:
+    """The tokens [start, end) in the embedding."""
     moved = setup.whole_input(end - start)
     exchange = machine.all_reduce_time(setup.tensor_group, moved) / (2 if setup.sequence_parallel else 1)
-    forward = machine.device.moving_time(2 * moved, 3) + exchange
-    return forward, exchange if setup.sequence_parallel else 0.0, machine.device.moving_time(4 * moved, 3)
+    return Seconds(
+        forward=machine.device.moving_time(2 * moved, 3) + exchange,
+        input=exchange if setup.sequence_parallel else 0.0,
+        weight=machine.device.moving_time(4 * moved, 3),
+    )
 
 
-def head_time(setup: TrainingSetup, machine: Machine, start: int, end: int) -> tuple[float, float, float]:
-    """Seconds of F, I and W of the projection to the vocabulary and the loss, and of those of each prediction head."""
+def head_time(setup: TrainingSetup, machine: Machine, start: int, end: int) -> Seconds:
+    """The tokens [start, end) in the projection to the vocabulary and the loss, and those of each prediction head."""
     device = machine.device
     model = setup.model
     rows = setup.rows(end - start)
@@ -394,4 +405,8 @@ def head_time(setup: TrainingSetup, machine: Machine, start: int, end: int) -> t
         back, weight = back + of_logits + weight, 0.0
     joining = model.prediction_depth * device.matmul_time(rows, hidden / setup.tensor_parallel, 2 * hidden)
     heads = 1 + model.prediction_depth
-    return heads * forward + joining, heads * back + joining, heads * weight + joining
+    return Seconds(
+        forward=heads * forward + joining,
+        input=heads * back + joining,
+        weight=heads * weight + joining,
+    )

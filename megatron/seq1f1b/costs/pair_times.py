@@ -87,12 +87,14 @@ class _Most(NamedTuple):
 
 def pair_times(setup: TrainingSetup, machine: Machine) -> PairTimes:
     """What pairs save on all stages of a set-up."""
-    return _pair_times(setup.alone, machine, setup.layers_per_stage)
+    return _pair_times(setup.layer_setup, machine, setup.layers_per_stage)
 
 
 @lru_cache(maxsize=8192)
-def _pair_times(alone: TrainingSetup, machine: Machine, layers_per_stage: tuple[int, ...]) -> PairTimes:
-    return PairTimes(of_stages(alone.model, layers_per_stage, lambda stage: pair_row(alone, machine, stage)))
+def _pair_times(layer_setup: TrainingSetup, machine: Machine, layers_per_stage: tuple[int, ...]) -> PairTimes:
+    return PairTimes(
+        of_stages(layer_setup.model, layers_per_stage, lambda stage: pair_row(layer_setup, machine, stage))
+    )
 
 
 @lru_cache(maxsize=8192)
@@ -101,11 +103,13 @@ def pair_row(setup: TrainingSetup, machine: Machine, stage: StageLayers) -> Pair
     travel to experts once more are hidden. Of an exchange a share passes beside compute. While one of the two waits
     for its counts of tokens the other computes, so that nothing of this shows."""
     if setup.parts:
-        of_parts = [pair_row(part.alone, machine, stage) for part in setup.parts]
+        of_parts = [pair_row(part.layer_setup, machine, stage) for part in setup.parts]
         return PairRow(*(tuple(chain(*columns)) for columns in zip(*of_parts, strict=True)))
     hidden = machine.device.hidden_exchange
     of_layers = [(count, layer_times(setup, machine, layer)) for layer, count in stage.layers]
-    launch_f, launch_b = (launching + machine.host.action for launching in launch_times(setup, machine, stage))
+    launching = launch_times(setup, machine, stage)
+    launch_f = launching.forward + machine.host.action
+    launch_b = launching.backward + machine.host.action
     waits = machine.host.counts * sum(count for layer, count in stage.layers if has_experts(setup, layer))
     waits_again = waits if setup.repeats("E") else 0.0
     rows: dict[str, list[float]] = {name: [] for name in PairRow._fields}

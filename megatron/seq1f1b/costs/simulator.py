@@ -170,10 +170,10 @@ def _replica_seconds(setup: TrainingSetup, machine: Machine, costs: Costs) -> di
     chunks."""
     reduce = []
     gather = []
-    for dense, routed in setup.parameters:
-        seconds_of_reduce, seconds_of_gather = replica_times(setup, machine, dense, routed)
-        reduce.append(seconds_of_reduce)
-        gather.append(seconds_of_gather)
+    for parameters in setup.parameters:
+        of_stage = replica_times(setup, machine, parameters)
+        reduce.append(of_stage.reduce)
+        gather.append(of_stage.gather)
     if not setup.partitions_state:
         for rank in range(setup.pipeline_parallel):
             stage = setup.placement.stages_of(rank)[0]

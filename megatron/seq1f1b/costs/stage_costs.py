@@ -206,7 +206,7 @@ def action_costs(stages: Sequence[StageCost], layers_per_stage: Sequence[int], l
         message_f=nothing,
         message_b=nothing,
         activation=held,
-        kept=held,
+        activation_for_w=held,
     )
 
 

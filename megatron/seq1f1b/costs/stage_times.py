@@ -13,9 +13,10 @@ from typing import NamedTuple
 
 from ..schedule import Costs, Placement
 from ..schedule.cost_tables import Table
-from .blocks import BYTES
+from .blocks import BYTES, Parameters
+from .context_exchange import BothPasses
 from .layer_bytes import stage_moved
-from .layer_times import LayerTime, embedding_time, has_experts, head_time, layer_times, repeated_time
+from .layer_times import LayerTime, Seconds, embedding_time, has_experts, head_time, layer_times, repeated_time
 from .machine import Machine
 from .training_setup import Fsdp, Moves, StageLayers, TrainingSetup, of_stages
 
@@ -43,45 +44,38 @@ def _times_with_recomputation(setup: TrainingSetup, machine: Machine, layer: int
     )
 
 
-class _Seconds(NamedTuple):
-    """One segment on one layer: its forward, its input gradients and its weight gradients."""
-
-    forward: float
-    input: float
-    weight: float
-
-
 @lru_cache(maxsize=8192)
-def _seconds_of_layer(setup: TrainingSetup, machine: Machine, layer: int) -> tuple[_Seconds, ...]:
+def _seconds_of_layer(setup: TrainingSetup, machine: Machine, layer: int) -> tuple[Seconds, ...]:
     """The seconds of a layer, by segment; stages share them."""
     times = _times_with_recomputation(setup, machine, layer)
-    return tuple(_Seconds(of_stage.forward.total, of_stage.input.total, of_stage.weight) for of_stage in times)
+    return tuple(Seconds(time.forward.total, time.input.total, time.weight) for time in times)
 
 
-def launch_times(setup: TrainingSetup, machine: Machine, stage: StageLayers) -> tuple[float, float]:
-    """What the host needs for the kernels of a forward and of a backward of a stage; graphs take it no time."""
+def launch_times(setup: TrainingSetup, machine: Machine, stage: StageLayers) -> BothPasses:
+    """What the host needs for the kernels of a stage; graphs take it no time."""
     num_layers = 0 if setup.replays_layers else sum(count for _, count in stage.layers)
-    experts_forward, experts_backward = _launches_of_experts(setup, machine, stage)
-    forward = num_layers * machine.host.layer_forward + experts_forward
-    backward = num_layers * machine.host.layer_backward + experts_backward
+    of_experts = _launches_of_experts(setup, machine, stage)
+    forward = num_layers * machine.host.layer_forward + of_experts.forward
+    backward = num_layers * machine.host.layer_backward + of_experts.backward
     if setup.recomputes_layers:
         backward += forward
     elif setup.repeats("E"):
-        backward += experts_forward
-    return forward, backward
+        backward += of_experts.forward
+    return BothPasses(forward, backward)
 
 
-def _launches_of_experts(setup: TrainingSetup, machine: Machine, stage: StageLayers) -> tuple[float, float]:
-    """What the host needs for the experts of a rank, one after the other, in a forward and in a backward."""
+def _launches_of_experts(setup: TrainingSetup, machine: Machine, stage: StageLayers) -> BothPasses:
+    """What the host needs for the experts of a rank, one after the other."""
     experts = setup.model.experts
     if experts is None:
-        return 0.0, 0.0
+        return BothPasses(0.0, 0.0)
     layers = sum(count for layer, count in stage.layers if has_experts(setup, layer))
     forward = layers * experts.total / setup.expert_parallel * machine.host.expert
     backward = 2 * forward
     if setup.model.has_biases:
-        forward, backward = (1 + _BIASES_FORWARD) * forward, (1 + _BIASES_BACKWARD) * backward
-    return forward, backward
+        forward *= 1 + _BIASES_FORWARD
+        backward *= 1 + _BIASES_BACKWARD
+    return BothPasses(forward, backward)
 
 
 class _Passes(NamedTuple):
@@ -105,11 +99,11 @@ def _passes_of_stage(setup: TrainingSetup, machine: Machine, stage: StageLayers)
     """By segment, without what the host needs for an action."""
     num_layers = sum(count for _, count in stage.layers)
     of_layers = [(count, _seconds_of_layer(setup, machine, layer)) for layer, count in stage.layers]
-    launch_f, launch_b = launch_times(setup, machine, stage)
+    launching = launch_times(setup, machine, stage)
     # Sharded parameters are gathered in both directions, and sharded gradients reduced, beside compute.
     reduce = gather = 0.0
     if setup.shards_gradients:
-        reduce, gather = replica_times(setup, machine, *setup.stage_parameters(stage))
+        reduce, gather = replica_times(setup, machine, setup.stage_parameters(stage))
     if not setup.shards_parameters:
         gather = 0.0
     for index, span in enumerate(setup.spans):
@@ -119,9 +113,12 @@ def _passes_of_stage(setup: TrainingSetup, machine: Machine, stage: StageLayers)
             forward += count * seconds.forward
             back += count * seconds.input
             weight += count * seconds.weight
-        for end_time, is_here in ((embedding_time, stage.is_first), (head_time, stage.is_last)):
+        for time_of, is_here in ((embedding_time, stage.is_first), (head_time, stage.is_last)):
             if is_here:
-                forward, back, weight = map(add, (forward, back, weight), end_time(setup, machine, *span))
+                of_end = time_of(setup, machine, *span)
+                forward += of_end.forward
+                back += of_end.input
+                weight += of_end.weight
         copied = stage_moved(setup, stage, *span) if setup.moves_parts else 0.0
         copying = copied / machine.device.host_bandwidth if copied else 0.0
         # A forward waits for the copies of all layers but the last two, which may be on their way at its end; for those
@@ -129,18 +126,18 @@ def _passes_of_stage(setup: TrainingSetup, machine: Machine, stage: StageLayers)
         on_their_way = 0.0 if setup.moves is Moves.LAYERS else min(1.0, 2 / max(1, num_layers))
         leaving = copying * (1 - on_their_way)
         yield _Passes(
-            forward=(forward, launch_f, leaving, gather),
-            backward=(back + weight, launch_b, copying, gather + reduce),
+            forward=(forward, launching.forward, leaving, gather),
+            backward=(back + weight, launching.backward, copying, gather + reduce),
             weight=weight,
         )
 
 
 @lru_cache(maxsize=1 << 14)
-def waits_for_launches(alone: TrainingSetup, machine: Machine) -> bool:
+def waits_for_launches(layer_setup: TrainingSetup, machine: Machine) -> bool:
     """Whether the device waits for its host in some layer."""
-    (all_layers,) = alone.stages
+    (all_layers,) = layer_setup.stages
     for layer, _ in all_layers.layers:
-        passes = _passes_of_stage(alone, machine, StageLayers.of_layer(layer))
+        passes = _passes_of_stage(layer_setup, machine, StageLayers.of_layer(layer))
         if any(of_segment.wait_for_launches for of_segment in passes):
             return True
     return False
@@ -176,29 +173,31 @@ def sums_of_stage(setup: TrainingSetup, machine: Machine, stage: StageLayers) ->
 
 def stage_rows(setup: TrainingSetup, machine: Machine) -> Sequence[StageRows]:
     """The rows of every stage."""
-    return rows_of_stages(setup.alone, machine, setup.layers_per_stage)
+    return rows_of_stages(setup.layer_setup, machine, setup.layers_per_stage)
 
 
 @lru_cache(maxsize=8192)
-def rows_of_stages(alone: TrainingSetup, machine: Machine, layers_per_stage: tuple[int, ...]) -> Sequence[StageRows]:
+def rows_of_stages(
+    layer_setup: TrainingSetup, machine: Machine, layers_per_stage: tuple[int, ...]
+) -> Sequence[StageRows]:
     """The rows of stages with so many layers, from a set-up with a fixed value of all that does not matter to a single
     layer."""
-    if alone.parts:
-        of_parts = [rows_of_stages(part, machine, layers_per_stage) for part in alone.parts]
+    if layer_setup.parts:
+        of_parts = [rows_of_stages(part, machine, layers_per_stage) for part in layer_setup.parts]
         tables = (zip(*of_stage, strict=True) for of_stage in zip(*of_parts, strict=True))
         return [(tuple(chain(*f)), tuple(chain(*i)), tuple(chain(*w))) for f, i, w in tables]
-    return of_stages(alone.model, layers_per_stage, lambda stage: rows_of_stage(alone, machine, stage))
+    return of_stages(layer_setup.model, layers_per_stage, lambda stage: rows_of_stage(layer_setup, machine, stage))
 
 
 def balanced_layers(setup: TrainingSetup, placement: Placement, machine: Machine, least: int = 1) -> tuple[int, ...]:
     """Layers for each stage, at least `least`, with the shortest time of the slowest rank, and then stage, embedding
     and loss included. Later stages get more among equal ones, since fewer units are in flight there."""
-    return _balanced(setup.alone, placement, machine, least)
+    return _balanced(setup.layer_setup, placement, machine, least)
 
 
 @lru_cache(maxsize=1 << 16)
-def _balanced(alone: TrainingSetup, placement: Placement, machine: Machine, least: int) -> tuple[int, ...]:
-    layer, first, last = _loads(alone, machine)
+def _balanced(layer_setup: TrainingSetup, placement: Placement, machine: Machine, least: int) -> tuple[int, ...]:
+    layer, first, last = _loads(layer_setup, machine)
     stages = range(placement.num_stages)
     loads = [least * layer + first * (stage == 0) + last * (stage == stages[-1]) for stage in stages]
     counts = [least] * placement.num_stages
@@ -208,7 +207,7 @@ def _balanced(alone: TrainingSetup, placement: Placement, machine: Machine, leas
     waiting = [(load, -rank) for rank, load in enumerate(ranks)]  # of equal ranks the last comes first
     heapify(waiting)
     stages_of = [placement.stages_of(rank)[::-1] for rank in range(placement.num_ranks)]
-    for _ in range(alone.model.num_layers - least * placement.num_stages):
+    for _ in range(layer_setup.model.num_layers - least * placement.num_stages):
         load, number = waiting[0]
         stage = min(stages_of[-number], key=loads.__getitem__)
         counts[stage] += 1
@@ -218,13 +217,13 @@ def _balanced(alone: TrainingSetup, placement: Placement, machine: Machine, leas
 
 
 @lru_cache(maxsize=8192)
-def _loads(alone: TrainingSetup, machine: Machine) -> tuple[float, float, float]:
+def _loads(layer_setup: TrainingSetup, machine: Machine) -> tuple[float, float, float]:
     """Seconds of a mean layer, of the embedding and of the loss."""
     layers, first, last = (
-        sum(map(sum, rows_of_stage(alone, machine, StageLayers(*stage))))
-        for stage in ((alone.stages[0].layers, False, False), ((), True, False), ((), False, True))
+        sum(map(sum, rows_of_stage(layer_setup, machine, StageLayers(*stage))))
+        for stage in ((layer_setup.stages[0].layers, False, False), ((), True, False), ((), False, True))
     )
-    return layers / alone.model.num_layers, first, last
+    return layers / layer_setup.model.num_layers, first, last
 
 
 @singledispatch
@@ -258,18 +257,25 @@ def message_times(setup: TrainingSetup, machine: Machine, parts: int) -> tuple[T
     return (*between, nothing), (nothing, *between)
 
 
-def replica_times(setup: TrainingSetup, machine: Machine, parameters: float, experts: float) -> tuple[float, float]:
-    """Seconds to sum gradients over replicas, and to gather parameters where the optimizer state is sharded. FSDP sums
-    them in 16 bit (--megatron-fsdp-grad-comm-dtype bf16)."""
+class ReplicaTimes(NamedTuple):
+    """Seconds of what replicas exchange."""
+
+    reduce: float  # sums of gradients
+    gather: float  # parameters, where the state of the optimizer is sharded
+
+
+def replica_times(setup: TrainingSetup, machine: Machine, parameters: Parameters) -> ReplicaTimes:
+    """The exchanges for so many parameters of a rank. FSDP sums gradients in 16 bit (--megatron-fsdp-grad-comm-dtype
+    bf16)."""
     reduce = gather = 0.0
     gradient = setup.gradient_bytes if setup.fsdp is Fsdp.OFF else BYTES
-    for group, count in ((setup.data_group, parameters), (setup.expert_data_group, experts)):
+    for group, count in ((setup.data_group, parameters.dense), (setup.expert_data_group, parameters.routed)):
         if count and setup.distributed_optimizer:
             reduce += machine.all_gather_time(group, gradient * count)
             gather += machine.all_gather_time(group, BYTES * count)
         elif count:
             reduce += machine.all_reduce_time(group, setup.gradient_bytes * count)
-    return reduce, gather
+    return ReplicaTimes(reduce, gather)
 
 
 @dataclass(frozen=True)
@@ -284,24 +290,24 @@ class StepEnd:
 def step_end(setup: TrainingSetup, machine: Machine, rank: int) -> StepEnd:
     """Seconds of what follows the pipeline on a rank. With `overlaps_data_parallel` the schedule has the sums and
     gathers, except sums of an embedding on two stages."""
-    return _step_end(setup.with_its_state, machine, rank)
+    return _step_end(setup.state_setup, machine, rank)
 
 
 @lru_cache(maxsize=1 << 15)
 def _step_end(setup: TrainingSetup, machine: Machine, rank: int) -> StepEnd:
     """The same; set-ups that differ in their activations alone share it."""
     stages = setup.placement.stages_of(rank)
-    parameters, experts = map(sum, zip(*(setup.parameters[stage] for stage in stages), strict=True))
+    parameters = Parameters(*map(sum, zip(*(setup.parameters[stage] for stage in stages), strict=True)))
     reduce = gather = 0.0
     if setup.shards_gradients:
         # The first layer has nothing to be gathered beside, the last gradients nothing to be reduced beside.
         layers = [layer for stage in stages for layer, _ in setup.stages[stage].layers]
-        largest = max((setup.layer_parameters(layer) for layer in layers), key=sum, default=(0.0, 0.0))
-        reduce, gather = replica_times(setup, machine, *largest)
+        largest = max((setup.layer_parameters(layer) for layer in layers), key=sum, default=Parameters(0.0, 0.0))
+        reduce, gather = replica_times(setup, machine, largest)
         if not setup.shards_parameters:  # the schedule has the gather
             gather = 0.0
     elif not setup.overlaps_data_parallel:
-        reduce, gather = replica_times(setup, machine, parameters, experts)
+        reduce, gather = replica_times(setup, machine, parameters)
     is_twice = setup.tied_embeddings or setup.model.prediction_depth > 0  # the embedding
     if is_twice and any(setup.stages[stage].is_first != setup.stages[stage].is_last for stage in stages):
         apart = setup.pipeline_stride * (setup.pipeline_parallel - 1)
@@ -309,7 +315,7 @@ def _step_end(setup: TrainingSetup, machine: Machine, rank: int) -> StepEnd:
         reduce += 2 * machine.message_time(0, apart, size, min(machine.devices_per_node, setup.pipeline_stride))
     # All ranks clear, scale and measure gradients; Adam moves parameters, two moments, gradients and a 16-bit copy.
     moved = 0.0
-    for count, group in ((parameters, setup.data_group), (experts, setup.expert_data_group)):
+    for count, group in ((parameters.dense, setup.data_group), (parameters.routed, setup.expert_data_group)):
         share = group.size if setup.distributed_optimizer else 1
         moved += 4 * setup.gradient_bytes * count / (share if setup.shards_gradients else 1)
         moved += (24 + setup.gradient_bytes + BYTES) * count / share

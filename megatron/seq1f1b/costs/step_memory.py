@@ -80,7 +80,7 @@ def static_memory(setup: TrainingSetup, rank: int) -> tuple[float, float, float]
     """Weights, gradients and optimizer state of a rank at all times; those of a partitioned state are shares."""
     parameters = [setup.parameters[stage] for stage in setup.placement.stages_of(rank)]
     whole = sum(map(sum, parameters))
-    experts = sum(of_stage[1] for of_stage in parameters)
+    experts = sum(of_stage.routed for of_stage in parameters)
     shares = whole
     if setup.distributed_optimizer:
         shares = (whole - experts) / setup.data_group.size + experts / setup.expert_data_group.size
@@ -176,8 +176,8 @@ def memory_of_order(setup: TrainingSetup, order: RankOrder) -> Memory:
     rank = order.rank
     of_all = setup.stages
     stages = [of_all[stage] for stage in setup.placement.stages_of(rank)]
-    alone = setup.alone  # set-ups that differ in their schedules share its changes
-    changes = np.stack([changes_of(alone, of_all[stage], kind) for kind, stage in order.changes])
+    layer_setup = setup.layer_setup  # set-ups that differ in their schedules share its changes
+    changes = np.stack([changes_of(layer_setup, of_all[stage], kind) for kind, stage in order.changes])
     of_actions = changes[order.change_of_action, order.segment_of_action]
     by_layer = order.units_by_layer
     if by_layer is not None:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 from ..partition import even
 from ..schedule import PAIRED, Placement, ScheduleChoice, Shape
-from .blocks import BYTES, Block, blocks_of, layer_kinds, layer_parameters
+from .blocks import BYTES, Block, Parameters, blocks_of, layer_kinds, layer_parameters
 from .cache_keys import equal_by_fields, field_names, hash_once
 from .machine import Group
 from .model_shape import ModelShape
@@ -313,10 +313,10 @@ class TrainingSetup:
         return list(pairwise(accumulate(self.segments, initial=0)))
 
     @cached_property
-    def alone(self) -> Self:
+    def layer_setup(self) -> Self:
         """The set-up with a fixed value of all that does not matter to a single layer, as a key of caches. Equal ones
         are the same object, which caches find without a comparison, and whose own values are computed once."""
-        alone = self.but(
+        alike = self.but(
             num_microbatches=1,
             data_parallel=self.data_parallel if self.shards_gradients else 1,
             fsdp=self.fsdp if self.shards_gradients else Fsdp.OFF,
@@ -328,14 +328,14 @@ class TrainingSetup:
             offloads=self.offloads if self.moves_parts else 0.0,
             moves=self.moves if self.offloads else Moves.UNITS,
             layers_leaving=0,
-            parts=tuple(part.alone for part in self.parts),
+            parts=tuple(part.layer_setup for part in self.parts),
         )
-        found: Self = _shared(alone)
+        found: Self = _shared(alike)
         return found
 
     @cached_property
-    def with_its_state(self) -> Self:
-        """As `alone`, with a fixed value of all that does not matter to parameters, their gradients and the optimizer
+    def state_setup(self) -> Self:
+        """As `layer_setup`, with a fixed value of all that does not matter to parameters, gradients and the optimizer
         of ranks."""
         alike = self.but(
             num_microbatches=1,
@@ -379,36 +379,36 @@ class TrainingSetup:
     def stages(self) -> tuple[StageLayers, ...]:
         return stages_of(self.model, self.layers_per_stage)
 
-    def layer_parameters(self, layer: int = 0) -> tuple[float, float]:
-        """Parameters of a layer on one rank, without those of routed experts, and those of routed experts."""
+    def layer_parameters(self, layer: int = 0) -> Parameters:
+        """Those of a layer on one rank."""
         dense, routed = layer_parameters(self.model, layer, self.tensor_parallel)
-        return dense, routed / self.expert_parallel
+        return Parameters(dense, routed / self.expert_parallel)
 
     @property
     def embedding_parameters(self) -> float:
         return self.model.vocab_size * self.model.hidden_size / self.tensor_parallel
 
     @cached_property
-    def parameters(self) -> list[tuple[float, float]]:
-        """Parameters of each stage on one rank, without those of routed experts, and those of routed experts. The first
-        stage holds the embedding, the last the projection to the vocabulary, and for prediction heads projections that
-        join their inputs and another embedding."""
-        alone = self.alone
-        return of_stages(self.model, self.layers_per_stage, lambda stage: _stage_parameters(alone, stage))
+    def parameters(self) -> list[Parameters]:
+        """Those of each stage on one rank. The first stage holds the embedding, the last the projection to the
+        vocabulary, and for prediction heads projections that join their inputs and another embedding."""
+        layer_setup = self.layer_setup
+        return of_stages(self.model, self.layers_per_stage, lambda stage: _stage_parameters(layer_setup, stage))
 
-    def stage_parameters(self, stage: StageLayers) -> tuple[float, float]:
+    def stage_parameters(self, stage: StageLayers) -> Parameters:
         """The parameters of one stage, as in `parameters`."""
         model = self.model
         dense = routed = 0.0
         for layer, count in stage.layers:
-            dense_of_layer, routed_of_layer = self.layer_parameters(layer)
-            dense += count * dense_of_layer
-            routed += count * routed_of_layer
+            of_layer = self.layer_parameters(layer)
+            dense += count * of_layer.dense
+            routed += count * of_layer.routed
         if stage.is_first:
             dense += model.learned_positions * model.hidden_size
         if stage.is_last:
             dense += model.prediction_depth * 2 * model.hidden_size**2 / self.tensor_parallel
-        return dense + self._embeddings_of(stage) * self.embedding_parameters, routed
+        dense += self._embeddings_of(stage) * self.embedding_parameters
+        return Parameters(dense, routed)
 
     def _embeddings_of(self, stage: StageLayers) -> int:
         """The number of matrices of a stage with a row for each word: the embedding, the projection to the vocabulary,
@@ -432,8 +432,8 @@ def _shared(setup: Any) -> Any:
 
 
 @lru_cache(maxsize=1 << 14)
-def _stage_parameters(alone: TrainingSetup, stage: StageLayers) -> tuple[float, float]:
-    return alone.stage_parameters(stage)
+def _stage_parameters(layer_setup: TrainingSetup, stage: StageLayers) -> Parameters:
+    return layer_setup.stage_parameters(stage)
 
 
 @lru_cache

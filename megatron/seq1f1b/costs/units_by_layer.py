@@ -74,13 +74,13 @@ class UnitsByLayer:
     def stay_away(self, setup: TrainingSetup, of_actions: Sizes) -> None:
         """Change what actions add, by [action, Phase, Use]: a forward leaves here what does not move, and a backward
         frees that."""
-        alone = setup.alone
+        layer_setup = setup.layer_setup
         stages = setup.stages
         for stage, forwards in self._forwards.items():
-            leaving = changes_of(alone, stages[stage], Kind.OFFLOAD)[forwards.segment, Phase.ENDS]
+            leaving = changes_of(layer_setup, stages[stage], Kind.OFFLOAD)[forwards.segment, Phase.ENDS]
             of_actions[forwards.number, Phase.STARTS] += leaving
         for stage, backwards in self._backwards.items():
-            leaving = changes_of(alone, stages[stage], Kind.OFFLOAD)[backwards.segment, Phase.ENDS]
+            leaving = changes_of(layer_setup, stages[stage], Kind.OFFLOAD)[backwards.segment, Phase.ENDS]
             of_actions[backwards.number, Phase.ENDS] -= leaving
 
     def bytes_on_their_way(self, setup: TrainingSetup) -> Sizes:

@@ -23,7 +23,7 @@ class _Costs(Struct, forbid_unknown_fields=True):
     message_f: _Table | UnsetType = UNSET
     message_b: _Table | UnsetType = UNSET
     activation: _Table | UnsetType = UNSET
-    kept: _Table | UnsetType = UNSET
+    activation_for_w: _Table | UnsetType = UNSET
     move: At0 = 0.0
 
 

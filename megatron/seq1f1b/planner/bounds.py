@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ..costs.machine import Machine, without_tiles
 from ..costs.pair_times import pair_times
-from ..costs.rank_alone import seconds_alone
+from ..costs.rank_without_messages import seconds_without_messages
 from ..costs.simulator import is_extended
 from ..costs.stage_times import rows_of_stages, step_costs, step_end, sums_of_stage
 from ..costs.training_setup import TrainingSetup, of_stages
@@ -41,15 +41,15 @@ def _least_by_compute(setup: TrainingSetup, machine: Machine, of_ranks: Sequence
 
 
 def _compute_of_ranks(setup: TrainingSetup, machine: Machine) -> Sequence[_RankCompute]:
-    return _compute_by_placement(setup.alone, machine, setup.placement, setup.layers_per_stage)
+    return _compute_by_placement(setup.layer_setup, machine, setup.placement, setup.layers_per_stage)
 
 
 @lru_cache(maxsize=1 << 14)
 def _compute_by_placement(
-    alone: TrainingSetup, machine: Machine, placement: Placement, layers_per_stage: tuple[int, ...]
+    layer_setup: TrainingSetup, machine: Machine, placement: Placement, layers_per_stage: tuple[int, ...]
 ) -> Sequence[_RankCompute]:
     """The same; set-ups share it that differ in the number of micro-batches, or in their replicas."""
-    rows = rows_of_stages(alone, machine, layers_per_stage)
+    rows = rows_of_stages(layer_setup, machine, layers_per_stage)
     work_of: dict[int, float] = {}  # by the identity of rows, which equal stages share
     for of_stage in rows:
         if id(of_stage) not in work_of:
@@ -65,11 +65,13 @@ def _compute_by_placement(
 
 @lru_cache(maxsize=1 << 14)
 def least_compute_of_ranks(
-    alone: TrainingSetup, machine: Machine, placement: Placement, layers_per_stage: tuple[int, ...]
+    layer_setup: TrainingSetup, machine: Machine, placement: Placement, layers_per_stage: tuple[int, ...]
 ) -> Sequence[_RankCompute]:
     """Seconds at least for every cut into as many segments, by an even one: no first segment is shorter there."""
-    of_ranks = _compute_by_placement(alone, machine, placement, layers_per_stage)
-    least = of_stages(alone.model, layers_per_stage, lambda stage: sum(map(max, sums_of_stage(alone, machine, stage))))
+    of_ranks = _compute_by_placement(layer_setup, machine, placement, layers_per_stage)
+    least = of_stages(
+        layer_setup.model, layers_per_stage, lambda stage: sum(map(max, sums_of_stage(layer_setup, machine, stage)))
+    )
     works = [sum(least[stage] for stage in placement.stages_of(rank)) for rank in range(placement.num_ranks)]
     return [compute._replace(work=work) for compute, work in zip(of_ranks, works, strict=True)]
 
@@ -108,7 +110,7 @@ def least_seconds_cut(setup: TrainingSetup, machine: Machine, segments: int) -> 
     if evenly is None:
         return 0.0
     of_any = of_any_cut(machine, segments)
-    least = least_compute_of_ranks(evenly.alone, of_any, evenly.placement, evenly.layers_per_stage)
+    least = least_compute_of_ranks(evenly.layer_setup, of_any, evenly.placement, evenly.layers_per_stage)
     return _least_by_compute(evenly, of_any, least)
 
 
@@ -122,7 +124,7 @@ def least_seconds_copying(setup: TrainingSetup, machine: Machine, rank: int) -> 
     actions."""
     if setup.moves_parts or not setup.offloads:
         return 0.0
-    seconds = {rank: seconds_alone(setup, machine, rank)}
+    seconds = {rank: seconds_without_messages(setup, machine, rank)}
     return _least_step(setup, machine, _compute_of_ranks(setup, machine), seconds)
 
 

@@ -46,7 +46,9 @@ class PackedBounds:
 
     def _find_likely_slowest(self, setup: TrainingSetup) -> list[Order]:
         """The replica of each step with the most compute, if its bubble is P - 1 units."""
-        seconds_of_kinds = [sum(work.of_stages) for work in self.work_of_kinds(setup.alone, setup.layers_per_stage)]
+        seconds_of_kinds = [
+            sum(work.of_stages) for work in self.work_of_kinds(setup.layer_setup, setup.layers_per_stage)
+        ]
         bubble = (setup.pipeline_parallel - 1) / setup.placement.num_chunks  # in units
 
         def seconds(order: Order) -> float:
@@ -58,7 +60,7 @@ class PackedBounds:
     def by_compute(self, setup: TrainingSetup, order: Order) -> float:
         """A lower bound for the step of a replica from the compute of each rank, before which the ranks before it run
         the first unit, and after which they run its last backward."""
-        work = self.work_of_kinds(setup.alone, setup.layers_per_stage)
+        work = self.work_of_kinds(setup.layer_setup, setup.layers_per_stage)
         of_stages = [0.0] * setup.placement.num_stages
         for kind, count in Counter(order).items():
             for stage, seconds in enumerate(work[kind].of_stages):
@@ -82,11 +84,13 @@ class PackedBounds:
         ends = self._packed.rank_ends(setup, order).by(step_costs(of_step, self._machine), saved)
         return self._with_step_end(ends, setup)
 
-    def _find_work_of_kinds(self, alone: TrainingSetup, layers_per_stage: tuple[int, ...]) -> list[MicroBatchWork]:
+    def _find_work_of_kinds(
+        self, layer_setup: TrainingSetup, layers_per_stage: tuple[int, ...]
+    ) -> list[MicroBatchWork]:
         """The work of a micro-batch of each kind. Kinds whose units but the last are the first ones of the longest kind
         share the times of these."""
         kinds = self._packed.kinds
-        parts = self._packed.parts_of(alone)
+        parts = self._packed.parts_of(layer_setup)
         longest = max(kinds, key=lambda kind: len(kind.lengths))
         rows_of_longest = rows_of_stages(parts[kinds.index(longest)], self._machine, layers_per_stage)
         # For each stage, the seconds of the first n units of the longest kind.

@@ -93,17 +93,17 @@ class PackedSteps:
         self._rank_order = lru_cache(maxsize=1024)(self._make_rank_order)
         self._rank_ends = lru_cache(maxsize=256)(self._make_rank_ends)
 
-    def _make_parts(self, alone: TrainingSetup) -> tuple[TrainingSetup, ...]:
+    def _make_parts(self, layer_setup: TrainingSetup) -> tuple[TrainingSetup, ...]:
         """A set-up for each kind, from one with a fixed value of all that does not matter to a single layer."""
-        way = None if alone.context_parallel == 1 else comm_type_of_segments(alone)
-        one_batch = alone.but(longest=self.longest, cp_comm_type=way)
+        way = None if layer_setup.context_parallel == 1 else comm_type_of_segments(layer_setup)
+        one_batch = layer_setup.but(longest=self.longest, cp_comm_type=way)
         return tuple(
             one_batch.but(sequence_length=sum(lengths), segments=lengths, seen=seen) for lengths, seen in self.kinds
         )
 
     def _make_setup(self, setup: TrainingSetup, order: Order) -> TrainingSetup:
         """The set-up of a step of a replica, from one for average units."""
-        of_kinds = self.parts_of(setup.alone)
+        of_kinds = self.parts_of(setup.layer_setup)
         parts = tuple(of_kinds[kind] for kind in dict.fromkeys(order))  # each kind once, as it first comes
         columns = tuple(chain.from_iterable(part.segments for part in parts))
         return setup.but(

@@ -157,7 +157,7 @@ def parallel_sizes(question: Question) -> Iterator[TrainingSetup]:
                 overlaps_data_parallel=sizes.data * sizes.context > 1,
                 dispatches_once=question.dispatches_once,
             )
-            setup = setup.but(cp_comm_type=fastest_cp_comm_type(setup.alone, question.machine))
+            setup = setup.but(cp_comm_type=fastest_cp_comm_type(setup.layer_setup, question.machine))
             for expert in expert_sizes(question.model, sizes.tensor * sizes.context * sizes.data):
                 yield question.sharing_experts(setup, expert)
 
@@ -189,7 +189,7 @@ def should_replay(question: Question, setup: TrainingSetup) -> bool:
         return False
     if setup.recomputes_layers or setup.repeats("E"):
         return False
-    return waits_for_launches(setup.alone, question.machine)
+    return waits_for_launches(setup.layer_setup, question.machine)
 
 
 def ways_to_take_the_loss(sizes: TrainingSetup) -> tuple[bool, ...]:

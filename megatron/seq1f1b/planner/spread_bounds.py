@@ -29,7 +29,7 @@ def least_seconds_of(sizes: TrainingSetup, machine: Machine, segments: int, spli
 
 def _least_pipeline(sizes: TrainingSetup, machine: Machine, segments: int, splits: bool) -> float:
     """The same without what follows the pipeline."""
-    passing = _least_passing(sizes.alone, machine, segments, splits)
+    passing = _least_passing(sizes.layer_setup, machine, segments, splits)
     of_mean = _mean_seconds(sizes, machine, segments) + (sizes.pipeline_parallel - 1) / 2 * passing
     return max(of_mean, _least_of_busiest(sizes, machine, segments, passing))
 
@@ -52,13 +52,13 @@ def least_seconds_in_chunks(
 def _least_of_spread(
     sizes: TrainingSetup, machine: Machine, segments: int, splits: bool, layers: tuple[int, ...]
 ) -> float:
-    evenly = evenly_cut(sizes.alone, segments)
+    evenly = evenly_cut(sizes.layer_setup, segments)
     if evenly is None:
         return inf
     ranks = sizes.pipeline_parallel
     placement = Placement(ranks, len(layers) // ranks)
-    of_ranks = least_compute_of_ranks(evenly.alone, of_any_cut(machine, segments), placement, layers)
-    exchanged = _most_exchanged(sizes.alone, machine, segments) if sizes.hides_experts else 0.0
+    of_ranks = least_compute_of_ranks(evenly.layer_setup, of_any_cut(machine, segments), placement, layers)
+    exchanged = _most_exchanged(sizes.layer_setup, machine, segments) if sizes.hides_experts else 0.0
     stages = stages_of(sizes.model, layers)
     longest = 0.0
     wait = waits = 0.0
@@ -79,9 +79,9 @@ def _passing(forward: float, backward: float, splits: bool) -> float:
 
 
 @lru_cache(maxsize=1 << 16)
-def _least_passing(alone: TrainingSetup, machine: Machine, segments: int, splits: bool) -> float:
+def _least_passing(layer_setup: TrainingSetup, machine: Machine, segments: int, splits: bool) -> float:
     """Seconds at least in which the first unit, and the last one back, pass a layer."""
-    evenly = evenly_cut(alone, segments)
+    evenly = evenly_cut(layer_setup, segments)
     if evenly is None:
         return 0.0
     passing = []
@@ -94,10 +94,10 @@ def _least_passing(alone: TrainingSetup, machine: Machine, segments: int, splits
 def _least_of_busiest(sizes: TrainingSetup, machine: Machine, segments: int, passing: float) -> float:
     """Seconds at least of one of the ranks, which have whole layers, embedding and loss. A rank waits for those before
     it, the time of `passing` for each."""
-    exchanged = _most_exchanged(sizes.alone, machine, segments) if sizes.hides_experts else 0.0
+    exchanged = _most_exchanged(sizes.layer_setup, machine, segments) if sizes.hides_experts else 0.0
     last = sizes.pipeline_parallel - 1
     longest = 0.0
-    for least in _least_loads(sizes.alone, machine, segments):
+    for least in _least_loads(sizes.layer_setup, machine, segments):
         layer = sizes.num_microbatches * max(0.0, least.layer - exchanged)
         ends = [rank * passing for rank in range(last + 1)]
         ends[0] += sizes.num_microbatches * least.embedding
@@ -128,11 +128,11 @@ class _Pass(NamedTuple):
 
 
 @lru_cache(maxsize=1 << 16)
-def _least_loads(alone: TrainingSetup, machine: Machine, segments: int) -> list[_LeastLoads]:
+def _least_loads(layer_setup: TrainingSetup, machine: Machine, segments: int) -> list[_LeastLoads]:
     """Loads that add up to what a rank takes at least, for all layers that take as long as those of a kind, or longer.
     A rank takes at least as long as its device computes, and as its host launches, forward and backward. Sums of one of
     both are bounds: here of the device, and, for each direction, of the one that takes a single layer longer."""
-    evenly = evenly_cut(alone, segments)
+    evenly = evenly_cut(layer_setup, segments)
     if evenly is None:
         return []
     of_any = of_any_cut(machine, segments)
@@ -184,18 +184,18 @@ def least_seconds_of_any(sizes: TrainingSetup, question: Question, segments: int
 
 def _mean_seconds(sizes: TrainingSetup, machine: Machine, segments: int) -> float:
     """The compute of the mean rank in an even cut; inf where there is no such cut."""
-    work = _least_work(sizes.alone, machine, segments)
+    work = _least_work(sizes.layer_setup, machine, segments)
     if sizes.hides_experts:
         # All forwards of the first micro-batch come before the first backward.
         paired = 1 - 1 / sizes.num_microbatches
-        work -= paired * _most_hidden(sizes.alone, machine, segments)
+        work -= paired * _most_hidden(sizes.layer_setup, machine, segments)
     return sizes.num_microbatches * work / sizes.pipeline_parallel
 
 
 def _least_end(sizes: TrainingSetup, machine: Machine) -> float:
     """Seconds at least from the last sum of gradients on: the slowest rank updates as many parameters as the mean rank,
     or more, and the host does something once in a step."""
-    return _whole_update(sizes.with_its_state, machine) / sizes.pipeline_parallel + machine.host.step
+    return _whole_update(sizes.state_setup, machine) / sizes.pipeline_parallel + machine.host.step
 
 
 @lru_cache(maxsize=1 << 14)
@@ -205,18 +205,18 @@ def _whole_update(sizes: TrainingSetup, machine: Machine) -> float:
 
 
 @lru_cache(maxsize=1 << 16)
-def _least_work(alone: TrainingSetup, machine: Machine, segments: int) -> float:
+def _least_work(layer_setup: TrainingSetup, machine: Machine, segments: int) -> float:
     """Seconds of a micro-batch on all stages, if it is cut evenly; inf where it cannot be."""
-    evenly = evenly_cut(alone, segments)
+    evenly = evenly_cut(layer_setup, segments)
     if evenly is None:
         return inf
     return sum(map(max, sums_of_stage(evenly, of_any_cut(machine, segments), evenly.stages[0])))
 
 
 @lru_cache(maxsize=1 << 16)
-def _most_exchanged(alone: TrainingSetup, machine: Machine, segments: int) -> float:
+def _most_exchanged(layer_setup: TrainingSetup, machine: Machine, segments: int) -> float:
     """Seconds of the exchange of experts of a micro-batch on a layer: no pair hides more of it."""
-    evenly = evenly_cut(alone, segments)
+    evenly = evenly_cut(layer_setup, segments)
     if evenly is None:
         return 0.0
     most = 0.0
@@ -227,9 +227,9 @@ def _most_exchanged(alone: TrainingSetup, machine: Machine, segments: int) -> fl
 
 
 @lru_cache(maxsize=1 << 16)
-def _most_hidden(alone: TrainingSetup, machine: Machine, segments: int) -> float:
+def _most_hidden(layer_setup: TrainingSetup, machine: Machine, segments: int) -> float:
     """The most seconds of a micro-batch that pairs hide, if all of its units are in pairs."""
-    evenly = evenly_cut(alone, segments)
+    evenly = evenly_cut(layer_setup, segments)
     if evenly is None:
         return 0.0
     row = pair_row(evenly, machine, evenly.stages[0])

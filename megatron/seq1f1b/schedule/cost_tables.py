@@ -19,8 +19,8 @@ class Costs:
 
     `f`, `i`, `w` are the durations of F, I, W; a B takes i + w. `message_f` is the time from the end of an F until its
     output has arrived on the next stage's rank, `message_b` the same for the input gradient and the previous stage;
-    both count only where the stages are on two ranks. `activation` is the memory that an F takes; `kept` is the part of
-    it that stays after its I until its W.
+    both count only where the stages are on two ranks. `activation` is the memory that an F takes, `activation_for_w`
+    the part of it that stays after its I until its W.
     """
 
     f: Table
@@ -29,7 +29,7 @@ class Costs:
     message_f: Table
     message_b: Table
     activation: Table
-    kept: Table
+    activation_for_w: Table
 
     @classmethod
     def uniform(cls, shape: Shape, f: float = 1.0, i: float = 1.0, w: float = 1.0, message: float = 0.0) -> "Costs":
@@ -45,16 +45,16 @@ class Costs:
             message_f=everywhere(message),
             message_b=everywhere(message),
             activation=everywhere(1),
-            kept=everywhere(1),
+            activation_for_w=everywhere(1),
         )
 
     @classmethod
     def from_mapping(cls, shape: Shape, values: Mapping[str, Any]) -> "Costs":
-        """Costs from `{"f": ..., "i": ..., "w": ..., "message": ..., "activation": ..., "kept": ...}`.
+        """Costs from `{"f": ..., "i": ..., "w": ..., "message": ..., "activation": ..., "activation_for_w": ...}`.
 
         Each value is a number, a list of one number for each segment, or a list of such lists for each stage. `message`
-        stands for `message_f` and `message_b`; missing values are as in `uniform`, a missing `kept` equals
-        `activation`. Raises ValueError for other names and sizes.
+        stands for `message_f` and `message_b`; missing values are as in `uniform`, a missing `activation_for_w`
+        equals `activation`. Raises ValueError for other names and sizes.
         """
         if not isinstance(values, Mapping):
             raise ValueError('costs are a table of names and numbers, such as {"f": 1, "message": [0.1, 0.2]}')
@@ -63,7 +63,7 @@ class Costs:
             message = given.pop("message")
             given = {"message_f": message, "message_b": message, **given}
         if "activation" in given:
-            given.setdefault("kept", given["activation"])
+            given.setdefault("activation_for_w", given["activation"])
         names = cls.__dataclass_fields__
         if unknown := given.keys() - names:
             raise ValueError(f"unknown cost {min(unknown)!r}; there are {', '.join(names)}, message")
@@ -80,9 +80,9 @@ class Costs:
                 )
             if not all(0 <= value < inf for row in table for value in row):
                 raise ValueError(f"cost table {name!r} holds a number that is negative or not finite")
-        rows = zip(self.kept, self.activation, strict=True)
-        if any(part > whole for kept, activation in rows for part, whole in zip(kept, activation, strict=True)):
-            raise ValueError("cost table 'kept' is part of 'activation', it cannot be larger")
+        rows = zip(self.activation_for_w, self.activation, strict=True)
+        if any(part > whole for for_w, activation in rows for part, whole in zip(for_w, activation, strict=True)):
+            raise ValueError("cost table 'activation_for_w' is part of 'activation', it cannot be larger")
 
     def tables(self, kind: Kind) -> list[Table]:
         """The tables whose times an action of a kind takes, one after the other."""
@@ -96,7 +96,7 @@ class Costs:
         if holds is Holds.ACTIVATIONS:
             return self.activation
         if holds is Holds.FOR_WEIGHTS:
-            return self.kept
+            return self.activation_for_w
         return tuple((0.0,) * len(row) for row in self.activation)
 
 

@@ -81,10 +81,10 @@ def test_tokens_travel_once_more_to_repeated_experts():
 
 @pytest.mark.parametrize("microbatches", [1, 2, 5])
 def test_without_a_pipeline_all_but_one_unit_is_in_a_pair(microbatches):
-    alone = replace(MIXTURE, num_microbatches=microbatches)
-    shown, hidden = (predict(replace(alone, hides_experts=hides), MACHINE) for hides in (False, True))
+    layer_setup = replace(MIXTURE, num_microbatches=microbatches)
+    shown, hidden = (predict(replace(layer_setup, hides_experts=hides), MACHINE) for hides in (False, True))
     saved = shown.seconds - hidden.seconds
-    ((forward, backward),) = pair_times(alone, MACHINE).most_hidden
+    ((forward, backward),) = pair_times(layer_setup, MACHINE).most_hidden
     assert saved == pytest.approx((microbatches - 1) * (forward[0] + backward[0]))
 
 
@@ -107,7 +107,7 @@ def test_segments_in_pairs_save_time_and_hold_half_a_layer_more():
     order = (("0F1.0", "0B0.1"), ("0F1.1", "0B0.0"))
     saved = sum(times.saved(parse_action(forward), parse_action(backward)) for forward, backward in order)
     assert shown.seconds - hidden.seconds == pytest.approx(saved)
-    of_layer = float(unit_bytes(setup.alone, setup.stages[0])[0, Use.ACTIVATIONS]) / 8
+    of_layer = float(unit_bytes(setup.layer_setup, setup.stages[0])[0, Use.ACTIVATIONS]) / 8
     more = hidden.memory[0].activations - shown.memory[0].activations
     assert more == pytest.approx(of_layer / 2, rel=0.1)
 
@@ -119,7 +119,7 @@ def test_a_pipeline_of_pairs_holds_what_it_starts_ahead(chunks):
     setup = replace(MIXTURE, num_microbatches=8, placement=Placement(2, chunks), **layers)
     shown, hidden = (predict(replace(setup, hides_experts=hides), MACHINE) for hides in (False, True))
     depth = setup.layers_per_stage[0]
-    of_layer = float(unit_bytes(setup.alone, setup.stages[0])[0, Use.ACTIVATIONS]) / depth
+    of_layer = float(unit_bytes(setup.layer_setup, setup.stages[0])[0, Use.ACTIVATIONS]) / depth
     units_ahead = 2 if chunks == 1 else 1
     # Its backward frees the last of these units, but for half a layer, while the forward fills one.
     more = (units_ahead - 1) * depth * of_layer + of_layer / 2

@@ -41,7 +41,7 @@ def test_two_layers_and_embeddings_are_whole():
 
 def test_what_compute_does_not_hide_takes_its_time():
     assert stage_rows(SHARDED, MACHINE) == stage_rows(WHOLE, MACHINE)
-    reduce, gather = replica_times(SHARDED, SLOW, *SHARDED.parameters[0])
+    reduce, gather = replica_times(SHARDED, SLOW, SHARDED.parameters[0])
     ((forward,), (inputs,), (weight,)) = stage_rows(SHARDED, SLOW)[0]
     action = SLOW.host.action
     assert (forward, inputs + weight) == (pytest.approx(gather + action), pytest.approx(gather + reduce + action))
@@ -60,7 +60,7 @@ def test_sharded_gradients_are_summed_in_every_backward():
     """A forward gathers nothing, but the first one of a step waits for all parameters."""
     forward, *_ = stage_rows(WHOLE, SLOW)[0]
     forward_beside, (inputs,), (weight,) = stage_rows(GRADIENTS, SLOW)[0]
-    reduce, gather = replica_times(GRADIENTS, SLOW, *GRADIENTS.parameters[0])
+    reduce, gather = replica_times(GRADIENTS, SLOW, GRADIENTS.parameters[0])
     assert forward_beside == forward
     assert inputs + weight == pytest.approx(reduce + SLOW.host.action)
     step = predict(GRADIENTS, SLOW)
@@ -79,11 +79,11 @@ def test_only_shares_of_sharded_gradients_are_cleared():
 def test_gradients_are_summed_in_16_bit():
     """As by --megatron-fsdp-grad-comm-dtype; DistributedDataParallel sums what it accumulates, in 32."""
     (reduce, gather), (of_whole, gather_once) = (
-        replica_times(each, MACHINE, *WHOLE.parameters[0]) for each in (SHARDED, WHOLE)
+        replica_times(each, MACHINE, WHOLE.parameters[0]) for each in (SHARDED, WHOLE)
     )
     assert reduce == gather == gather_once
     assert gather < of_whole < 2 * gather  # twice the bytes over as many hops
-    assert replica_times(OPTIMIZER, MACHINE, *WHOLE.parameters[0]) == (reduce, gather)
+    assert replica_times(OPTIMIZER, MACHINE, WHOLE.parameters[0]) == (reduce, gather)
     assert predict(OPTIMIZER, SLOW).seconds < predict(WHOLE, SLOW).seconds
 
 
@@ -97,7 +97,7 @@ def test_buckets_go_beside_the_only_chunk_of_a_rank(rate, splits):
     costs = step_costs(setup, machine)
     timeline = timeline_of(setup, machine, named(setup.family, setup.shape), costs)
     spans = {kind: [span for span in timeline.ranks[0] if span.action.kind is kind] for kind in (Kind.F, Kind.B)}
-    reduce, gather = replica_times(setup, machine, *setup.parameters[0])
+    reduce, gather = replica_times(setup, machine, setup.parameters[0])
     forward = costs.f[0][0]
     backward = costs.i[0][0] + costs.w[0][0]
     assert spans[Kind.F][0].start == pytest.approx(max(gather / 32, gather - 31 / 32 * forward))

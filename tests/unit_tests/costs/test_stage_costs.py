@@ -141,7 +141,9 @@ def test_times_of_both_halves_add_up_to_the_backward():
                 flops * length / (CPU_CORE.peak_flops * CPU_CORE.matmul_efficiency)
             )
         start += length
-    assert costs.activation == costs.kept == (tuple(3.0 * n for n in lengths), tuple(1.0 * n for n in lengths))
+    assert (
+        costs.activation == costs.activation_for_w == (tuple(3.0 * n for n in lengths), tuple(1.0 * n for n in lengths))
+    )
 
 
 def test_only_auto_plans_for_the_costs():

@@ -21,8 +21,8 @@ def test_equal_set_ups_are_equal_by_their_fields():
 def test_set_ups_alike_in_layers_share_one():
     setup = next(iter(candidates(small()))).setup
     other = setup.but(num_microbatches=setup.num_microbatches + 1, overlaps_data_parallel=True)
-    assert setup.alone is other.alone
-    assert setup.alone is not setup.but(sequence_parallel=not setup.sequence_parallel).alone
+    assert setup.layer_setup is other.layer_setup
+    assert setup.layer_setup is not setup.but(sequence_parallel=not setup.sequence_parallel).layer_setup
 
 
 @pytest.mark.parametrize(

@@ -168,7 +168,7 @@ def test_bounds_of_any_cut_where_launches_count(launching):
 
 
 @pytest.mark.parametrize("family", ["1f1b", "zb-h1", "breadth-first"])
-def test_a_rank_alone_takes_no_longer_than_in_its_pipeline(family):
+def test_without_messages_a_rank_takes_no_longer(family):
     """Random set-ups with random shares on the host, experts in pairs and without, over a slow link and over
     a fast one. Where the link is slow the bound is far closer than that of the compute alone. Nor does a pipeline take
     longer without moves, and the fullest rank moves no more than a step does."""
@@ -245,7 +245,7 @@ def test_ranks_end_as_in_the_simulation(family):
             for _ in range(5)
         )
         nothing = ((0.0,) * shape.num_segments,) * shape.num_stages
-        costs = Costs(f, i, w, message_f, message_b, activation=nothing, kept=nothing)
+        costs = Costs(f, i, w, message_f, message_b, activation=nothing, activation_for_w=nothing)
         assert rank_ends(family, shape, has_pairs).by(costs) == pytest.approx(ends_of(simulate(schedule, costs)))
         if has_pairs:
             tenths = [tuple(seconds / 10 for seconds in row) for row in f]

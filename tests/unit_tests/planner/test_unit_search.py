@@ -127,7 +127,7 @@ def test_kinds_share_the_times_of_their_first_units(model):
     packed = found.packed(Candidate(setup, unit_tokens=1024))
     assert sum(len(kind.lengths) > 2 for kind in packed.kinds) > 2
     machine = found.question.machine
-    work = PackedBounds(packed, machine).work_of_kinds(setup.alone, setup.layers_per_stage)
+    work = PackedBounds(packed, machine).work_of_kinds(setup.layer_setup, setup.layers_per_stage)
     for kind, of_kind in enumerate(work):
         rows = stage_rows(packed.setup_of(setup, (kind,)), machine)
         assert of_kind.of_stages == pytest.approx([sum(map(sum, of_stage)) for of_stage in rows], rel=1e-12)
@@ -157,8 +157,8 @@ def test_units_of_experts_run_beside_each_other():
     found = search(HISTOGRAM, model=MIXTURE, machine=apart, global_batch_size=64)
     plain = candidate(found, 2048, (1, 1, 2, 2), expert_parallel=2)
     paired = replace(plain, setup=replace(plain.setup, hides_experts=True))
-    alone, beside = map(found.predict, (plain, paired))
-    assert beside.seconds < 0.98 * alone.seconds and beside.memory_gib > alone.memory_gib
+    layer_setup, beside = map(found.predict, (plain, paired))
+    assert beside.seconds < 0.98 * layer_setup.seconds and beside.memory_gib > layer_setup.memory_gib
     bounds = found.bounds(paired)
     for orders, of_step in zip(found.packed(paired).steps, beside.steps, strict=True):
         compute = max(bounds.by_compute(paired.setup, order) for order in orders)

@@ -66,7 +66,7 @@ def test_more_memory_makes_shorter_steps():
     """So does a W that holds less than an F, with the same limit; and nothing is longer."""
     shape = Shape(Placement(4), 6, 3)
     ones = Costs.uniform(shape)
-    part = replace(ones, kept=((0.25,) * 3,) * 4)
+    part = replace(ones, activation_for_w=((0.25,) * 3,) * 4)
     makespans = []
     for limit in (4, 5, 6):
         tight, loose = auto(shape, ones, limit), auto(shape, part, limit)
@@ -106,7 +106,7 @@ def test_cost_tables_are_checked():
     for wrong, message in (
         (replace(ones, f=((1.0,),)), "cost table 'f' must have 2 stages of 2 segments"),
         (replace(ones, w=((-1.0, 1.0),) * 2), "cost table 'w' holds a number that is negative or not finite"),
-        (replace(ones, kept=((2.0, 2.0),) * 2), "'kept' is part of 'activation'"),
+        (replace(ones, activation_for_w=((2.0, 2.0),) * 2), "'activation_for_w' is part of 'activation'"),
     ):
         with pytest.raises(ValueError, match=message):
             auto(shape, wrong)

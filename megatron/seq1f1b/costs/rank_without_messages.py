@@ -1,6 +1,6 @@
-"""One rank of a pipeline in simulated time, as if its messages had always arrived: no step takes it less.
+"""One rank of a pipeline in simulated time, as if its messages had always arrived: no step takes less.
 
-Tested in planner/test_search.py by test_a_rank_alone_takes_no_longer_than_in_its_pipeline.
+Tested in planner/test_search.py by test_without_messages_a_rank_takes_no_longer.
 """
 
 from dataclasses import replace
@@ -15,26 +15,28 @@ from .stage_times import stage_rows
 from .training_setup import TrainingSetup
 
 
-def seconds_alone(setup: TrainingSetup, machine: Machine, rank: int) -> float:
+def seconds_without_messages(setup: TrainingSetup, machine: Machine, rank: int) -> float:
     """Seconds from the first action of a rank to its last, with its copies of whole units to the host and back, but
     without collectives."""
     stages = setup.placement.stages_of(rank)
     rows = stage_rows(setup, machine)
     f, i, w = (tuple(rows[stage][kind] for stage in stages) for kind in range(3))
     nothing = ((0.0,) * len(setup.segments),) * len(stages)
-    costs = Costs(f, i, w, message_f=nothing, message_b=nothing, activation=nothing, kept=nothing)
+    costs = Costs(f, i, w, message_f=nothing, message_b=nothing, activation=nothing, activation_for_w=nothing)
     pairs = None
     if setup.hides_experts:
         of_stages = pair_times(setup, machine).rows
         pairs = PairTimes([of_stages[stage] for stage in stages])
-    alone = _alone(setup.family, setup.shape, rank, setup.offloads, setup.has_pairs, setup.moves_by_layer)
+    schedule = _schedule_of_rank(setup.family, setup.shape, rank, setup.offloads, setup.has_pairs, setup.moves_by_layer)
     copies = copy_seconds(setup, machine, stages)
     aside = dict.fromkeys(MOVE_KINDS, copies)
-    return execute_lowered(alone, costs, aside, pairs, layers_on_link(setup, stages)).makespan
+    return execute_lowered(schedule, costs, aside, pairs, layers_on_link(setup, stages)).makespan
 
 
 @lru_cache(maxsize=256)
-def _alone(family: str, shape: Shape, rank: int, offloads: float, has_pairs: bool, by_layer: bool) -> Schedule:
+def _schedule_of_rank(
+    family: str, shape: Shape, rank: int, offloads: float, has_pairs: bool, by_layer: bool
+) -> Schedule:
     """The order of one rank as that of a pipeline of one rank, whose stages are the model chunks."""
     clock = clock_of(family, shape, has_pairs)
     order = clock.order(rank)
@@ -46,5 +48,5 @@ def _alone(family: str, shape: Shape, rank: int, offloads: float, has_pairs: boo
         return Action(kind, chunk_of(stage), microbatch, segment)
 
     moving = with_moves(order, units_to_move(order, offloads, paired, by_layer), paired, by_layer)
-    alone = replace(shape, placement=Placement(1, shape.num_chunks))
-    return Schedule(alone, (tuple(map(by_chunk, moving)),), frozenset(map(by_chunk, paired)))
+    one_rank = replace(shape, placement=Placement(1, shape.num_chunks))
+    return Schedule(one_rank, (tuple(map(by_chunk, moving)),), frozenset(map(by_chunk, paired)))
