@@ -107,7 +107,7 @@ def test_blocks_of_the_host_serve_again(memory, made):
     abandoned = left(memory, "unit", x)
     memory.offload("unit", nullcontext())
     memory.clear()  # a step that fails leaves its blocks to the next
-    assert memory.blocks.num_unused == len(made) == 2
+    assert memory.num_unused_blocks == len(made) == 2
     del abandoned
 
 
@@ -137,7 +137,7 @@ def test_nothing_is_pinned_in_a_later_step(kinds):
         went_away_and_back(memory, [x] * units)
         assert kinds == within
         memory.clear()
-        assert kinds == within + at_end and memory.blocks.num_unused == units
+        assert kinds == within + at_end and memory.num_unused_blocks == units
         kinds.clear()
     assert torch.allclose(x.grad, (11 * x.exp() * (x.cos() - x.sin())).detach())
 
