@@ -10,13 +10,13 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
+from .farewell import PATIENCE, SILENCE, Farewell
 from .job_store import MUTE, Listener, address, hosted_store, in_time, is_first_of_its_rank, joined_store
 from .ranks import is_rank_0, rank
 
 _POLL = 0.5  # seconds between two looks at the store, and between two signs of life
-_POLL_WHILE_WAITING = 0.05  # seconds between two looks of a rank that has nothing else to do
-_PATIENCE = 20.0  # seconds that the store may take to answer, or peers to leave
-_SILENCE = 3.0  # seconds without a sign of life, after which nobody waits for a rank
+_POLL_FOR_TEXT = 0.05  # seconds between two looks for a text of rank 0
+_PATIENCE = 20.0  # seconds that the store may take to answer
 _RETRY = 1.0  # seconds between two tries to reach the store
 
 
@@ -37,7 +37,7 @@ class Peers:
         self._num_shared = 0
         self._has_reported = False
         self._waits_for_rank_0 = False
-        self._rank_0_has_left = False
+        self._farewell: Farewell | None = None  # once there is a store
         self._wrong_store: str | None = None  # why this rank must not use what it found as the store of the job
         self._connected = threading.Event()
         self._left = threading.Event()
@@ -76,7 +76,7 @@ class Peers:
             while not self._store.check([name]):
                 if time.monotonic() > end:
                     raise RuntimeError(f"rank 0 has not started within {timeout}")
-                time.sleep(_POLL_WHILE_WAITING)
+                time.sleep(_POLL_FOR_TEXT)
             return str(self._store.get(name), "utf-8")
 
         self._wait_until_connected(timeout)
@@ -107,65 +107,38 @@ class Peers:
             raise ValueError(self._wrong_store)
 
     def leave(self, wait: bool = False) -> bool:
-        """Stop watching the peers. With `wait`, give rank 0 some seconds to leave first; returns whether it has. Rank 0
-        waits until the others are done with the store, because they would log C++ stacks without it."""
-        if self._left.is_set() or self._store is None:
+        """Stop watching the peers. With `wait`, give rank 0 some seconds to leave first; returns whether it has."""
+        if self._left.is_set() or self._farewell is None:
             return False
         self._waits_for_rank_0 = wait
         self._left.set()
         if threading.current_thread() is self._watching:
             with suppress(RuntimeError):
-                self._announce_leaving(self._store)
+                self._farewell.say(wait)
         else:  # Python aborts if it ends while a thread returns from the store
-            self._watching.join(_PATIENCE + _SILENCE)
-        return self._rank_0_has_left
-
-    def _announce_leaving(self, store: Any) -> None:
-        """Tell the peers that this rank leaves; the last use of the store."""
-        if is_rank_0():
-            store.set("rank 0 has left", "")
-            self._wait_for(store, "others", lambda: store.add("done", 0) >= self._size - 1)
-            return
-        if self._waits_for_rank_0:
-            self._rank_0_has_left = self._wait_for(store, "rank 0", lambda: store.check(["rank 0 has left"]))
-        store.add("done", 1)
-
-    def _wait_for(self, store: Any, peers: str, happened: Callable[[], bool]) -> bool:
-        """Wait until it `happened`, or until the `peers`, "rank 0" or "others", give no more signs of life; returns
-        whether it happened."""
-        start = time.monotonic()
-        heard = start
-        signs = 0
-        while not happened():
-            now = time.monotonic()
-            latest = store.add(f"signs of {peers}", 0)  # adds nothing, and returns their number
-            if latest != signs:
-                signs = latest
-                heard = now
-            if now > heard + _SILENCE or now > start + _PATIENCE:
-                return False
-            time.sleep(_POLL_WHILE_WAITING)
-        return True
+            self._watching.join(PATIENCE + SILENCE)
+        return self._farewell.rank_0_has_left
 
     def _watch(self) -> None:
         """Run in a thread: give signs of life, and look for a failure of another rank, until this one leaves."""
         store = self._joined_store()
-        if not self._left.is_set():
-            self._store = store
-        self._connected.set()
-        if self._store is None:
+        if store is None or self._left.is_set():
+            self._connected.set()
             return
-        signs = "signs of rank 0" if is_rank_0() else "signs of others"
+        farewell = Farewell(store, self._size)
+        self._farewell = farewell
+        self._store = store
+        self._connected.set()
         with suppress(RuntimeError):
             while not self._left.wait(_POLL):
-                store.add(signs, 1)
+                farewell.give_sign()
                 if self._has_reported or not store.check(["failure"]):
                     continue
                 # The same mistake may be about to end this rank by itself.
                 if not self._left.wait(2 * _POLL) and not self._has_reported:
                     self._on_failure(store.get("failure").decode())
                     return
-            self._announce_leaving(store)
+            farewell.say(self._waits_for_rank_0)
 
     def _joined_store(self) -> Any:
         """The store, once it is reached; None if this rank leaves before, or must not join it."""

@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import pytest
 
-from megatron.seq1f1b.process import peers
+from megatron.seq1f1b.process import farewell, peers
 from megatron.seq1f1b.process.peers import Peers
 
 
@@ -40,7 +40,7 @@ def peers_of(monkeypatch):
     """The peers of rank 0 of two, with a store; what is waited for ends with it or never."""
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("TORCHELASTIC_USE_AGENT_STORE", "True")):
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(peers, "_SILENCE", 0.3)
+    monkeypatch.setattr(farewell, "SILENCE", 0.3)
 
     def made(store: Store) -> Peers:
         monkeypatch.setattr(peers, "joined_store", lambda: store)
@@ -52,7 +52,7 @@ def peers_of(monkeypatch):
 @pytest.mark.parametrize("signs", [0, 20])
 def test_rank_0_waits_for_a_rank_while_it_lives(peers_of, monkeypatch, signs):
     """Here for ever, were it not killed, or done after a while in which it is silent less than so long at a time."""
-    monkeypatch.setattr(peers, "_PATIENCE", 10_000)
+    monkeypatch.setattr(farewell, "PATIENCE", 10_000)
     store = Store(signs)
     peers_of(store).leave()
     assert store.signs == min(signs, 1)
