@@ -22,7 +22,7 @@ from typing import Any
 from torch import Tensor
 
 from .copies import Copy
-from .host_transfers import Group, HostTransfers
+from .host_transfers import HostTransfers, MovedGroup
 from .saved_storages import SavedStorages
 
 
@@ -30,7 +30,7 @@ from .saved_storages import SavedStorages
 class _Away:
     """What has left of a unit: the first layers first. It `comes_back` from RELOAD on."""
 
-    groups: list[Group] = field(default_factory=list)
+    groups: list[MovedGroup] = field(default_factory=list)
     has_rest: bool = False  # the last group is what was still in use when the last layer had run
     comes_back: bool = False
 
@@ -90,7 +90,7 @@ class HostMemory:
         self._saved.forget(unit)
         self._away[unit].has_rest = bool(rest.storages)
 
-    def _leave(self, unit: Hashable, span: AbstractContextManager) -> Group:
+    def _leave(self, unit: Hashable, span: AbstractContextManager) -> MovedGroup:
         """Start moving what may leave of a unit."""
         self._transfers.make_room()
         group = self._transfers.start_leaving(self._saved.take_movable(unit), span)
@@ -120,7 +120,7 @@ class HostMemory:
         else:
             del self._away[unit]
 
-    def _bring(self, unit: Hashable, group: Group) -> None:
+    def _bring(self, unit: Hashable, group: MovedGroup) -> None:
         """Bring a group of a unit back, with those that left after it, and start to bring the one before it. Raises
         RuntimeError before the unit comes back."""
         away = self._away[unit]

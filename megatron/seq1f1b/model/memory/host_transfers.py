@@ -20,7 +20,7 @@ _ALIGNMENT = 1 << 9  # bytes
 
 
 @dataclass(eq=False)
-class Group:
+class MovedGroup:
     """Storages that leave, and come back, together; those `leaving` may still be copied from. `arrival` waits for them,
     once they come back."""
 
@@ -56,7 +56,7 @@ class HostTransfers:
         self._most_leaving = most_leaving
         self._copy = copy
         self._new_buffer = new_buffer
-        self._leaving: deque[Group] = deque()  # those that may still have memory on the device
+        self._leaving: deque[MovedGroup] = deque()  # those that may still have memory on the device
         self.num_bytes = 0  # on the host now
         self.most_bytes = 0  # since the start
 
@@ -84,11 +84,11 @@ class HostTransfers:
         if self._leaving:
             self._leaving.popleft().settle()
 
-    def start_leaving(self, storages: list[Storage], span: AbstractContextManager) -> Group:
+    def start_leaving(self, storages: list[Storage], span: AbstractContextManager) -> MovedGroup:
         """Start moving storages out; the copies run inside `span`. Raises MemoryError if the host is full."""
         blocks, when_free = self.blocks.take(sum(_aligned(storage.num_bytes) for storage in storages))
         departure = self._to_host.copy(_pairs(storages, blocks), when_free, span)
-        group = Group(
+        group = MovedGroup(
             storages=storages,
             blocks=blocks,
             departure=departure,
@@ -100,7 +100,7 @@ class HostTransfers:
         self.most_bytes = max(self.most_bytes, self.num_bytes)
         return group
 
-    def start_back(self, group: Group, span: AbstractContextManager) -> None:
+    def start_back(self, group: MovedGroup, span: AbstractContextManager) -> None:
         """Start bringing a group back, inside `span`."""
         group.settle()
         self._remove(group)
@@ -114,7 +114,7 @@ class HostTransfers:
         """Run `span` in the lane of copies from the host, for a unit of which nothing has left."""
         self._from_host.copy([], None, span)
 
-    def forget(self, group: Group) -> None:
+    def forget(self, group: MovedGroup) -> None:
         """Give up a group that nobody reads any more."""
         if group.arrival is None:
             # Copies to the host run one after another, so later ones need not wait.
@@ -125,7 +125,7 @@ class HostTransfers:
         for storage in group.storages:
             storage.bring = None
 
-    def _remove(self, group: Group) -> None:
+    def _remove(self, group: MovedGroup) -> None:
         """A group is on the host no more."""
         if group in self._leaving:
             self._leaving.remove(group)
