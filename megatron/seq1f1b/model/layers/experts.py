@@ -155,11 +155,10 @@ def _noted(router: TopKRouter, balance: str, routing_map: Tensor, sequences: int
     def make() -> _Tally:
         if balance != _OVER_STEP:
             return _Tally()
-        router.ga_steps += 1
         dtype = torch.promote_types(router.ga_steps.dtype, torch.float32)  # 16-bit models have both in 16 bits
         return _Tally(
             before=router.global_tokens_per_expert.to(dtype, copy=True),
-            microbatches=router.ga_steps.to(dtype, copy=True),
+            microbatches=router.ga_steps.to(dtype) + 1,
         )
 
     tally = router.segment_context.carried((router, balance), make)
@@ -169,7 +168,10 @@ def _noted(router: TopKRouter, balance: str, routing_map: Tensor, sequences: int
         routing_map.reshape(-1, sequences * router.num_experts), _group(router, balance)
     )
     if is_complete and balance == _OVER_STEP:
+        # Both at once: in a schedule file the next micro-batch may have begun, and must not count this one without
+        # its tokens.
         router.global_tokens_per_expert += sum(tally.counts.values())
+        router.ga_steps += 1
     return tally
 
 
