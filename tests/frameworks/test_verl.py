@@ -12,7 +12,7 @@ import sys
 import pytest
 import torch
 
-from frameworks import verl_engine, verl_trainer
+from frameworks import verl_engine, verl_ppo, verl_trainer
 from frameworks.equal_steps import require_equal_steps, with_losses
 from frameworks.marks import of_framework
 from megatron.seq1f1b.commands import main
@@ -115,6 +115,25 @@ def fine_tune(folder, name, *words, **variables):
     command = [*torchrun_of(2), "-m", "verl.trainer.sft_trainer", *verl_trainer.words(folder, name), *words]
     log = run(command, "frameworks.verl_trainer_on_cpu", VERL_FILE_LOGGER_PATH=str(metrics), **variables)
     return verl_trainer.steps_of(metrics), log
+
+
+def test_a_ppo_trainer_is_reached_by_the_variable(enabled, tmp_path):
+    verl_ppo.save_model_and_prompts(tmp_path)
+    ours, log = by_ppo(tmp_path, "ours", "+ray_kwargs.ray_init.runtime_env.env_vars.SEQ1F1B='--segment-tokens 16'")
+    own, silent = by_ppo(tmp_path, "own")
+    assert "segments of at most 16 tokens" in log and "megatron.seq1f1b" not in silent
+    assert len(ours) == len(own) == verl_ppo.STEPS
+    for mine, whole in zip(ours, own, strict=True):
+        assert mine == pytest.approx(whole, rel=1e-5, abs=1e-6)
+
+
+def by_ppo(folder, name, *words):
+    """What verl's trainer for PPO logs, step by step, and the log of all processes."""
+    metrics = folder / f"{name}.jsonl"
+    command = ["-m", "verl.trainer.main_ppo", *verl_ppo.words(folder, name), *words]
+    variables = {"VERL_FILE_LOGGER_PATH": str(metrics), "RAY_DEDUP_LOGS": "0", "RAY_memory_monitor_refresh_ms": "0"}
+    log = run(command, "frameworks.verl_ppo_on_cpu", **variables)
+    return verl_ppo.steps_of(metrics), log
 
 
 def torchrun_of(ranks):
