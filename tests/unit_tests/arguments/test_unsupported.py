@@ -19,6 +19,7 @@ ON_GPU = {"distributed_backend": "nccl"}
 CLAUSES = {
     "a run": {},
     "biases": {"add_bias_linear": True},
+    "fused activations": {"bias_gelu_fusion": True, "transformer_impl": "transformer_engine"},
     "fused gradient accumulation": {"gradient_accumulation_fusion": True},
     "packed documents": {"reset_attention_mask": True},
     "unequal numbers of attention heads": {"context_parallel_size": 64},

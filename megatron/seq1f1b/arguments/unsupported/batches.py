@@ -96,6 +96,12 @@ BATCHES = (
     ),
     *rows(
         OurFeature.EVERY_RUN,
+        given("--rampup-batch-size"),
+        because="is parsed by Megatron and then ignored, so that every step would have --global-batch-size",
+        way_out="give --step-batch-size-schedule, such as '0:16 1B:32', or drop it",
+    ),
+    *rows(
+        OurFeature.EVERY_RUN,
         {
             "--full-validation without --multiple-validation-sets": all_of(
                 on("full_validation"), without(on("multiple_validation_sets"))

@@ -74,6 +74,27 @@ def ends_without_experts(settings: Settings) -> bool:
     return not frequency[-1]
 
 
+def has_experts_of_local_layers(settings: Settings) -> bool:
+    """Whether experts are Megatron's local layers; in a rehearsal, those of the real launch."""
+    launched = settings.get("replaced_on_cpu") if settings.get("device") != "cpu" else None
+    implementation = {**settings, **(launched or {})}.get("transformer_impl")
+    return _has_layers_of_experts(settings) and implementation == "local"
+
+
+def fuses_biases_of_experts(settings: Settings) -> bool:
+    """Whether Megatron would add the biases of experts in a fused activation that has no room for them."""
+    if settings.get("swiglu"):
+        is_fused = settings.get("bias_swiglu_fusion")
+    else:
+        is_fused = settings.get("bias_gelu_fusion") and not settings.get("quick_geglu")
+    return bool(is_fused) and _has_layers_of_experts(settings)
+
+
+def _has_layers_of_experts(settings: Settings) -> bool:
+    pattern = settings.get("hybrid_layer_pattern")
+    return bool(settings.get("num_experts")) and (pattern is None or "E" in pattern)
+
+
 def finds_a_number_of_segments(settings: Settings) -> bool:
     """Whether sequences are cut into a number of segments that is given, or that follows from what is given."""
     names = ("sequence_splits", "sequence_split_file", "segment_tokens", "unit_tokens")

@@ -3,10 +3,33 @@
 Tested in arguments/test_unsupported.py by test_an_unsupported_feature_is_one_sentence.
 """
 
-from .conditions import above, all_of, ends_without_experts, is_any, on, packs_documents, without
+from .conditions import (
+    above,
+    all_of,
+    ends_without_experts,
+    fuses_biases_of_experts,
+    has_experts_of_local_layers,
+    is_any,
+    on,
+    packs_documents,
+    without,
+)
 from .row import OurFeature, given, rows
 
 EXPERTS = (
+    *rows(
+        OurFeature.EVERY_RUN,
+        {
+            "--num-experts with biases and fused activations": all_of(
+                on("num_experts"), on("add_bias_linear"), fuses_biases_of_experts
+            ),
+            "--num-experts with biases and --transformer-impl local": all_of(
+                on("num_experts"), on("add_bias_linear"), has_experts_of_local_layers
+            ),
+        },
+        because="ends in an error in Megatron's first step, whose experts then take no biases",
+        way_out="add --disable-bias-linear",
+    ),
     *rows(
         OurFeature.PAIRS,
         {

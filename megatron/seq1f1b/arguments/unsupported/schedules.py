@@ -38,9 +38,6 @@ SCHEDULES = (
             "--pipeline-schedule-file with --step-batch-size-schedule": all_of(
                 on("pipeline_schedule_file"), on("step_batch_size_schedule")
             ),
-            "--pipeline-schedule-file with --rampup-batch-size": all_of(
-                on("pipeline_schedule_file"), on("rampup_batch_size")
-            ),
         },
         because="is for one number of micro-batches",
         way_out="drop one of the two",
