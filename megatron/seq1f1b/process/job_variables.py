@@ -18,6 +18,7 @@ _LIMITS: Mapping[str, tuple[int, int | None]] = MappingProxyType(
 )
 _SETS_BOTH = "what starts the ranks, such as torchrun, sets both"
 _PATIENCE = 5.0  # seconds in which the name of its own host must be known to rank 0
+_PATIENCE_OF_OTHERS = 15.0  # seconds in which other ranks must know it, whose network may start later
 _POLL = 0.5
 
 
@@ -47,8 +48,9 @@ def check_job_variables(environ: Mapping[str, str], argv: Sequence[str]) -> None
     is_named = "RANK" in numbers or plays_all_ranks
     if numbers.get("WORLD_SIZE", 1) > 1 and not is_named:  # Megatron would take every process for rank 0
         raise ValueError(f"WORLD_SIZE={numbers['WORLD_SIZE']} in the environment, but RANK is not set; {_SETS_BOTH}")
-    if numbers.get("RANK", 0) == 0 and not plays_all_ranks and environ.get("MASTER_ADDR"):
-        _check_host(environ["MASTER_ADDR"])
+    if not plays_all_ranks and environ.get("MASTER_ADDR"):
+        is_first = numbers.get("RANK", 0) == 0
+        _check_host(environ["MASTER_ADDR"], _PATIENCE if is_first else _PATIENCE_OF_OTHERS)
 
 
 def check_meeting_place(environ: Mapping[str, str]) -> None:
@@ -61,10 +63,10 @@ def check_meeting_place(environ: Mapping[str, str]) -> None:
         )
 
 
-def _check_host(name: str) -> None:
-    """Raise ValueError if MASTER_ADDR is a name that this rank 0 cannot look up, though it is that of its own host:
-    libraries would try for minutes. Other ranks may have to wait until the host of rank 0 has started, and its name."""
-    end = time.monotonic() + _PATIENCE
+def _check_host(name: str, patience: float) -> None:
+    """Raise ValueError if MASTER_ADDR is a name that this rank cannot look up within `patience` seconds: libraries
+    would try for minutes."""
+    end = time.monotonic() + patience
     while True:
         try:
             socket.getaddrinfo(name, None)

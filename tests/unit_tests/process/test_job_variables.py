@@ -10,7 +10,7 @@ OF_A_JOB = {
     "RANK": "5",
     "LOCAL_WORLD_SIZE": "4",
     "LOCAL_RANK": "1",
-    "MASTER_ADDR": "node",
+    "MASTER_ADDR": "localhost",
     "MASTER_PORT": "29500",
 }
 
@@ -40,16 +40,16 @@ def test_a_wrong_one_is_named(wrong, sentence):
         check_job_variables(OF_A_JOB | wrong, [])
 
 
+@pytest.mark.parametrize("rank", ["0", "3"])
 @pytest.mark.parametrize("name", ["no.such.host.invalid", "x" * 100], ids=["unknown", "too long"])
-def test_a_host_that_cannot_be_looked_up_is_named(monkeypatch, name):
-    """By rank 0, whose own host it is; others may have to wait for that host."""
-    monkeypatch.setattr(job_variables, "_PATIENCE", 0.1)
-    monkeypatch.setattr(job_variables, "_POLL", 0.1)
-    wrong = OF_A_JOB | {"MASTER_ADDR": name}
+def test_a_host_that_cannot_be_looked_up_is_named(monkeypatch, name, rank):
+    """By every rank: none waits for the others until --distributed-timeout-minutes."""
+    for patience in ("_PATIENCE", "_PATIENCE_OF_OTHERS", "_POLL"):
+        monkeypatch.setattr(job_variables, patience, 0.1)
+    wrong = OF_A_JOB | {"MASTER_ADDR": name, "RANK": rank, "LOCAL_RANK": rank}
     with pytest.raises(ValueError, match=rf"^MASTER_ADDR={name} in the environment cannot be looked up \("):
-        check_job_variables(wrong | {"RANK": "0", "LOCAL_RANK": "0"}, [])
-    check_job_variables(wrong, [])
-    check_job_variables(wrong | {"RANK": "0", "LOCAL_RANK": "0"}, ["--dry-run"])
+        check_job_variables(wrong, [])
+    check_job_variables(wrong, ["--dry-run"])
 
 
 def test_a_place_to_meet_that_is_not_set_is_named():
