@@ -123,7 +123,24 @@ def _text_of_costs(args: argparse.Namespace) -> str:
 
 
 def _schedule_and_costs(args: argparse.Namespace) -> tuple[Schedule, Costs, float]:
-    """A schedule, from a file or built, its costs, and the time to copy a unit to the host."""
+    """A schedule, from a file or built, its costs, and the time to copy a unit to the host. Raises ValueError for such
+    a time where nothing is copied."""
+    schedule, costs, copy_time = _given_schedule_and_costs(args)
+    if copy_time is None:
+        return schedule, costs, 0.0
+    if not schedule.has_moves:
+        way_out = "give a --pipeline-schedule-file with OFFLOAD"
+        if not args.pipeline_schedule_file:
+            way_out = "add --offload-activations 1"
+        raise ValueError(
+            f"--costs {_text_of_costs(args)}: move={copy_time:g} has no effect, since nothing moves to the host; "
+            f"{way_out}, or drop it"
+        )
+    return schedule, costs, copy_time
+
+
+def _given_schedule_and_costs(args: argparse.Namespace) -> tuple[Schedule, Costs, float | None]:
+    """A schedule, from a file or built, its costs, and the time of a copy, if it is given."""
     text = _text_of_costs(args)
     if args.pipeline_schedule_file:
         with named_by("--pipeline-schedule-file"):

@@ -23,7 +23,7 @@ from ..planner.space import Question
 from ..planner.way_out import way_out
 from .launch_flags import decided_flags
 from .model_flags import PRESETS, preset, preset_words
-from .parsing import Parser, amount, count_up_to, sequence_length, with_values
+from .parsing import MOST_SEQUENCES, Parser, amount, count_up_to, sequence_length, with_values
 from .plan_text import in_lines, row, with_header
 from .progress import show
 
@@ -116,6 +116,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     law = LAWS[args.critical_batch_law]
     parameters = parameters_of_model(model)
     largest = law.largest(parameters, args.tokens)
+    if largest / args.seq_length > MOST_SEQUENCES:
+        raise ValueError(
+            f"--tokens {args.tokens:g} allows a step of {largest / args.seq_length:,.0f} sequences of --seq-length "
+            f"{args.seq_length}; the most are {MOST_SEQUENCES:,}: give fewer tokens, or longer sequences"
+        )
     print(f"{parameters / 1e9:.3g} B parameters; largest batch: {largest / 1e6:.3g} million tokens ({law.source})\n")
     question = Question(
         model=model,

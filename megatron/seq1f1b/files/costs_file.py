@@ -24,12 +24,12 @@ class _Costs(Struct, forbid_unknown_fields=True):
     message_b: _Table | UnsetType = UNSET
     activation: _Table | UnsetType = UNSET
     activation_for_w: _Table | UnsetType = UNSET
-    move: At0 = 0.0
+    move: At0 | UnsetType = UNSET
 
 
-def read_costs(shape: Shape, text: str) -> tuple[Costs, float]:
-    """The costs in a .json file, or written out as `f=1,message=0.5`, and the time of a copy to the host or back.
-    Raises ValueError for what is no set of costs, or of another shape."""
+def read_costs(shape: Shape, text: str) -> tuple[Costs, float | None]:
+    """The costs in a .json file, or written out as `f=1,message=0.5`, and the time of a copy to the host or back, None
+    if it is not given. Raises ValueError for what is no set of costs, or of another shape."""
     if Path(text).suffix == ".json" or Path(text).exists():
         costs = read_json(text, _Costs)
     else:
@@ -41,6 +41,6 @@ def read_costs(shape: Shape, text: str) -> tuple[Costs, float]:
         costs = converted(f"--costs {text}", named, _Costs, is_text=True)
     given = {name: value for name, value in structs.asdict(costs).items() if name != "move" and value is not UNSET}
     try:
-        return Costs.from_mapping(shape, given), costs.move
+        return Costs.from_mapping(shape, given), None if costs.move is UNSET else costs.move
     except ValueError as error:
         raise ValueError(f"--costs {text}: {error}") from None

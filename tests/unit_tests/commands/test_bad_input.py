@@ -46,6 +46,7 @@ def cells(old, new):
 
 
 FILES = {
+    "own.csv": "0F0,0B0\n1F0,1B0\n",
     "cell_short.csv": cells(",0.2,P2", ""),
     "cell_nan.csv": cells("1.6", "nan"),
     "cell_many.csv": cells("P2", "P2,3"),
