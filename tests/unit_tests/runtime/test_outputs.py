@@ -85,6 +85,12 @@ def test_a_number_that_differs_is_refused():
         of_segments(lambda x: (x.square(), x.shape[1]), torch.randn(2, LENGTH, 4))
 
 
+def test_a_size_of_the_first_segment_by_chance_is_refused():
+    """Of a pooled output [b, 5], where the first segment has 5 tokens and the second 3."""
+    with pytest.raises(ValueError, match=r"a tensor \[2, 5\] for a segment of 3 tokens, which cannot be joined to"):
+        of_segments(lambda x: x.new_ones(2, 5) * x.mean(), torch.randn(2, LENGTH, 4))
+
+
 def test_logits_are_held_once():
     """No output of a segment outlives its turn; only its graph does."""
     outputs, gone, scalars = Outputs(LENGTH), [], []

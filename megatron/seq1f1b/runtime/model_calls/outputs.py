@@ -51,6 +51,7 @@ class Outputs:
             self._differentiable = [place for place, leaf in enumerate(leaves) if _has_gradient(leaf)]
         else:
             self._require_equal_numbers(leaves)
+            self._require_tokens(leaves, length)
         if not segment.is_whole_sequence:
             for buffer, leaf, dimension in zip(self._leaves, leaves, self._dimensions, strict=True):
                 if dimension is not None:
@@ -97,6 +98,12 @@ class Outputs:
                     f"the model returns {first} for one segment and {leaf} for another, and only values for each token "
                     "can be joined to those of the whole sequence; let it return such, or drop --sequence-splits"
                 )
+
+    def _require_tokens(self, leaves: list[Any], segment_length: int) -> None:
+        """A size that was that of the first segment by chance is found here, if a later one has another length."""
+        for leaf, dimension in zip(leaves, self._dimensions, strict=True):
+            if dimension is not None and leaf.shape[dimension] != segment_length:
+                raise _no_values_of_tokens(leaf, segment_length)
 
     def _buffer(self, leaf: Any, dimension: int | None) -> Any:
         """Room for a leaf of all segments; one that is whole needs none."""
@@ -158,7 +165,11 @@ def _token_dimension(leaf: Any, segment_length: int, is_whole: bool) -> int | No
             return dimension
     if is_whole:
         return None
-    raise ValueError(
+    raise _no_values_of_tokens(leaf, segment_length)
+
+
+def _no_values_of_tokens(leaf: Tensor, segment_length: int) -> ValueError:
+    return ValueError(
         f"the model returns a tensor {list(leaf.shape)} for a segment of {segment_length} tokens, which cannot be "
         "joined to one of the whole sequence; let it return values for each token, or drop --sequence-splits"
     )
