@@ -101,6 +101,23 @@ def test_a_schedule_from_a_file_takes_micro_batches_in_any_order(launch, megatro
     assert_equal(launch.call(2, step, options=options), megatrons_own)
 
 
+def step_with_frozen_embedding() -> str:
+    """What ends the first step of a model whose embedding is frozen, but not the output layer tied to it."""
+    megatron.seq1f1b.install(sequence_splits=2)
+    chunks = model_of(Model(tied=True, freezes_embedding=True))
+    with pytest.raises(ValueError) as error:
+        run(of_megatron.get_forward_backward_func(), chunks, Case("", 1, 3, "even", "random"), 0, 1)
+    return str(error.value)
+
+
+def test_an_embedding_frozen_without_its_copy_is_refused(launch):
+    """Megatron's sum of the gradients of both would wait for ever."""
+    for sentence in launch.call(2, step_with_frozen_embedding):
+        assert sentence.startswith(
+            "the embedding is frozen on pipeline rank 0, but its tied copy on pipeline rank 1 is not"
+        )
+
+
 @pytest.fixture(scope="module")
 def masked(launch):
     """Megatron's own, with a mask that keeps documents apart."""

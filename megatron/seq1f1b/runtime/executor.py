@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from datetime import timedelta
 from functools import cache, partial
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -42,7 +42,7 @@ from .forwards.loss import Losses
 from .forwards.multi_token import prediction_patches
 from .forwards.protocol import Forwards
 from .forwards.schedule_plans import PlannedForwards
-from .gradients.gradient_sync import finalize_gradients, gradient_syncs
+from .gradients.gradient_sync import check_tied_embeddings, finalize_gradients, gradient_syncs
 from .gradients.partitioned_state import is_partitioned
 from .interpreter import Interpreter
 from .model_calls.calls import Calls
@@ -107,6 +107,7 @@ class PipelineExecutor:
         self._layer_ends = LayerEnds(activations.host_memory.end_layer)
         self._communicator = cache(partial(Communicator, timeout=timeout))
         self._check_agreement = cache(check_agreement)
+        self._checked = WeakSet[torch.nn.Module]()  # first chunks of models that were seen to agree with other ranks
         # Kinds of steps, whose kernels are loaded, of each model of the program, by its first chunk on this rank.
         self._ran_before: WeakKeyDictionary[torch.nn.Module, set[tuple]] = WeakKeyDictionary()
         self._failure: str | None = None
@@ -146,6 +147,7 @@ class PipelineExecutor:
             refuse_uncut(step)
         if not step.is_alone:
             self._agree(step, lengths)
+            self._check_model(step)
         communicator = self._communicator(step.pipeline, step.placement, step.config.pipeline_dtype, step.device)
         # The first step of a model with such segments may load or compile kernels, and CUDA may then wait for the whole
         # GPU. If messages are kernels, none is in flight in that step while another kernel starts.
@@ -312,6 +314,12 @@ class PipelineExecutor:
             f"micro-batches {sizes}{within}, of a model with {getattr(config, 'num_layers', 'its own')} layers and "
             f"messages of {config.hidden_size} {config.pipeline_dtype}"
         )
+
+    def _check_model(self, step: Step) -> None:
+        """Compare the model of this rank with those of others before its first training step."""
+        if not step.forward_only and step.chunks[0] not in self._checked:
+            check_tied_embeddings(step)
+            self._checked.add(step.chunks[0])
 
 
 def watched(function: Callable, tracer: StepTracer) -> Callable:

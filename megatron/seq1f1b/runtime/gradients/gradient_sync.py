@@ -130,6 +130,42 @@ def tied_embeddings(chunks: Sequence[torch.nn.Module]) -> list[torch.Tensor]:
     return [model.shared_embedding_or_output_weight() for model in (first, last)]
 
 
+def check_tied_embeddings(step: Step) -> None:
+    """Raise ValueError on all ranks of the pipeline if one copy of the embedding is frozen and another is not. Megatron
+    sums their gradients over ranks, where the one with a gradient would wait for ever, and in a V they would differ
+    after a step."""
+    if step.config.finalize_model_grads_func is None:
+        return
+    here = [_has_gradient(weight) for weight in _copies_of_embedding(step)]
+    of_ranks: list[list[bool]] = [here] * step.placement.num_ranks
+    dist.all_gather_object(of_ranks, here, group=step.pipeline)
+    frozen = [rank for rank, copies in enumerate(of_ranks) if not all(copies)]
+    trained = [rank for rank, copies in enumerate(of_ranks) if any(copies)]
+    if frozen and trained:
+        raise ValueError(
+            f"the embedding is frozen on pipeline rank {frozen[0]}, but its tied copy on pipeline rank {trained[-1]} "
+            "is not; set requires_grad of both alike, or build the model with share_embeddings_and_output_weights=False"
+        )
+
+
+def _copies_of_embedding(step: Step) -> list[torch.nn.Parameter]:
+    """The weights of the embedding, of the output layer tied to it, and of its copy for multi-token prediction, that
+    this rank has."""
+    predicts = bool(getattr(step.config, "mtp_num_layers", 0))
+    copies = []
+    for model in map(unwrap_model, step.chunks):
+        is_first = getattr(model, "pre_process", False)
+        is_last = getattr(model, "post_process", False)
+        is_tied = getattr(model, "share_embeddings_and_output_weights", False) and (is_first or is_last)
+        if is_tied or (predicts and is_first) or getattr(model, "mtp_process", False):
+            copies.append(model.shared_embedding_or_output_weight())
+    return copies
+
+
+def _has_gradient(weight: torch.nn.Parameter) -> bool:
+    return weight.requires_grad or getattr(weight, "main_grad", None) is not None
+
+
 def add_up_tied_embeddings(chunks: Sequence[torch.nn.Module]) -> None:
     """Give both weights the sum of their gradients, as Megatron does at the end of a step if two ranks have them."""
     gradients = [getattr(weight, _get_main_grad_attr(weight)) for weight in tied_embeddings(chunks)]
