@@ -18,7 +18,8 @@ _LIMITS: Mapping[str, tuple[int, int | None]] = MappingProxyType(
 )
 _SETS_BOTH = "what starts the ranks, such as torchrun, sets both"
 _PATIENCE = 5.0  # seconds in which the name of its own host must be known to rank 0
-_PATIENCE_OF_OTHERS = 15.0  # seconds in which other ranks must know it, whose network may start later
+# Seconds in which other ranks must know it. They may start before it does, and its name may be new then.
+_PATIENCE_OF_OTHERS = 60.0
 _POLL = 0.5
 
 
