@@ -32,6 +32,13 @@ _NO_MEMORY = re.compile(
     r"(?:\[enforce fail [^\]]*\] err == 0\. )?DefaultCPUAllocator: can't allocate memory: you tried to allocate "
     r"(?P<bytes>\d+) bytes\. Error code 12 \(Cannot allocate memory\)"
 )
+_OTHER_SHAPE = re.compile(
+    r"Global shape mismatch for loaded \((?P<saved>.*)\) and expected \((?P<asked>.*)\) tensor for key (?P<key>.*)"
+)
+_OTHER_SCHEDULE = re.compile(
+    r"OptimizerParamScheduler: class input value (?P<asked>.*) and checkpoint ?value (?P<saved>.*) for (?P<what>.*) do "
+    r"not match"
+)
 _NO_INTERFACE = re.compile(r"Unable to find address for: (\S+)")
 _PLACE_IN_C = re.compile(r"\[\S+\.(?:cc|cpp|cu|h):\d+\]:? ?|\[enforce fail at [^\]]*\] (?:[^.]* [!=]= [^.]*\. )?")
 
@@ -52,7 +59,7 @@ def has_lost_a_peer(error: BaseException) -> bool:
 
 
 def in_plain_words(text: str) -> str:
-    """The message of a library for communication or memory, reworded for the person who started the job."""
+    """The message of a library for communication, memory or checkpoints, in words for who started the job."""
 
     def lost(match: re.Match[str]) -> str:
         place = f" on {match['host']}" if match["host"] else ""
@@ -74,10 +81,30 @@ def in_plain_words(text: str) -> str:
         )
 
     text = _NO_MEMORY.sub(too_large, text)
+    text = _OTHER_SHAPE.sub(_on_other_shapes, text)
+    text = _OTHER_SCHEDULE.sub(
+        r"--load has \g<saved> as \g<what>, and this launch \g<asked>; give the flags of the saved run "
+        "(--train-iters, --global-batch-size, --lr-decay-iters, ...), or one of --override-opt-param-scheduler and "
+        "--use-checkpoint-opt-param-scheduler",
+        text,
+    )
     text = _NO_INTERFACE.sub(r"\1 (GLOO_SOCKET_IFNAME) is no network interface of this host; ip addr lists them", text)
     text = _PLACE_IN_C.sub("", text)
     text = _LOST_PEER.sub(lost, text)
     return _TIMED_OUT.sub(timed_out, text)
+
+
+def _on_other_shapes(match: re.Match[str]) -> str:
+    if ".dp_group_idx_" in match["key"]:  # flat buffers, whose sizes follow from those of the groups of ranks
+        return (
+            "--load has the state of the optimizer for other parallel sizes or another schedule; take those, or save "
+            "it with --dist-ckpt-optim-fully-reshardable"
+        )
+    saved, asked = ([*map(int, re.findall(r"\d+", match[side]))] for side in ("saved", "asked"))
+    return (
+        f"{match['key']} has the shape {saved} in --load, and {asked} in this launch; give the flags of the model that "
+        "was saved (--hidden-size, --num-layers, --swiglu, ...)"
+    )
 
 
 def add_file_name(error: BaseException) -> None:
