@@ -10,17 +10,21 @@ from typing import Any
 from ..process.child_processes import end_with_parent
 
 
-def merged[T](iterators: Sequence[Iterable[T]], key: Callable[[T], Any]) -> Iterator[T]:
-    """The values of iterators in the ascending order of `key`, in which each iterator has its own. A process that is
-    forked from this one advances each iterator, as far ahead as a pipe holds values. Raises ValueError, which names the
-    flag of `seq1f1b plan`, if a process is killed."""
+def merged[T](iterators: Sequence[Iterable[T]], key: Callable[[T], Any], num_processes: int) -> Iterator[T]:
+    """The values of iterators in the ascending order of `key`, in which each iterator has its own. Processes that are
+    forked from this one share the iterators, and advance them as far ahead as a pipe holds values. With one process
+    nothing is forked. Raises ValueError, which names the flag of `seq1f1b plan`, if a process is killed."""
+    if num_processes == 1:
+        yield from merge(*iterators, key=key)
+        return
+    shares = [iterators[first::num_processes] for first in range(min(num_processes, len(iterators)))]
     fork = multiprocessing.get_context("fork")
     processes = []
     streams = []
     try:
-        for iterator in iterators:
+        for share in shares:
             receiver, sender = fork.Pipe(duplex=False)
-            process = fork.Process(target=_send_all, args=(iterator, sender), daemon=True)
+            process = fork.Process(target=_send_all, args=(merge(*share, key=key), sender), daemon=True)
             process.start()
             processes.append(process)
             sender.close()  # the process has its own, with which the pipe ends

@@ -5,7 +5,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import closing
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
-from itertools import count, islice
+from itertools import islice
 from math import inf
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -240,17 +240,13 @@ class Search:
                 yield step.place.bound, step.plan
 
     def _steps(self) -> Generator[_Step]:
-        """The steps of the search: all in this process, or the first ones, and then those of several processes."""
+        """The steps of the search: the first ones in this process, and then those of all processes."""
         waiting = self._first_waiting()
-        alone = self._look_at(waiting)
-        if self._processes == 1:
-            yield from alone
-            return
-        yield from islice(alone, _ALONE)
-        if waiting:
-            in_order = sorted(waiting)
-            shares = (in_order[first :: self._processes] for first in range(self._processes))
-            yield from merged([*map(self._look_at, shares, count())], key=attrgetter("place"))
+        yield from islice(self._look_at(waiting), _ALONE)
+        in_order = sorted(waiting)
+        shares = (in_order[first :: self._processes] for first in range(self._processes))
+        steps = [self._look_at(share, process) for process, share in enumerate(shares) if share]
+        yield from merged(steps, attrgetter("place"), self._processes)
 
     def _first_waiting(self) -> list[_Waiting]:
         """The items of all parallel sizes, as a heap."""

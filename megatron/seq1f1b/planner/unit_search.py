@@ -10,7 +10,6 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
-from heapq import merge
 from itertools import accumulate, chain, islice
 from math import ceil, inf, log2
 from operator import itemgetter
@@ -166,13 +165,7 @@ class UnitSearch:
         that comes first."""
         place = itemgetter(0, 1)
         searches = [_numbered(number, _SearchOfUnits(self, size)) for number, size in enumerate(sizes)]
-        in_order: Iterator[tuple[float, int, Plan | None]]
-        if self._processes == 1:
-            in_order = merge(*searches, key=place)
-        else:
-            shares = (searches[first :: self._processes] for first in range(self._processes))
-            in_order = merged([merge(*share, key=place) for share in shares if share], key=place)
-        for _, _, plan in in_order:
+        for _, _, plan in merged(searches, place, self._processes):
             if plan is not None:
                 yield plan
 

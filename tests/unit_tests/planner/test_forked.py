@@ -20,12 +20,13 @@ def killed_after(values):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_values_of_processes_come_in_order():
-    assert [*merged([[0, 3, 4], [], [1, 2, 5]], key=int)] == [0, 1, 2, 3, 4, 5]
+@pytest.mark.parametrize("num_processes", [1, 2, 3, 4])
+def test_values_of_processes_come_in_order(num_processes):
+    assert [*merged([[0, 3, 4], [], [1, 2, 5]], key=int, num_processes=num_processes)] == [0, 1, 2, 3, 4, 5]
 
 
 def test_processes_end_with_who_reads_them():
-    with closing(merged([count(), count()], key=int)) as endless:
+    with closing(merged([count(), count()], key=int, num_processes=2)) as endless:
         assert [*islice(endless, 6)] == [0, 0, 1, 1, 2, 2]
         assert len(multiprocessing.active_children()) == 2
     assert multiprocessing.active_children() == []
@@ -33,7 +34,7 @@ def test_processes_end_with_who_reads_them():
 
 def test_a_killed_process_is_an_error():
     with pytest.raises(ValueError, match="memory is short; try fewer --workers"):
-        list(merged([killed_after([1, 2]), count()], key=int))
+        list(merged([killed_after([1, 2]), count()], key=int, num_processes=2))
     assert multiprocessing.active_children() == []
 
 
