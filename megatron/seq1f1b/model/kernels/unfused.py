@@ -44,8 +44,9 @@ class Unfused:
         o, grad = (_by_group(x, num_groups) for x in (saved.output, grad_output))
         generator = None
         if state:
+            (state_in_forward,) = state
             generator = torch.Generator(default_generator(query.device).device)
-            generator.set_state(*state)
+            generator.set_state(state_in_forward)
         # Σ weight · its gradient over the keys of a query, with dropout, too.
         expected = (o * grad).sum(-1, keepdim=True)
         grad_queries = []
