@@ -59,11 +59,17 @@ class MegatronRun:
         return Shape(placement, self.num_microbatches, num_segments)
 
 
-def run_of_arguments(args: Namespace) -> MegatronRun:
-    """The run of Megatron's parsed and validated arguments; in a rehearsal, that of the real launch."""
+def settings_of_launch(args: Namespace) -> dict[str, Any]:
+    """Megatron's parsed arguments by their names; in a rehearsal, those of the real launch."""
     settings = dict(vars(args))
     if settings.get("dry_run") and args.device != "cpu":
         settings |= args.replaced_on_cpu
+    return settings
+
+
+def run_of_arguments(args: Namespace) -> MegatronRun:
+    """The run of Megatron's parsed and validated arguments; in a rehearsal, that of the real launch."""
+    settings = settings_of_launch(args)
     num_microbatches = 1
     batch = settings.get("global_batch_size") or 0
     at_once = (settings.get("micro_batch_size") or 0) * (settings.get("data_parallel_size") or 0)

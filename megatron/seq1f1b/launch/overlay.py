@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ..arguments import PipelineConfig, add_arguments
 from ..arguments.checks import check_places, check_sizes
 from ..arguments.config import refuse_unsupported
+from ..arguments.megatron_run import settings_of_launch
 from ..costs.run_costs import RunCosts
 from ..process.flag_names import flag_of
 from ..process.job_variables import check_meeting_place
@@ -185,7 +186,7 @@ def _parse(
     parsed = parse_args(with_all_flags, *args, **more)
     if hasattr(parsed, "pipeline_schedule"):  # a script may parse its arguments without our flags
         check_sizes(parsed)
-        refuse_unsupported(parsed, vars(parsed))
+        refuse_unsupported(parsed, settings_of_launch(parsed))
         if not (parsed.dry_run or parsed.fake_process_group or is_initialized()):
             check_meeting_place(os.environ)
         check_places(parsed)

@@ -75,10 +75,8 @@ def ends_without_experts(settings: Settings) -> bool:
 
 
 def has_experts_of_local_layers(settings: Settings) -> bool:
-    """Whether experts are Megatron's local layers; in a rehearsal, those of the real launch."""
-    launched = settings.get("replaced_on_cpu") if settings.get("device") != "cpu" else None
-    implementation = {**settings, **(launched or {})}.get("transformer_impl")
-    return _has_layers_of_experts(settings) and implementation == "local"
+    """Whether experts are Megatron's local layers."""
+    return _has_layers_of_experts(settings) and settings.get("transformer_impl") == "local"
 
 
 def fuses_biases_of_experts(settings: Settings) -> bool:

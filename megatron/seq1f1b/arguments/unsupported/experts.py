@@ -20,11 +20,9 @@ EXPERTS = (
     *rows(
         OurFeature.EVERY_RUN,
         {
-            "--num-experts with biases and fused activations": all_of(
-                on("num_experts"), on("add_bias_linear"), fuses_biases_of_experts
-            ),
+            "--num-experts with biases and fused activations": all_of(on("add_bias_linear"), fuses_biases_of_experts),
             "--num-experts with biases and --transformer-impl local": all_of(
-                on("num_experts"), on("add_bias_linear"), has_experts_of_local_layers
+                on("add_bias_linear"), has_experts_of_local_layers
             ),
         },
         because="ends in an error in Megatron's first step, whose experts then take no biases",
