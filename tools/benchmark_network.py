@@ -5,7 +5,7 @@
 
 1F1B, its interleaved form, Seq1F1B and Seq1F1B-I run at rates of the link at which the output of a stage takes a
 tenth, a half and all of the time of its forward. Times of actions come from other runs in one, four and eight segments,
-latency and bandwidth of the limited link from messages of two sizes; steps are simulated by these. All runs at one rate
+those of messages from messages of the same sizes alone; steps are simulated by these. All runs at one rate
 are timed in turn, and the faster half of the steps of each counts. Needs root, and `ip`, `tc` and `sysctl`. The
 namespaces are gone at the end.
 """
@@ -57,7 +57,9 @@ _PROFILED = (1, 4, 8)
 _QUEUE_BYTES = 256 * 2**20
 # The processor handles each packet, and has none to spare for many small ones.
 _PACKET_BYTES = 16 * 2**10
-_BURST_BYTES = 32 * 2**10  # which a link that was idle takes at once
+# A link that was idle takes so much at once: as little as it can, a packet with its headers, since a small message
+# would be that much faster than its share of a large one.
+_BURST_BYTES = _PACKET_BYTES + 2**10
 # A receive is announced to the sender; behind megabytes that wait in a socket, the announcement would come late.
 _SOCKET_BYTES = 64 * 2**10
 _FIXED = {
@@ -66,16 +68,6 @@ _FIXED = {
     "context_parallel_size": 1,
     "sequence_split_profile": None,
 }
-
-
-class Link(NamedTuple):
-    """What messages take: a latency in seconds, and bytes/s."""
-
-    latency: float
-    bandwidth: float
-
-    def seconds(self, size: int) -> float:
-        return self.latency + size / self.bandwidth
 
 
 class Result(NamedTuple):
@@ -101,17 +93,16 @@ def limit(interface: str, rate: float | None) -> None:
         subprocess.run(["tc", "qdisc", "add", "dev", interface, "root", *bucket.split()], check=True)
 
 
-def measured_link(size: int, repeats: int = 9) -> Link:
-    """By half of the median time there and back of messages of `size` bytes and a quarter of it; the first two warm
-    up."""
-    taken = [_message_seconds(num_bytes, repeats) for num_bytes in (size, size // 4)]
-    bandwidth = (size - size // 4) / max(taken[0] - taken[1], 1e-9)
-    found = [Link(max(0.0, taken[0] - size / bandwidth), bandwidth)]
+def seconds_of_messages(sizes: Iterable[int], repeats: int = 25) -> dict[int, float]:
+    """What messages of so many bytes take on the limited link: half of the median time there and back, as the first
+    rank has it."""
+    found = [{size: _message_seconds(size, repeats) for size in sizes}]
     dist.broadcast_object_list(found, src=0)
     return found[0]
 
 
 def _message_seconds(size: int, repeats: int) -> float:
+    """The first two messages warm up."""
     tensor = torch.zeros(size // 4)
     rank = dist.get_rank()
     seconds = []
@@ -192,6 +183,7 @@ def compare(args: argparse.Namespace, interface: str) -> Iterator[Result]:
     compared = {num_chunks: variants(num_chunks, methods.values()) for num_chunks, methods in METHODS.items()}
     in_turn = [*chain(*profiled.values()), *chain(*compared.values())]
     bytes_of_output = 4 * args.hidden_size * args.seq_length
+    sizes = sorted({bytes_of_output // segments for methods in METHODS.values() for segments in methods.values()})
     limit(interface, None)
     timed(profiled[1], args.repeats)
     rates = rates_of_shares(bytes_of_output, forward_seconds(profile_of(profiled[1]), args.seq_length))
@@ -200,12 +192,12 @@ def compare(args: argparse.Namespace, interface: str) -> Iterator[Result]:
         dist.barrier()
         if dist.get_rank() == 0:
             print(f"{rate / 1e6:.3g} MB/s ...", file=sys.stderr, flush=True)
-        link = measured_link(bytes_of_output)
+        messages = seconds_of_messages(sizes)
         timed(in_turn, args.repeats)
         for num_chunks, methods in METHODS.items():
             profile = profile_of(profiled[num_chunks])
             for (name, segments), variant in zip(methods.items(), compared[num_chunks], strict=True):
-                message = link.seconds(bytes_of_output // segments)
+                message = messages[bytes_of_output // segments]
                 yield Result(share, name, tuple(variant.seconds), predicted_seconds(variant, profile, message), rate)
     limit(interface, None)
 
