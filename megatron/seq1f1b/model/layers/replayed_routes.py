@@ -4,8 +4,6 @@ Reinforcement learning replays in training which experts took each token of a ro
 whole micro-batch to the `RouterReplay` of each router before it calls its model, and reads recorded ones from there
 after the call. Calls of several micro-batches are under way at a time, so what was set is noted with each call, and a
 router gets the rows of the running segment, also where a forward is repeated in the backward.
-
-Tested in functional_tests/test_replayed_routes.py by test_routes_are_replayed_by_segments.
 """
 
 from collections.abc import Callable, Iterator
@@ -75,12 +73,13 @@ def _routing(router: TopKRouter, routing: Callable[..., Any], *args: Any, **opti
 
 @contextmanager
 def _set_for(replay: Any, routes: Routes, segment: Segment) -> Iterator[None]:
-    """Within it, a RouterReplay has the action and the rows of a segment."""
+    """Inside, a RouterReplay has the action and the rows of a segment; after it, also after a failure, what the program
+    has set."""
     before = {name: getattr(replay, name) for name in ("router_replay_action", *routes.given)}
-    replay.router_replay_action = routes.action
-    for name, rows in routes.given.items():
-        setattr(replay, name, routes.part(rows, segment))
     try:
+        replay.router_replay_action = routes.action
+        for name, rows in routes.given.items():
+            setattr(replay, name, routes.part(rows, segment))
         yield
     finally:
         for name, value in before.items():
