@@ -79,7 +79,8 @@ class SegmentContext:
         self.weight_gradients = WeightGradientStore()
         self.segment: Segment | None = None
         self.keeps_for_backward = True
-        self.splits_backwards = False  # if so, inputs and output gradients are kept for the weight gradients
+        # Whether backwards of the running step are split, and keep inputs and output gradients for W.
+        self.splits_backwards = False
         self.kept_attention: KeptAttention | None = {} if keeps_attention else None
         self.masks = MaskCheck()
         self._carried: dict[tuple[Hashable, int], Carried] = {}  # by layer and micro-batch
@@ -153,6 +154,7 @@ class SegmentContext:
 
     def clear(self) -> None:
         """Forget everything, at the end of a step, also of one that failed."""
+        self.splits_backwards = False
         self._carried.clear()
         self._routes.clear()
         self.masks = MaskCheck()

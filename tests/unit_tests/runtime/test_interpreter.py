@@ -44,6 +44,13 @@ def test_no_object_of_a_step_is_in_a_reference_cycle(alone, tmp_path, schedule, 
         gc.enable()
 
 
+def test_the_context_forgets_that_backwards_were_split(alone):
+    """Else references of the next step, which run before its own model, would keep keys and values, not latents."""
+    runs = executor("zb-h1")
+    run(runs, Stage())
+    assert not runs.context.splits_backwards
+
+
 def test_every_kind_of_action_has_a_handler():
     assert Interpreter.HANDLERS.keys() == {*Kind}
 
