@@ -225,6 +225,23 @@ def test_after_a_failure_no_rank_takes_a_step():
         run(failing, model, pg_collection=collection)
 
 
+@on_ranks(2)
+def test_a_rank_that_cannot_run_its_model_tells_the_others():
+    """Of two ranks the second has a layer that cannot run on segments; the first waits for its messages meanwhile."""
+    rank, failing, model, collection = dist.get_rank(), executor(k=2, timeout=5), stage(), groups()
+
+    def attach(*_):
+        if rank == 1:
+            raise ValueError("layer 3 caps its scores")
+
+    words = "rank 1 failed in this step: ValueError: layer 3 caps its scores"
+    kind, found = (ValueError, "^layer 3 caps") if rank else (RuntimeError, words)
+    with patch.object(executor_file, "attach", attach), pytest.raises(kind, match=found):
+        run(failing, model, pg_collection=collection)
+    with pytest.raises(RuntimeError, match="an earlier step of this pipeline failed .*layer 3 caps its scores"):
+        run(failing, model, pg_collection=collection)
+
+
 def larger(data_iterator, model):
     """A batch of one sequence more."""
     tokens = next(data_iterator)

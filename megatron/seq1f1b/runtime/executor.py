@@ -62,8 +62,8 @@ MESSAGE_TIMEOUT = timedelta(minutes=10)  # as in PyTorch's groups
 class PipelineExecutor:
     """Runs every step of a program; called like Megatron's `forward_backward_func`, and made once.
 
-    No state of a step survives it. After a step that failed every call raises RuntimeError: the other ranks stopped in
-    the middle of it, and their messages no longer match.
+    No state of a step survives it. After a step that failed in a pipeline of several ranks every call raises
+    RuntimeError: the other ranks stopped in the middle of it, and their messages no longer match.
 
     - `schedule`: the order of the actions of a step.
     - `segmentation`: how micro-batches are cut into segments.
@@ -139,26 +139,26 @@ class PipelineExecutor:
             )
         self._num_steps += 1
         step = Step(style=self._schedule.placement, **arguments)
-        segmentation = self.segmentation
         lengths: tuple[int, ...] = ()  # of segments, if they are known before the program calls its model
-        if not segmentation.reads_calls(step):
-            lengths = tuple(segmentation.lengths(step.seq_length))
-        if segmentation.cuts_sequences:
+        if not self.segmentation.reads_calls(step):
+            lengths = tuple(self.segmentation.lengths(step.seq_length))
+        if self.segmentation.cuts_sequences:
             refuse_uncut(step)
         if not step.is_alone:
             self._agree(step, lengths)
             self._check_model(step)
-        communicator = self._communicator(step.pipeline, step.placement, step.config.pipeline_dtype, step.device)
-        # The first step of a model with such segments may load or compile kernels, and CUDA may then wait for the whole
-        # GPU. If messages are kernels, none is in flight in that step while another kernel starts.
-        ran_before = self._ran_before.setdefault(step.chunks[0], set())
-        kind_of_step = step.placement, lengths, step.micro_batch_size, step.forward_only
-        communicator.begin_step(loads_kernels=kind_of_step not in ran_before)
-        self._prepare_models(step)
-        with timed(step.config), self._failing_for_good(step):
-            losses = self._run_calls(step, communicator)
-            reports = self._reports(losses, step)
-        ran_before.add(kind_of_step)
+        with self._failing_for_good(step):
+            # The first step of a model with such segments may load or compile kernels, and CUDA may then wait for the
+            # whole GPU. If messages are kernels, none is in flight in that step while another kernel starts.
+            ran_before = self._ran_before.setdefault(step.chunks[0], set())
+            kind_of_step = step.placement, lengths, step.micro_batch_size, step.forward_only
+            communicator = self._communicator(step.pipeline, step.placement, step.config.pipeline_dtype, step.device)
+            communicator.begin_step(loads_kernels=kind_of_step not in ran_before)
+            self._prepare_models(step)
+            with timed(step.config):
+                losses = self._run_calls(step, communicator)
+                reports = self._reports(losses, step)
+            ran_before.add(kind_of_step)
         return reports
 
     def _run_calls(self, step: Step, communicator: Communicator) -> Losses:
@@ -182,7 +182,10 @@ class PipelineExecutor:
             return self._run_actions(step, calls, schedule_of(step), communicator)
 
     def _prepare_models(self, step: Step) -> None:
-        """Let the model chunks of this rank run on segments; those of an earlier step are ready."""
+        """Let the model chunks of this rank run on segments; those of an earlier step are ready. Raises ValueError for
+        a model that cannot."""
+        if self.segmentation.cuts_sequences:
+            refuse_attention_to_later_tokens(step.chunks)
         if self.segmentation.follows_segments or self.context.kept_attention is not None:
             attach(step.chunks, self.context, self._kernels_of)  # else the model keeps its own attention
         if self._activations.moves_layers:
@@ -331,8 +334,7 @@ def watched(function: Callable, tracer: StepTracer) -> Callable:
 
 
 def refuse_uncut(step: Step) -> None:
-    """Raise ValueError for models and calls whose sequences cannot be cut."""
-    refuse_attention_to_later_tokens(step.chunks)
+    """Raise ValueError for a call whose sequences cannot be cut."""
     if step.decoder_seq_length not in (None, step.seq_length):
         raise ValueError("--decoder-seq-length differs from --seq-length, so sequences cannot be cut into segments")
 
