@@ -175,23 +175,23 @@ def bare(step: Step, actions: RankSchedule) -> None:
     kept = {}
     for action in actions.actions:
         if action.kind is Kind.F:
-            arrived = torch.zeros(1, requires_grad=True)
+            input_tensor = torch.zeros(1, requires_grad=True)
             output, _ = forward_step(
                 forward_step_func,
                 None,
                 model,
                 step.num_microbatches,
-                arrived,
+                input_tensor,
                 [],
                 model.config,
                 cp_group_size=1,
                 current_microbatch=action.microbatch,
                 is_last_stage=False,
             )
-            kept[action.unit] = arrived, output
+            kept[action.unit] = input_tensor, output
         elif action.kind.facts.gives_input_gradient:
-            arrived, output = kept.pop(action.unit)
-            backward_step(arrived, output, torch.zeros(1), model.config)
+            input_tensor, output = kept.pop(action.unit)
+            backward_step(input_tensor, output, torch.zeros(1), model.config)
 
 
 class Bare(torch.autograd.Function):

@@ -10,7 +10,7 @@ from megatron.core.pipeline_parallel.schedules import backward_step, deallocate_
 from torch import Tensor
 
 from ..model import SegmentContext, free_values
-from ..schedule import Action, Kind, channels_of
+from ..schedule import Action, Kind, Unit, channels_of
 from .communication import Communicator
 from .forwards.multi_token import rows_per_token
 from .forwards.protocol import Forwards
@@ -49,8 +49,8 @@ class Interpreter:
         self._chunk_of = {stage: placement.chunk_of(stage) for stage in placement.stages_of(rank)}
         self._channels = channels_of(placement, rank)
         self._message_shape = cache(partial(message_shape, self.step))
-        # The input and output of each forward, by (stage, micro-batch, segment), until its backward.
-        self._kept: dict[tuple, tuple[Tensor | None, Tensor]] = {}
+        # The input and output of each forward, until its backward.
+        self._kept: dict[Unit, tuple[Tensor | None, Tensor]] = {}
         # Outputs and gradients for a neighbouring stage, by the SEND that carries them if it is on another rank.
         self._outgoing: dict[tuple, Tensor] = {}
 
@@ -79,15 +79,15 @@ class Interpreter:
         _, stage, microbatch, index = action
         unit = action.unit
         segment = self.step.segments[microbatch][index]
-        arrived = self._input_of(action, is_forward=True)
+        input_tensor = self._input_of(action, is_forward=True)
         self.syncs[self._chunk_of[stage]].before_forward()
         moves = unit in self.schedule.moved
         with self.recorder.span(action):
-            output = self.forwards.forward(stage, segment, arrived, moves)
-        if moves and arrived is not None:
-            free_values(arrived)  # the graph holds all that the backward reads of it
+            output = self.forwards.forward(stage, segment, input_tensor, moves)
+        if moves and input_tensor is not None:
+            free_values(input_tensor)  # the graph holds all that the backward reads of it
         if not self.step.forward_only:
-            self._kept[unit] = arrived, output
+            self._kept[unit] = input_tensor, output
         if stage != self._last_stage:
             self._outgoing[Kind.SEND_F, *unit] = output
 
@@ -98,14 +98,15 @@ class Interpreter:
         if unit in self.schedule.moved:
             self.context.host_memory.wait(unit)
         self.syncs[self._chunk_of[stage]].before_backward()
-        arrived, output = self._kept.pop(unit)
+        input_tensor, output = self._kept.pop(unit)
         if stage == self._last_stage:
             gradient = self.forwards.loss_gradient(output, segment)
         else:
             gradient = self._input_of(action, is_forward=False)
         with self.context.running(segment, keeps_for_backward=True, unit=unit), self.recorder.span(action):
             with self._reducing(action, self.schedule.last_input_gradients):
-                gradient = backward_step(arrived, output, gradient, self.step.config)
+                # That of the output becomes that of the input, and has no other name, so that its memory is free now.
+                gradient = backward_step(input_tensor, output, gradient, self.step.config)
                 self.forwards.end_backward(stage, segment)
             if self.schedule.splits_backwards and kind.facts.gives_weight_gradient:
                 with self._reducing(action, self.schedule.last_weight_gradients):
@@ -181,7 +182,11 @@ class Interpreter:
 
 
 def message_shape(step: Step, num_sequences: int, length: int, kind: Kind, stage: int) -> tuple[int, ...]:
-    """The shape of what a SEND or RECV of `stage` carries for a segment of `length` tokens."""
+    """The shape [rows, b, h] of what a SEND or RECV of `stage` carries for a segment of `length` tokens of b sequences.
+
+    A rank has a row for each of its tokens: context-parallel ranks divide them, with sequence parallelism
+    tensor-parallel ranks, too; after multi-token prediction, a row for each token and depth.
+    """
     # The decoder has sequences of its own length only where whole sequences of the step's `seq_length` pass through one
     # chunk a rank: Megatron's interleaved schedules ignore that length, too, and calls of the model tell their own.
     is_plain = len(step.chunks) == step.shape.num_segments == 1

@@ -51,19 +51,19 @@ class PairInterpreter(Interpreter):
                 run_plans(None, backward)
             else:
                 self._run_forward(forward, backward)
-            self._end_backward(action, unit.arrived)
+            self._end_backward(action, unit.input_tensor)
         if action.unit in self.schedule.moved:
             self.context.host_memory.end_backward(action.unit)
 
     def _run_forward(self, action: Action, beside: PlannedBackward | None) -> None:
         """Run a forward, and the backward beside it if there is one."""
         _, stage, microbatch, index = action
-        arrived = self._input_of(action, is_forward=True)
+        input_tensor = self._input_of(action, is_forward=True)
         self.syncs[self._chunk_of[stage]].before_forward()
         segment = self.step.segments[microbatch][index]
         moves = action.unit in self.schedule.moved
         with self.recorder.span(action):
-            unit, output = self.forwards.forward_beside(stage, segment, arrived, moves, beside)
+            unit, output = self.forwards.forward_beside(stage, segment, input_tensor, moves, beside)
         self._units[action.unit] = unit
         if stage != self._last_stage:
             self._outgoing[Kind.SEND_F, *action.unit] = output
@@ -77,7 +77,7 @@ class PairInterpreter(Interpreter):
         assert gradient is not None, f"{action} has no gradient from stage {stage + 1}"
         return gradient
 
-    def _end_backward(self, action: Action, arrived: Tensor | None) -> None:
+    def _end_backward(self, action: Action, input_tensor: Tensor | None) -> None:
         kind, stage, microbatch, index = action
         segment = self.step.segments[microbatch][index]
         with self.context.running(segment, keeps_for_backward=True, unit=action.unit):
@@ -85,8 +85,8 @@ class PairInterpreter(Interpreter):
             if self.schedule.splits_backwards and kind.facts.gives_weight_gradient:
                 with self._reducing(action, self.schedule.last_weight_gradients):
                     self.context.weight_gradients.compute(action.unit)
-        if arrived is not None:
-            gradient = arrived.grad
+        if input_tensor is not None:
+            gradient = input_tensor.grad
             assert gradient is not None, f"stage {stage} gives its input no gradient"
             self._outgoing[Kind.SEND_B, *action.unit] = gradient
 

@@ -48,16 +48,15 @@ class SegmentForwards:
         # The gradients of arguments, by (model chunk, micro-batch), until the backward of its first segment.
         self._argument_gradients: dict[tuple[int, int], ArgumentGradients] = {}
 
-    def forward(self, stage: int, segment: Segment, arrived: Tensor | None, moves: bool) -> Tensor:
-        """The output of a stage for a segment whose input has `arrived`, or the scalar that stands for that of the last
-        stage in the backward."""
+    def forward(self, stage: int, segment: Segment, input_tensor: Tensor | None, moves: bool) -> Tensor:
+        """As `Forwards.forward`; the scalar of the last stage stands for its output in the backward."""
         microbatch = segment.microbatch
         chunk = self._chunk_of[stage]
         call = self._calls.at(chunk, microbatch)
         unit = stage, microbatch, segment.index
         keeps_for_backward = not self._step.forward_only
         with self._context.running(segment, keeps_for_backward, unit, moves):
-            output = self._run_model(call, chunk, segment, arrived)
+            output = self._run_model(call, chunk, segment, input_tensor)
         return self._take(call, stage, segment, output)
 
     def _take(self, call: Call, stage: int, segment: Segment, output: Any) -> Tensor:
@@ -95,7 +94,7 @@ class SegmentForwards:
         call: Call,
         chunk: int,
         segment: Segment,
-        arrived: Tensor | None,
+        input_tensor: Tensor | None,
         forward: Callable[..., Any] | None = None,
     ) -> Any:
         """The output of a model chunk, by its own `forward` unless another is given, in Megatron's `forward_step`
@@ -118,7 +117,7 @@ class SegmentForwards:
             None,
             call.reference or step.chunks[chunk],
             step.num_microbatches,
-            arrived,
+            input_tensor,
             [],
             step.config,
             cp_group_size=step.groups.cp.size(),

@@ -24,8 +24,8 @@ class WholeForwards:
         self._contract = contract
         self._started_chunks: set[int] = set()
 
-    def forward(self, stage: int, segment: Segment, arrived: Tensor | None, moves: bool) -> Tensor:
-        """The output of a stage, or the loss, for a micro-batch whose input has `arrived`."""
+    def forward(self, stage: int, segment: Segment, input_tensor: Tensor | None, moves: bool) -> Tensor:
+        """As `Forwards.forward`, for the only segment of a micro-batch; the scalar of the last stage is the loss."""
         step = self._step
         microbatch = segment.microbatch
         chunk = step.placement.chunk_of(stage)
@@ -41,7 +41,7 @@ class WholeForwards:
                     step.iterators[chunk],
                     step.chunks[chunk],
                     step.num_microbatches,
-                    arrived,
+                    input_tensor,
                     self._losses.reports_of[microbatch],
                     step.config,
                     cp_group_size=step.groups.cp.size(),

@@ -14,9 +14,12 @@ class Forwards(Protocol):
     """Runs the forwards of a step, on whole micro-batches or on segments, and holds what their backwards need of the
     program."""
 
-    def forward(self, stage: int, segment: Segment, arrived: Tensor | None, moves: bool) -> Tensor:
-        """The output of a stage for a segment whose input has `arrived`, None on the first stage; on the last stage, a
-        scalar that the backward starts from. If it `moves`, what it saves may go to the memory of the host."""
+    def forward(self, stage: int, segment: Segment, input_tensor: Tensor | None, moves: bool) -> Tensor:
+        """The output of a stage for a segment; on the last stage, a scalar that the backward starts from.
+
+        `input_tensor` [rows, b, h] is the output of the stage before, in the shape of `message_shape`; None on the
+        first stage. If the unit `moves`, what its forward saves may go to the memory of the host.
+        """
 
     def loss_gradient(self, output: Tensor, segment: Segment) -> Any:
         """The gradient of what `forward` returned on the last stage; None if a loss goes backward by itself."""

@@ -35,7 +35,7 @@ class PlannedUnit(NamedTuple):
     """A unit between its forward and its backward."""
 
     plan: Any
-    arrived: Tensor | None  # its input; None on the first stage
+    input_tensor: Tensor | None  # None on the first stage
     last: LastOutput | None = None  # its output, on the last stage
 
 
@@ -52,10 +52,10 @@ class PlannedForwards(SegmentForwards):
     _moving: Unit | None = None  # the unit that runs forward, if it moves to the host
 
     def forward_beside(
-        self, stage: int, segment: Segment, arrived: Tensor | None, moves: bool, beside: PlannedBackward | None
+        self, stage: int, segment: Segment, input_tensor: Tensor | None, moves: bool, beside: PlannedBackward | None
     ) -> tuple[PlannedUnit, Tensor]:
-        """A unit whose input has `arrived`, and the output of its stage; the backward `beside` it has run, too. If the
-        unit `moves`, its tensors may go to the host. Raises ValueError for a model without plans."""
+        """The unit that ran forward on `input_tensor`, and the output of its stage; the backward `beside` it has run,
+        too. If the unit `moves`, its tensors may go to the host. Raises ValueError for a model without plans."""
         chunk = self._chunk_of[stage]
         call = self._calls.at(chunk, segment.microbatch)
         model: Any = self._calls.models[chunk]
@@ -75,9 +75,9 @@ class PlannedForwards(SegmentForwards):
             let_go_of_values(nodes, output)
             return output
 
-        output = self._run_model(call, chunk, segment, arrived, forward)
+        output = self._run_model(call, chunk, segment, input_tensor, forward)
         if stage != self._last_stage:
-            return PlannedUnit(plan, arrived), self._take(call, stage, segment, output)
+            return PlannedUnit(plan, input_tensor), self._take(call, stage, segment, output)
         if not isinstance(output, Tensor):
             raise ValueError(
                 f"the model returns a {type(output).__name__}, but plans of pairs go backward from a tensor; drop "
@@ -85,7 +85,7 @@ class PlannedForwards(SegmentForwards):
             )
         leaf = output.detach().requires_grad_()
         last = LastOutput(leaf, stand_in=self._take(call, stage, segment, leaf))
-        return PlannedUnit(plan, arrived, last), output
+        return PlannedUnit(plan, input_tensor, last), output
 
     def output_gradient(self, last: LastOutput, segment: Segment) -> Tensor:
         """The gradient of what the last stage returned for a segment."""

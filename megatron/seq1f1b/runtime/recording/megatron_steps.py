@@ -45,9 +45,9 @@ def actions_timed(recorder: StepRecorder, placement: Placement, rank: int) -> Ex
         running[identity(result[0])] = action
         return result
 
-    def backward(upstream: Callable, arrived: Any, output: Any, *args: Any) -> Any:
+    def backward(upstream: Callable, input_tensor: Any, output: Any, *args: Any) -> Any:
         with recorder.span(running.pop(identity(output))._replace(kind=Kind.B)):
-            return upstream(arrived, output, *args)
+            return upstream(input_tensor, output, *args)
 
     module = "megatron.core.pipeline_parallel.schedules"
     reason = "is timed by no schedule of Megatron's"
