@@ -14,7 +14,7 @@ from ..schedule import Action, Kind, Unit, channels_of
 from .communication import Communicator
 from .forwards.multi_token import rows_per_token
 from .forwards.protocol import Forwards
-from .gradients.gradient_sync import ChunkSync
+from .gradients.chunk_sync import ChunkSync
 from .rank_schedule import RankSchedule
 from .recording.recorder import StepRecorder
 from .recording.spans import around_actions

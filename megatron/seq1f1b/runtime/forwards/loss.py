@@ -1,10 +1,8 @@
 """The loss of each micro-batch, computed once by the program, and what the program reports of it."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,10 +10,8 @@ from megatron.core.pipeline_parallel.schedules import forward_step_calc_loss
 from torch import Tensor
 from torch.nn import Parameter
 
+from ..gradients.chunk_sync import ChunkSync
 from ..step import Step
-
-if TYPE_CHECKING:
-    from ..gradients.gradient_sync import ChunkSync
 
 
 class Losses:

@@ -6,7 +6,7 @@ must become ready as often in each step as in the first.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,41 +16,10 @@ from megatron.core.utils import unwrap_model
 
 from ..forwards.loss import Losses
 from ..step import Step
+from .chunk_sync import ChunkSync
+from .partitioned_state import is_partitioned
 
 Hook = Callable[..., Any] | None
-
-
-class ChunkSync:
-    """Moves the weights and gradients of one model chunk around its forwards and backwards in a step. This base class
-    does nothing, for weights and gradients that stay whole."""
-
-    makes_gradients = False  # whether gradients have memory from the first `before_backward` on only
-
-    def __init__(self) -> None:
-        self._no_sync = ExitStack()
-
-    def gather(self) -> None:
-        """Before the first forward of the chunk: start to gather the weights."""
-
-    def before_forward(self) -> None:
-        """Wait for the weights."""
-
-    def before_backward(self) -> None:
-        """Wait for the weights, and for room for the gradients."""
-
-    def last_backward(self) -> AbstractContextManager[None]:
-        """Inside, the last backward of the chunk runs."""
-        return nullcontext()
-
-    def reduce(self) -> None:
-        """After the last backward: start to reduce the gradients."""
-
-    def release(self) -> None:
-        """After the last action of the chunk for now: the weights are not needed."""
-
-    def close(self) -> None:
-        """Leave `no_sync`, at the end of a step, also a failed one."""
-        self._no_sync.close()
 
 
 class GradientSync(ChunkSync):
@@ -88,7 +57,7 @@ class GradientSync(ChunkSync):
 def gradient_syncs(config: Any, chunks: Sequence[Any], finishes_last: bool = False) -> Sequence[ChunkSync]:
     """One ChunkSync for each chunk of a rank. Megatron passes a bare hook for one chunk, a list for several. On the
     rank that `finishes_last` with its only chunk, DDP's hooks may reduce even with `grad_sync_func`."""
-    if hasattr(chunks[0], "partitioned_state"):
+    if is_partitioned(chunks):
         return [chunk.partitioned_state.begin(chunk, chunks) for chunk in chunks]
     no_sync_hooks = _by_chunk(config.no_sync_func, chunks)
     reduce_hooks = _by_chunk(None if finishes_last else config.grad_sync_func, chunks)

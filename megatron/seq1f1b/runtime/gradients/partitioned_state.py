@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from .gradient_sync import ChunkSync
+from .chunk_sync import ChunkSync
 
 
 class Share:
