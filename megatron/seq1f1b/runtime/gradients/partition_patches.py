@@ -5,7 +5,7 @@ Tested in runtime/test_partitioned_state.py.
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -84,9 +84,7 @@ def _scale_shares(scale: Callable, buffer: Any, factor: Any) -> None:
         scale(buffer, factor)
         return
     for bucket in buffer.buckets:
-        bucket.share.gradients *= factor
-        for lent, _ in bucket.share.lent.values():
-            lent *= factor
+        bucket.share.scale_gradients(factor)
 
 
 def _take_gradients(upstream: Callable, optimizer: Any) -> None:
@@ -101,18 +99,19 @@ def _take_gradients(upstream: Callable, optimizer: Any) -> None:
     for buffer in optimizer.buffers:
         for bucket in buffer.buckets:
             bucket.share.take_back_gradients()
-    for model, main, share, place in _parameters(optimizer):
-        main.grad = share.gradients[place].float()
-        if model.dtype is torch.float32 and is_empty(share.bucket.param_data):
-            main.data = share.weights[place]  # the optimizer has no copy of its own
+    for part in _parts_of_parameters(optimizer):
+        share = part.share
+        part.in_optimizer.grad = share.gradients[part.place].float()
+        if part.in_model.dtype is torch.float32 and is_empty(share.bucket.param_data):
+            part.in_optimizer.data = share.weights[part.place]  # the optimizer has no copy of its own
 
 
 def _keep_weights(upstream: Callable, optimizer: Any) -> None:
     if not _lacks(optimizer, "param_data"):
         upstream(optimizer)
         return
-    for _, main, share, place in _parameters(optimizer):
-        share.weights[place].copy_(main)
+    for part in _parts_of_parameters(optimizer):
+        part.share.weights[part.place].copy_(part.in_optimizer)
 
 
 def _lacks(optimizer: Any, data: str) -> bool:
@@ -120,14 +119,27 @@ def _lacks(optimizer: Any, data: str) -> bool:
     return not optimizer.is_stub_optimizer and any(is_empty(getattr(buffer, data)) for buffer in optimizer.buffers)
 
 
-def _parameters(optimizer: Any) -> Iterator[tuple[Parameter, Tensor, Share, slice]]:
-    """Each parameter of the model, the optimizer's part of it, and the place of that part in a share."""
-    models = chain(*optimizer.model_float16_groups, *optimizer.model_fp32_groups)
-    mains = chain(*optimizer.shard_fp32_from_float16_groups, *optimizer.shard_fp32_groups)
-    for model, main in zip(models, mains, strict=True):
-        buffer, _, bucket = optimizer.model_param_gbuf_map[model]
-        place = optimizer._get_model_param_range_map(model)["gbuf_local"]
-        yield model, main, optimizer.buffers[buffer].buckets[bucket].share, slice(place.start, place.end)
+class _Part(NamedTuple):
+    """The part of a parameter that this rank's optimizer steps."""
+
+    in_model: Parameter  # whole
+    in_optimizer: Tensor  # the part alone; of 16-bit weights, a copy in fp32
+    share: Share
+    place: slice  # of the part in the share
+
+
+def _parts_of_parameters(optimizer: Any) -> Iterator[_Part]:
+    of_model = chain(*optimizer.model_float16_groups, *optimizer.model_fp32_groups)
+    of_optimizer = chain(*optimizer.shard_fp32_from_float16_groups, *optimizer.shard_fp32_groups)
+    for in_model, in_optimizer in zip(of_model, of_optimizer, strict=True):
+        buffer, _, bucket = optimizer.model_param_gbuf_map[in_model]
+        place = optimizer._get_model_param_range_map(in_model)["gbuf_local"]
+        yield _Part(
+            in_model=in_model,
+            in_optimizer=in_optimizer,
+            share=optimizer.buffers[buffer].buckets[bucket].share,
+            place=slice(place.start, place.end),
+        )
 
 
 def _with_weights(

@@ -10,13 +10,20 @@ parameters, and the views that autograd and Megatron hold, stay the same objects
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from .chunk_sync import ChunkSync
+
+
+class _Lent(NamedTuple):
+    """A whole gradient that a parameter has until the optimizer takes it, and the `main_grad` that it replaces."""
+
+    whole: Tensor
+    main_grad: Tensor  # a view of the bucket
 
 
 class Share:
@@ -32,8 +39,7 @@ class Share:
         self.gradients_in_bucket = bucket.grad_data[self._start : self._end]
         self.weights = self.weights_in_bucket.clone()
         self.gradients = self.gradients_in_bucket.clone()
-        # Whole gradients of some parameters, and the views that these replace.
-        self.lent: dict[Any, tuple[Tensor, Tensor]] = {}
+        self._lent: dict[Any, _Lent] = {}  # by parameter
 
     def lend_gradients(self) -> None:
         """Give a whole gradient, the share and zeros, to parameters with gradients that are also summed over
@@ -46,16 +52,22 @@ class Share:
             whole = self.gradients.new_zeros(parameter.shape)
             inside, mine = self._overlap(parameter)
             whole.view(-1)[inside] = self.gradients[mine]
-            self.lent[parameter] = whole, parameter.main_grad
+            self._lent[parameter] = _Lent(whole, main_grad=parameter.main_grad)
             parameter.main_grad = whole
 
     def take_back_gradients(self) -> None:
         """Keep the share of the summed gradients."""
-        for parameter, (whole, view) in self.lent.items():
+        for parameter, lent in self._lent.items():
             inside, mine = self._overlap(parameter)
-            self.gradients[mine] = whole.view(-1)[inside]
-            parameter.main_grad = view
-        self.lent.clear()
+            self.gradients[mine] = lent.whole.view(-1)[inside]
+            parameter.main_grad = lent.main_grad
+        self._lent.clear()
+
+    def scale_gradients(self, factor: Any) -> None:
+        """Multiply the gradients of the share, and those that it has lent, by a number or a tensor of one."""
+        self.gradients *= factor
+        for lent in self._lent.values():
+            lent.whole.mul_(factor)
 
     def _overlap(self, parameter: Parameter) -> tuple[slice, slice]:
         """The elements of the parameter in the share: their places in the parameter, and in the share."""
