@@ -39,21 +39,21 @@ class Asked(NamedTuple):
 
 
 class Call(greenlet):
-    """One call of `forward_step()`, the program's for one micro-batch on one model chunk. `parameters` are the names of
-    those of the model, and `where` says which call it is."""
+    """One call of `forward_step()`, the program's for one micro-batch on one model chunk. `argument_names` are those of
+    the model's `forward`, and `where` says in errors which call it is."""
 
     def __init__(
         self,
         forward_step: Callable[[], Any],
         model: torch.nn.Module,
-        parameters: tuple[str, ...],
+        argument_names: tuple[str, ...],
         where: str,
         has_wrappers: bool = False,
     ) -> None:
         super().__init__(forward_step)
         self.gr_context = copy_context()  # a greenlet begins with an empty one
         self.model = model
-        self.parameters = parameters
+        self.argument_names = argument_names
         self.is_direct = has_wrappers  # whether a call of the model would now be one without its wrappers
         self.reference: torch.nn.Module | None = None  # that waits to be run, before the model
         self.num_references = 0  # that the program has called

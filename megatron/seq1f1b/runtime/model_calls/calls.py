@@ -33,7 +33,7 @@ class Calls:
 
     def __enter__(self) -> Self:
         self._forwards = [model.forward for model in self.models]
-        self._parameters = [tuple(signature(forward).parameters) for forward in self._forwards]
+        self._argument_names = [tuple(signature(forward).parameters) for forward in self._forwards]
         intercept(self._step.chunks, self.models, undo=self._interception)
         return self
 
@@ -124,7 +124,7 @@ class Calls:
         call = Call(
             forward_step=forward_step,
             model=model,
-            parameters=self._parameters[chunk],
+            argument_names=self._argument_names[chunk],
             where=f"micro-batch {microbatch}",
             has_wrappers=step.chunks[chunk] is not model,
         )

@@ -78,7 +78,7 @@ def _called_as_reference(forward: Callable, model: Any, *args: Any, **kwargs: An
 def _arguments(call: Call, args: tuple, kwargs: dict[str, Any]) -> Arguments:
     """The arguments of a call of the model; those that it takes by `*args` have empty names."""
     num_given = len(args)
-    names = call.parameters[:num_given]
+    names = call.argument_names[:num_given]
     unnamed = ("",) * (num_given - len(names))
     return Arguments(args, kwargs, names + unnamed)
 
