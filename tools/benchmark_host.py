@@ -394,7 +394,7 @@ def moved_by_weight_of_loss(tokens: int, pieces: int, words: int = 32768, hidden
     labels = torch.empty((1, tokens), dtype=torch.int64, device="meta")
     shape = torch.Size((tokens, 1, words))
     logits = Logits(
-        of=torch.nn.functional.linear,
+        compute=torch.nn.functional.linear,
         layer=None,
         hidden=hidden,
         weight=weight,

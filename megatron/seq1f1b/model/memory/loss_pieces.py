@@ -43,19 +43,20 @@ def compute_loss_in_pieces(chunks: Iterable[torch.nn.Module], num_tokens: int, p
         layer: Any = getattr(model, "output_layer", None)
         if not isinstance(layer, ColumnParallelLinear) or layer.gather_output:
             continue
-        if not hasattr(layer, "logits_of_piece"):
+        if not hasattr(layer, "logits_per_piece"):
             patched_on([layer], [wrapping("torch.nn.Module.forward", _logits, "computes all logits at once")])
             patched_on([model], [wrapping(_LOSS, _loss, "keeps all logits for the backward")])
         heads = 1 + (model.config.mtp_num_layers or 0)
         num_logits = heads * num_tokens * layer.output_size_per_partition
         has_many = piece is not None and num_logits > MOST_PIECES_KEPT * piece
-        layer.logits_of_piece = piece if has_many else None
-        layer.gradient_is_away = hasattr(chunk, "partitioned_state")  # between the turns of the chunk
+        layer.logits_per_piece = piece if has_many else None
+        # Its gradient has no memory while the chunk does not run.
+        layer.gradient_is_away = hasattr(chunk, "partitioned_state")
 
 
-def keeps_logits(layer: torch.nn.Module) -> bool:
-    """False for an output layer that computes its logits in pieces."""
-    return getattr(layer, "logits_of_piece", None) is None
+def computes_in_pieces(layer: torch.nn.Module) -> bool:
+    """Whether a layer is an output layer that computes its logits in pieces."""
+    return getattr(layer, "logits_per_piece", None) is not None
 
 
 def _logits(
@@ -65,16 +66,16 @@ def _logits(
     weight: Any = None,
     runtime_gather_output: Any = None,
 ) -> tuple:
-    if keeps_logits(layer) or runtime_gather_output:
+    if not computes_in_pieces(layer) or runtime_gather_output:
         return forward(input_, weight, runtime_gather_output)
     weight = layer.weight if weight is None else weight
     if weight is not layer.weight:  # that of an embedding, which gives it an ordinary gradient
         weight.zero_out_wgrad = True
     num_runs = layer.tp_group.size() if layer.sequence_parallel else 1
     shape = torch.Size((num_runs * len(input_), input_.shape[1], layer.output_size_per_partition))
-    length = max(1, layer.logits_of_piece // (num_runs * shape[1:].numel()))
+    length = max(1, layer.logits_per_piece // (num_runs * shape[1:].numel()))
     return Logits(
-        of=lambda *of_piece: forward(*of_piece)[0],
+        compute=lambda hidden, weight: forward(hidden, weight)[0],
         layer=layer,
         hidden=input_,
         weight=weight,
@@ -90,11 +91,11 @@ def _loss(model: LanguageModule, loss: Callable[[Tensor, Tensor], Tensor], label
 
 @dataclass(frozen=True)
 class Logits:
-    """Logits [n, b, V/t], computed when needed, in pieces for `loss` and `max`, else whole: `of(hidden, weight)` for
-    hidden states [n/t, b, h], a run of the tokens on each of `num_runs` ranks, and the `weight` [V/t, h] of the layer.
-    A piece has `length` tokens of each run. `factor` is in the result of `of`."""
+    """Logits [n, b, V/t], computed when needed, in pieces for `loss` and `max`, else whole, by
+    `compute(hidden, weight)`, which includes the `factor`. Each of `num_runs` ranks has one run of the tokens, as
+    `hidden` states [n/t, b, h]; the `weight` [V/t, h] is that of the layer. A piece has `length` tokens of each run."""
 
-    of: Callable[[Tensor, Tensor], Tensor]
+    compute: Callable[[Tensor, Tensor], Tensor]
     layer: ColumnParallelLinear
     hidden: Tensor
     weight: Tensor
@@ -106,7 +107,7 @@ class Logits:
     def loss(self, labels: Tensor, loss: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """`loss(labels, logits)` [b, n] for labels [b, n]; its backward computes the logits again."""
         # Without `self`, which would keep the hidden states from moving to the host.
-        of = self.of
+        compute = self.compute
         num_runs = self.num_runs
 
         def by_place(tokens: Tensor) -> Tensor:
@@ -114,7 +115,7 @@ class Logits:
             return tokens.unflatten(1, (num_runs, -1)).movedim(-1, 0)
 
         def of_piece(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-            return by_place(loss(labels.movedim(0, -1).flatten(1), of(hidden, weight)))
+            return by_place(loss(labels.movedim(0, -1).flatten(1), compute(hidden, weight)))
 
         losses = _LossOfPieces.apply(of_piece, self.length, self.hidden, self.weight, by_place(labels))
         # Programs view losses as one dimension, as they may those of Megatron.
@@ -126,7 +127,7 @@ class Logits:
         values = []
         indices = []
         for hidden in self.hidden.split(self.length):
-            largest, index = self.of(hidden, weight).max(dim=dim)
+            largest, index = self.compute(hidden, weight).max(dim=dim)
             values.append(largest.unflatten(0, (self.num_runs, -1)))
             indices.append(index.unflatten(0, (self.num_runs, -1)))
         # A piece has some tokens of every run, so each run is joined by itself.
@@ -137,8 +138,12 @@ class Logits:
 
     def __mul__(self, factor: Any) -> "Logits":
         """The maximal update parametrization scales logits (arXiv 2203.03466)."""
-        of = self.of
-        return replace(self, of=lambda hidden, weight: of(hidden, weight) * factor, factor=self.factor * factor)
+        compute = self.compute
+        return replace(
+            self,
+            compute=lambda hidden, weight: compute(hidden, weight) * factor,
+            factor=self.factor * factor,
+        )
 
     def transpose(self, first: int, second: int) -> Tensor:
         """Logits [b, n, V/t] for a program that gives no labels."""
@@ -150,7 +155,7 @@ class Logits:
             weight=self.weight,
             group=layer.tp_group,
             factor=self.factor,
-            piece=layer.logits_of_piece,
+            piece=layer.logits_per_piece,
             waits=layer.gradient_is_away,
             is_fused=layer.gradient_accumulation_fusion,
         )
@@ -162,7 +167,7 @@ class Logits:
         return PieceLogits.of(head.hidden(hidden.transpose(0, 1)), head)
 
     def whole(self) -> Tensor:
-        return self.of(self.hidden, self._weight_of_kept())
+        return self.compute(self.hidden, self._weight_of_kept())
 
     def _weight_of_kept(self) -> Tensor:
         """The weight for logits that are kept for an ordinary backward."""

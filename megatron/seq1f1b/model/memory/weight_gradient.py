@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ...process.patches import Patch, patched_on, wrapping
-from .loss_pieces import keeps_logits
+from .loss_pieces import computes_in_pieces
 from .main_grad import accumulated
 
 # Computes the gradients of parameters; None for a gradient that is already in `main_grad`.
@@ -74,7 +74,7 @@ class _WeightGradient(torch.autograd.Function):
 def defer_weight_gradients(store: WeightGradientStore, chunks: Iterable[torch.nn.Module]) -> ExitStack:
     """Inside, the backward of linear layers defers its weight gradients to `store`. Other gradients (norms, biases,
     embeddings) are cheap, and come with the input gradients, as do those of logits in pieces."""
-    modules = [module for chunk in chunks for module in chunk.modules() if keeps_logits(module)]
+    modules = [module for chunk in chunks for module in chunk.modules() if not computes_in_pieces(module)]
     rows = [
         Patch(
             f"megatron.core.tensor_parallel.layers.{kind}._forward_impl",
