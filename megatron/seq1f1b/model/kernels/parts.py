@@ -27,6 +27,14 @@ class PartCall(NamedTuple):
     lengths: tuple[CumulativeLengths, ...]
 
 
+class SegmentCalls(NamedTuple):
+    """All calls for the queries of a segment, the same in all attention layers. Of the keys that a layer gives, they
+    see those from index `first` on."""
+
+    calls: tuple[PartCall, ...]
+    first: int
+
+
 def on_parts(
     kernel: Kernel, segment: Segment | None, window: int | None, runs: Sequence[tuple[int, int]], query: Tensor
 ) -> Kernel:
@@ -43,27 +51,39 @@ def on_parts(
     # Where the lengths of documents lie, for a kernel that takes them.
     device = query.device if documents is not None and isinstance(kernel, DocumentKernel) else None
     start = 0 if segment is None else segment.start
-    first_key = 0 if window is None else max(0, start - window)
-    shared = {} if segment is None else segment.calls  # by all attention layers
-    key = first_key, tuple(runs), device
-    if key not in shared:
-        seen = first_key  # the first key that any document sees
-        if documents is not None:
-            seen = min(document_start(starts, start, first_key) for starts in documents)
-        shared[key] = tuple(_calls(start, seen, runs, documents, device)), seen - first_key
-    calls, first = shared[key]
-    return InCalls(kernel, calls, first)
+    first_given = 0 if window is None else max(0, start - window)  # position of the first key that the layer gives
+    known = {} if segment is None else segment.calls  # by other layers, too
+    which = first_given, tuple(runs), device
+    if which not in known:
+        known[which] = _segment_calls(start, first_given, runs, documents, device)
+    of_segment: SegmentCalls = known[which]
+    return InCalls(kernel, calls=of_segment.calls, first=of_segment.first)
+
+
+def _segment_calls(
+    start: int,
+    first_given: int,
+    runs: Sequence[tuple[int, int]],
+    documents: Documents | None,
+    device: torch.device | None,
+) -> SegmentCalls:
+    first_seen = first_given
+    if documents is not None:
+        first_seen = min(document_start(starts, start, first_given) for starts in documents)
+    calls = tuple(_calls(start, first_seen, runs, documents, device))
+    return SegmentCalls(calls, first=first_seen - first_given)
 
 
 def _calls(
     start: int,
-    first_key: int,
+    first_seen: int,
     runs: Sequence[tuple[int, int]],
     documents: Documents | None,
     device: torch.device | None,
 ) -> Iterator[PartCall]:
-    """One call for every run, or one for every sequence of a run with the lengths of its documents on `device`, or one
-    for every document if that is None."""
+    """The calls for `runs` of queries of a segment from `start` on, and keys from position `first_seen` on: one for
+    every run without documents; else one for every sequence of a run, with the lengths of its documents on `device`,
+    or one for every document if that is None."""
     first_query = 0  # of the run, among the queries of all runs, one after the other
     for run_start, run_end in runs:
         shift = first_query - (start + run_start)  # from the position of a token to its place among the queries
@@ -74,13 +94,13 @@ def _calls(
                 sequence = slice(number, number + 1)  # a batch of one
             else:
                 sequence = number  # without the dimension of the batch
-            documents_of_run = pieces(starts, start + run_start, start + run_end, first_key)
+            documents_of_run = pieces(starts, start + run_start, start + run_end, first_seen)
             groups = [documents_of_run]
             if device is None:
                 groups = [[piece] for piece in documents_of_run]
             for group in groups:
                 queries = slice(group[0].start + shift, group[-1].end + shift)
-                keys = slice(group[0].first_key - first_key, group[-1].end - first_key)
+                keys = slice(group[0].first_key - first_seen, group[-1].end - first_seen)
                 lengths = () if device is None else (CumulativeLengths.of(group, device),)
                 yield PartCall(queries=(queries, sequence), keys=(keys, sequence), lengths=lengths)
         first_query += run_end - run_start
