@@ -67,21 +67,24 @@ class Rows:
             self._first.clear()
 
     def exchange(self, start: int, end: int, grad: Tensor) -> Tensor:
-        """Take the gradient `grad` [u, ...] that the queries of a segment give the last u rows up to its `end`; returns
-        the complete gradient [end − start, ...] of the segment's own rows. That is their part of `grad`, which is
-        written to, and what later segments left for them; the rest of `grad` is left for earlier segments."""
+        """The complete gradient [end − start, ...] of a segment's own rows, in its backward.
+
+        `grad` [u, ...] is what the queries of the segment give to the last u rows up to `end`, all of its own among
+        them; it is written to. With grad_t[s] for what the queries of segment t give to the rows of segment s, `grad`
+        and the sum over later segments are both divided at `start`:
+
+            returned = Σ grad_t[s] over t >= s
+            kept for s' < s = Σ grad_t[s'] over t >= s
+        """
         assert end == self._start, "segments went backward out of order"
-        # With grad_t[s] the gradient of the rows of segment s that comes from the queries of segment t:
-        # complete[s] = sum of grad_t[s] over t >= s. `left` is the sum over the t that went backward before, t > s.
-        left = self._sum
         self._start = start
-        before, own = _parted(grad, end - start)
-        if left is not None:
-            # left[s' <= s] is parted like grad: into what stays for s' < s, and the part of s itself. With a window it
-            # may begin, and `own` may have rows, only behind the start of the segment.
-            left, of_own = _parted(left, len(own))
+        grad_before, own = _parted(grad, end - start)
+        sum_before = self._sum
+        if sum_before is not None:
+            # Later segments may see fewer rows: with a window, or if a document starts within this segment.
+            sum_before, of_own = _parted(sum_before, len(own))
             _last(own, len(of_own)).add_(of_own)
-        self._sum = left if before is None else _added(before, left)
+        self._sum = sum_before if grad_before is None else _added(grad_before, sum_before)
         return own
 
 
