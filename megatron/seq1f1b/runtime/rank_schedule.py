@@ -4,7 +4,8 @@ Tested in costs/test_stage_costs.py.
 """
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache, partial
 
 from ..process.ranks import warn_on_rank_0
@@ -68,7 +69,7 @@ class RankSchedules:
         self._one_queue = one_queue
         self._offloaded = offloaded
         self._by_layer = by_layer
-        self._source = lru_cache(maxsize=1)(partial(choice.resolve, costs=costs))
+        self._resolved = lru_cache(maxsize=1)(partial(choice.resolve, costs=costs))
         self.of_step = lru_cache(maxsize=_KEPT)(self._of_step)
 
     def _of_step(
@@ -82,24 +83,37 @@ class RankSchedules:
     ) -> RankSchedule:
         """The schedule of a step with segments of `lengths` tokens; raises ValueError if a given schedule has another
         shape."""
-        was_enabled = gc.isenabled()
-        gc.disable()  # while many actions are made, collections would take most of the time
-        try:
-            if forward_only:  # a named family has an order for any shape
-                named = self._choice if self._choice.name in FAMILIES else ScheduleChoice("1f1b")
-                actions = lower_rank(named.resolve(shape, lengths, None), rank, self._one_queue, in_turn)
-                # The order of what remains is the same on both ends of every channel.
-                return RankSchedule([action for action in actions if action.kind.facts.in_evaluation], is_partitioned)
+        with _without_collections():
+            if forward_only:
+                return RankSchedule(self._forwards_of_evaluation(shape, lengths, rank, in_turn), is_partitioned)
             if self._choice.is_auto and shape.num_stages * shape.num_units > _MANY_FORWARDS:
                 warn_on_rank_0(f"Planning the order of a step on {shape}; the first step begins after that.")
-            source = self._source(shape, lengths)
-            actions = lower_rank(source, rank, self._one_queue, in_turn)
+            schedule = self._resolved(shape, lengths)
+            actions = lower_rank(schedule, rank, self._one_queue, in_turn)
             order = [action for action in actions if action.kind in COMPUTE_KINDS]
-            paired = source.pairs_in(order)
+            paired = schedule.pairs_in(order)
             if self._offloaded:
                 units = units_to_move(order, self._offloaded, paired, self._by_layer)
                 actions = with_moves(actions, units, paired, self._by_layer)
             return RankSchedule(actions, is_partitioned, paired)
-        finally:
-            if was_enabled:
-                gc.enable()
+
+    def _forwards_of_evaluation(
+        self, shape: Shape, lengths: tuple[int, ...], rank: int, in_turn: bool
+    ) -> Sequence[Action]:
+        """What a training step has of forwards and their messages, by a named family, which has an order for any shape.
+        The order of what remains is the same on both ends of every channel."""
+        named = self._choice if self._choice.name in FAMILIES else ScheduleChoice("1f1b")
+        actions = lower_rank(named.resolve(shape, lengths, None), rank, self._one_queue, in_turn)
+        return [action for action in actions if action.kind.facts.in_evaluation]
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Inside, Python collects no garbage: while many actions are made, that would take most of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
