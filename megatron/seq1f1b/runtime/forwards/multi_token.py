@@ -68,9 +68,10 @@ def look_ahead(arguments: Arguments, segment: Segment, step: Step) -> LookAhead:
     if entries.get("loss_mask") is None:
         entries["loss_mask"] = torch.ones(num_sequences, segment.sequence_length, device=step.device)
     stays_within = entries.get("packed_seq_params") is not None and segment.documents is not None
-    document = torch.zeros(num_sequences, segment.sequence_length, dtype=torch.long)  # one, if predictions leave it
     if stays_within:
         document = _numbers_of_documents(segment)
+    else:  # predictions pass from document to document, as if there were one
+        document = torch.zeros(num_sequences, segment.sequence_length, dtype=torch.long)
     document = document.to(step.device, non_blocking=True)
     runs = _runs(segment, step.groups.cp)
     following = {}
