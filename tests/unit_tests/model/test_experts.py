@@ -7,7 +7,14 @@ import torch
 
 from megatron.seq1f1b.model import Segment, SegmentContext
 from megatron.seq1f1b.model.layers import experts
-from megatron.seq1f1b.model.layers.experts import _BALANCES, _OVER_STEP, _apply_balance, _noted, _Product, _Tally
+from megatron.seq1f1b.model.layers.experts import (
+    _BALANCES,
+    _OVER_STEP,
+    _apply_balance,
+    _count_segment,
+    _Product,
+    _Tally,
+)
 
 LENGTH, EXPERTS, FACTOR = 30, 7, 1 / 3
 BOUNDS = [(0, 11), (11, 19), (19, 30)]
@@ -64,7 +71,7 @@ def test_an_average_over_a_step_has_whole_micro_batches(monkeypatch):
     for index, (start, end) in enumerate(BOUNDS):
         for microbatch in range(2):
             router.segment_context.segment = Segment(microbatch, index, start, end, LENGTH)
-            tallies[microbatch] = _noted(router, _OVER_STEP, chosen[start:end], sequences=1)
+            tallies[microbatch] = _count_segment(router, _OVER_STEP, chosen[start:end], sequences=1)
     for tally in tallies.values():
         torch.testing.assert_close(tally.chosen(), chosen.sum(0).float())
     assert router.ga_steps == 2

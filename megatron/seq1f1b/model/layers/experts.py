@@ -94,7 +94,8 @@ def _apply_balance(
     *shape: int,
     **kwargs: Any,
 ) -> Tensor:
-    """Attach a balance loss to `probs` and log it; all arguments are [tokens, experts]."""
+    """Attach a balance loss to `probs` and log it. `probs`, `scores` and `routing_map` are [tokens, experts]; `shape`
+    is the number of tokens and of sequences, for a loss by sequence. Raises ValueError for a padding mask."""
     context = router.segment_context
     layer = (router, balance)
     segment = context.segment
@@ -107,9 +108,10 @@ def _apply_balance(
         )
     group = _group(router, balance)
     sequences = shape[1] if balance == _BY_SEQUENCE else 1
-    tally = _noted(router, balance, routing_map, sequences)
-    # Of the micro-batch, or of each sequence.
+    tally = _count_segment(router, balance, routing_map, sequences)
+    # Of the whole micro-batch, or of each of its sequences, on this rank.
     tokens = scores.shape[0] // sequences * segment.sequence_length / segment.length
+    # coefficient · E / (topk · T²) for E experts and T tokens of all ranks: `switch_load_balancing_loss_func`.
     factor = router.num_experts * coefficient / (router.topk * (tokens * group.size()) ** 2)
     probabilities = scores.reshape(-1, sequences * router.num_experts).sum(dim=0)
     loss = _Product.apply(probabilities, tally, factor, context.at_end_of_backward(layer)) / sequences
@@ -132,12 +134,12 @@ def _routing(
     padding_mask: Tensor | None = None,
     **others: Any,
 ) -> Any:
-    """Note the counts in the first forward of recomputed layers: Megatron adds losses in the repeated one, too late."""
+    """Count in the first forward of recomputed layers: Megatron adds losses in the repeated one, too late."""
     context = router.segment_context
     segment = context.segment
-    is_computed_again = router.training and context.keeps_for_backward and not torch.is_grad_enabled()
+    will_be_repeated = router.training and context.keeps_for_backward and not torch.is_grad_enabled()
     balances = [balance for balance in _BALANCES if router.get_aux_loss_coeff(balance) > 0]
-    if segment is not None and not segment.is_whole_sequence and is_computed_again and balances:
+    if segment is not None and not segment.is_whole_sequence and will_be_repeated and balances:
         chosen, _ = compute_routing_scores_for_aux_loss(
             logits.view(-1, router.num_experts),
             router.topk,
@@ -145,12 +147,14 @@ def _routing(
             fused=router.config.moe_router_fusion,
         )
         for balance in balances:
-            _noted(router, balance, chosen, logits.shape[1] if balance == _BY_SEQUENCE else 1)
+            sequences = logits.shape[1] if balance == _BY_SEQUENCE else 1
+            _count_segment(router, balance, chosen, sequences)
     return routing(logits, padding_mask=padding_mask, **others)
 
 
-def _noted(router: TopKRouter, balance: str, routing_map: Tensor, sequences: int) -> _Tally:
-    """The tally of the running micro-batch, with the tokens of each expert in the running segment."""
+def _count_segment(router: TopKRouter, balance: str, routing_map: Tensor, sequences: int) -> _Tally:
+    """Count the tokens of each expert in the running segment, again if its forward is repeated, and return the
+    tally of its micro-batch. The last segment completes the counts of a loss over the step, which the router has."""
 
     def make() -> _Tally:
         if balance != _OVER_STEP:
