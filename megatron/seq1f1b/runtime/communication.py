@@ -30,13 +30,14 @@ _LOOKS = 20  # checks in that time
 
 
 class Message(NamedTuple):
-    """A message on its way, and its SEND or RECV; the first message of a channel has none."""
+    """A message on its way, and its SEND or RECV; the first message of a channel has none. `wait()` returns when it has
+    left or arrived, `is_over()` says whether it has."""
 
     channel: Channel
     action: Action | None
     tensor: Tensor
     wait: Callable[[], Any]
-    has_left: Callable[[], bool]
+    is_over: Callable[[], bool]
 
 
 class Communicator:
@@ -73,9 +74,8 @@ class Communicator:
         # A gloo send is complete only after a wait for it; with NCCL, the thread watches for late receives.
         self._wait_in_thread = thread_for_waits("sends" if self._is_gloo else "receives")
         if not self._is_gloo:
-            self._wait_in_thread(
-                partial(torch.cuda.set_device, device)
-            )  # else the thread takes memory on the first GPU
+            # Else the thread would take memory on the first GPU.
+            self._wait_in_thread(partial(torch.cuda.set_device, device))
         self._receiving: dict[tuple | None, Message] = {}  # by action
         self._sending: deque[Message] = deque()  # keeps their storages until they have left
         self._goes_in_turn = False
@@ -100,7 +100,7 @@ class Communicator:
             action=action,
             tensor=buffer,
             wait=self._wait_for(work),
-            has_left=work.is_completed,
+            is_over=work.is_completed,
         )
         self._receiving[action] = message
         if self._goes_in_turn:
@@ -125,21 +125,21 @@ class Communicator:
         tensor = tensor.contiguous()
         work: Any = dist.isend(tensor, self._ranks[channel.destination], group=self._groups[channel.communicator])
         wait = self._wait_for(work)
-        has_left = work.is_completed
+        is_over = work.is_completed
         if self._is_gloo:
             waiting = self._wait_in_thread(wait)
             wait = waiting.result
-            has_left = waiting.done
+            is_over = waiting.done
         self._sending.append(
             Message(
                 channel=channel,
                 action=action,
                 tensor=tensor,
                 wait=wait,
-                has_left=has_left,
+                is_over=is_over,
             )
         )
-        while self._sending and (self._goes_in_turn or self._sending[0].has_left()):
+        while self._sending and (self._goes_in_turn or self._sending[0].is_over()):
             self._finish(self._sending.popleft())
 
     def finish(self) -> None:
@@ -174,7 +174,7 @@ class Communicator:
         except RuntimeError as error:
             failure = "was not taken" if is_sent else "did not come"
             raise RuntimeError(f"{describe()} {failure}: {error}") from error
-        if not (is_sent or self._is_gloo):
+        if not (is_sent or self._is_gloo):  # the stream waits, and the thread watches it
             mark = torch.cuda.Event()
             mark.record()
             self._wait_in_thread(partial(report_if_late, mark, describe, time.monotonic(), self._timeout))
