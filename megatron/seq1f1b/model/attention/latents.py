@@ -18,14 +18,19 @@ from ..segment import Segment
 from .kv_cache import KVCache
 from .segment_attention import SegmentAttention
 
-_READ_AT_ONCE = 8  # numbers of 16 bits by kernels of GPUs, at multiples of that
+_READ_AT_ONCE = 8  # kernels of GPUs read so many numbers of 16 bits at once, from a multiple of that on
 LARGEST_SHARE = 1 / 8  # the largest time of projecting the prefix up again, relative to attention to it
 
 
 def keep_latents(layer: torch.nn.Module) -> None:
-    """Make multi-latent attention keep latents if all gradients can be computed: not if the backward recomputes the
-    projection or attention alone, from their arguments, if ranks share tokens or heads, or in 8 bits, which need a
-    context that the backward lacks."""
+    """Let a layer of multi-latent attention keep latents, if projecting them up again in the backward gives the same.
+
+    Other layers stay as they are, among them multi-latent attention
+    - whose projection or attention is recomputed alone, from its arguments, which lack the prefix,
+    - whose tokens or heads are divided among ranks,
+    - in 8 or 4 bits, whose scales belong to a context that the backward does not have,
+    - with a window, before which nothing is kept.
+    """
     if not isinstance(layer, MLASelfAttention) or not isinstance(layer.core_attention, SegmentAttention):
         return
     config = layer.config
