@@ -108,10 +108,10 @@ class SegmentForwards:
             output = self._calls.run(chunk, call, arguments, forward)
             return output if isinstance(output, Tensor) else _first_tensor(output), None
 
-        is_first_of_chunk = chunk not in self._started_chunks
-        if is_first_of_chunk:
+        is_first_microbatch = False
+        if chunk not in self._started_chunks:
             self._started_chunks.add(chunk)
-            is_first_of_chunk = check_first_val_step(step.first_val_step, step.forward_only, True)
+            is_first_microbatch = check_first_val_step(step.first_val_step, step.forward_only, True)
         forward_step(
             run_model,
             None,
@@ -121,7 +121,7 @@ class SegmentForwards:
             [],
             step.config,
             cp_group_size=step.groups.cp.size(),
-            is_first_microbatch=is_first_of_chunk,
+            is_first_microbatch=is_first_microbatch,
             current_microbatch=segment.microbatch,
             vp_stage=chunk if len(step.chunks) > 1 else None,
             is_last_stage=False,
