@@ -114,10 +114,14 @@ def execute_lowered(
     layers: LayersOnLink | None = None,
     drawn: Mapping[Action, float] | None = None,
 ) -> Timeline:
-    """The timeline of the compute actions, and of GATHER, REDUCE, OFFLOAD and RELOAD if `side_seconds` has those of the
-    kind, by stage and segment. With `pairs` the two actions of a pair save time. With `layers` units move one layer
-    after the other. Compute actions in `drawn` take so many seconds instead of their costs. Raises ValueError if the
-    costs do not fit, or if the schedule cannot run to its end."""
+    """The timeline of a lowered schedule, in seconds: its compute actions, and those of the kinds in `side_seconds`.
+
+    `side_seconds` has the durations of GATHER, REDUCE, OFFLOAD and RELOAD by stage and segment; kinds that it lacks
+    take no time. `pairs` says how much time the two actions of a pair save beside each other. With `layers`, units move to
+    the host one layer after the other instead of as a whole. `drawn` has the durations of single compute actions, in
+    place of those in `costs`. Raises ValueError if the costs do not fit the shape of the schedule, or if it cannot run
+    to its end.
+    """
     costs.check(lowered.shape)
     return _Execution(lowered, costs, side_seconds or {}, pairs, layers, drawn or {}).timeline()
 
@@ -178,15 +182,10 @@ class _Execution:
         event."""
         events = self.events
         queues = self.queues
-        tables = self.tables
-        pairs = self.pairs
-        drawn = self.drawn
         paired = self.lowered.paired
-        side_work = _SideWork(self.side_seconds)
-        if self.layers is not None:
-            side_work = _SideWorkByLayer(self.side_seconds, self.layers, self.lowered.ranks[rank])
+        side_work = self._side_work_of(rank)
         now = 0.0
-        together: list[Action] = []  # the forward of a pair that has not begun
+        together: list[Action] = []  # what starts next: an action, or both actions of a pair
         for action in self.lowered.ranks[rank]:
             kind, stage, _, segment = action
             facts = kind.facts
@@ -199,22 +198,10 @@ class _Execution:
                     now = max(now, queue.arrived.popleft())
                 if self.side_seconds:
                     now = max(now, side_work.ready(action))
-                if action in paired:
-                    together = [action]
-                    continue
                 together.append(action)
-                seconds = 0.0
-                for running in together:
-                    if running in drawn:
-                        seconds += drawn[running]
-                        continue
-                    for table in tables[running.kind]:
-                        seconds += table[running.stage][running.segment]
-                end = now + seconds
-                if pairs is not None and len(together) == 2:
-                    end = max(now, end - pairs.saved(*together))
-                if self.side_seconds:
-                    end = side_work.end(together, now, end)
+                if action in paired:
+                    continue
+                end = self._end(together, now, side_work)
                 spans += [Span(running, now, end) for running in together]
                 together = []
                 now = end
@@ -229,10 +216,30 @@ class _Execution:
                     yield
                 queue = queues[kind, stage]
                 if facts.is_send:
-                    (table,) = tables[kind]
+                    (table,) = self.tables[kind]
                     queue.send(now, table[stage][segment])
                 else:
                     queue.post(now)
+
+    def _side_work_of(self, rank: int) -> _SideWork:
+        if self.layers is None:
+            return _SideWork(self.side_seconds)
+        return _SideWorkByLayer(self.side_seconds, self.layers, self.lowered.ranks[rank])
+
+    def _end(self, together: Sequence[Action], start: float, side_work: _SideWork) -> float:
+        """The end of what a rank starts now: of an action, or of both actions of a pair."""
+        seconds = 0.0
+        for action in together:
+            if action in self.drawn:
+                seconds += self.drawn[action]
+                continue
+            for table in self.tables[action.kind]:
+                seconds += table[action.stage][action.segment]
+        end = start + seconds
+        if self.pairs is not None and len(together) == 2:
+            forward, backward = together
+            end = max(start, end - self.pairs.saved(forward, backward))
+        return side_work.end(together, start, end) if self.side_seconds else end
 
 
 def _queues(placement: Placement, ports: Sequence[Port]) -> dict[tuple[Kind, int], MessageQueue]:

@@ -3,19 +3,22 @@
 Tested in schedule/test_automatic.py.
 """
 
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from itertools import groupby, product
 from math import inf
+from typing import NamedTuple
 
 from .action import Action
-from .cost_tables import Costs, memory_changes
+from .cost_tables import Costs, Table, memory_changes
 from .families import FAMILIES
 from .kinds import Kind
 from .schedule import Schedule, Shape
-from .timing import pending, rules_of
+from .timing import Rule, pending, rules_of
+
+Priority = Callable[[Action], float]
+"""Of the forwards and backwards that can start, a rank takes the one with the smallest priority."""
 
 
 @dataclass
@@ -31,6 +34,7 @@ class _Queue:
 class _Rank:
     """The state of a rank at one moment."""
 
+    number: int
     limit: float
     whole: float  # memory of the largest micro-batch with all its chunks and segments
     queues: list[_Queue]
@@ -58,12 +62,12 @@ def _as_kind(action: Action, backward: Kind) -> Action:
 
 
 def _lines(order: Sequence[Action]) -> list[list[Action]]:
-    """The forwards and the backwards of each stage, in their order."""
-
-    def line_of(action: Action) -> tuple[int, bool]:
-        return action.stage, action.kind is not Kind.F
-
-    return [list(line) for _, line in groupby(sorted(order, key=line_of), line_of)]
+    """The forwards and the backwards of each stage, in their order; stages ascend, forwards come first."""
+    lines: dict[tuple[int, bool], list[Action]] = defaultdict(list)
+    for action in order:
+        is_backward = action.kind is not Kind.F
+        lines[action.stage, is_backward].append(action)
+    return [lines[place] for place in sorted(lines)]
 
 
 class ListScheduler:
@@ -75,8 +79,8 @@ class ListScheduler:
         self._costs = costs
         self._limits = limits
         backward = Kind.I if split else Kind.B
-        self._kinds = Kind.F, backward
-        self._rules = rules_of(shape, costs, (*self._kinds, Kind.W))
+        self._rules = rules_of(shape, costs, (Kind.F, backward, Kind.W))
+        self._memory_changes = memory_changes(costs)
         # The activation memory of the largest micro-batch on each rank.
         self._whole = []
         for rank in range(shape.num_ranks):
@@ -92,9 +96,7 @@ class ListScheduler:
                     f"one micro-batch takes {whole:g} of activation memory on rank {rank}, the limit is {limit:g}"
                 )
 
-    def schedule_by(
-        self, priority: Callable[[Action], float] | None, patience: float = 0.0, hold: float = 0.0
-    ) -> Schedule | None:
+    def schedule_by(self, priority: Priority | None, patience: float = 0.0, hold: float = 0.0) -> Schedule | None:
         """A free rank takes the forward or backward with the smallest priority among those that can start and fit.
 
         No forward starts if a backward can start within `hold` times the duration of that forward. A rank that starts
@@ -102,68 +104,17 @@ class ListScheduler:
         Filling idle time with W under a limit is the idea of arXiv 2401.10241, section 3.1; here units are segments.
         Without a priority F and B keep the order of 1F1B; the result is None if the limits do not allow that.
         """
-        num_segments = self._shape.num_segments
-        rules = self._rules
-        changes = memory_changes(self._costs)
-        ranks = self._idle_ranks(self._in_order if priority is None else self._free)
-        queues: dict[tuple[Kind, int], _Queue] = {}  # by kind and stage
-        for rank in ranks:
-            for line in rank.queues:
-                queues |= {(action.kind, action.stage): line for action in line.waiting}
-        end_of = pending(self._shape)
-        events: list[tuple[float, int]] = []  # (time, rank): when a rank may find an action to run
-
-        def set_start(queue: _Queue) -> None:
-            """Set the time when the next action can start, if all its dependencies have started."""
-            if queue.start < inf or not queue.waiting:
-                return
-            kind, stage, microbatch, segment = queue.waiting[0]
-            code, _, needs = rules[kind][stage][segment]
-            code += microbatch * num_segments
-            time = 0.0
-            for difference, delay in needs:
-                end_of_need = end_of[code + difference]
-                if end_of_need < 0:
-                    return
-                time = max(time, end_of_need + delay)
-            queue.start = time
-            heappush(events, (time, queue.rank))
-
-        set_start(queues[Kind.F, 0])
-        while events:
-            now, index = heappop(events)
-            rank = ranks[index]
-            if now < rank.free_at:
-                continue
-            queue, soonest = self._choice(rank, now, priority, hold)
-            if queue is not None:
-                action = queue.waiting.popleft()
-                queue.start = inf
-            elif rank.weights and soonest >= now + patience * self._duration_of_weights(rank.weights[0]):
-                action = rank.weights.popleft()
-            else:
-                continue
-            kind, stage, microbatch, segment = action
-            code, duration, _ = rules[kind][stage][segment]
-            rank.free_at = now + duration
-            end_of[code + microbatch * num_segments] = rank.free_at
-            heappush(events, (rank.free_at, index))
-            rank.actions.append(action)
-            memory = changes[kind][stage][segment]
-            rank.used += memory
-            rank.held[microbatch] += memory
-            if kind is Kind.I:
-                rank.weights.append(action._replace(kind=Kind.W))
-            # Its dependents are at its own stage and the two neighbours.
-            for follower in product(self._kinds, (stage - 1, stage, stage + 1)):
-                if follower in queues:
-                    set_start(queues[follower])
-        if any(queue.waiting for queue in queues.values()):
-            return None
-        return Schedule(self._shape, tuple(tuple(rank.actions) for rank in ranks))
-
-    def _duration_of_weights(self, action: Action) -> float:
-        return self._costs.w[action.stage][action.segment]
+        simulation = _Simulation(
+            shape=self._shape,
+            costs=self._costs,
+            rules=self._rules,
+            memory_changes=self._memory_changes,
+            ranks=self._idle_ranks(self._in_order if priority is None else self._free),
+            priority=priority,
+            patience=patience,
+            hold=hold,
+        )
+        return simulation.schedule()
 
     def _idle_ranks(self, lines_of_ranks: Sequence[Sequence[Sequence[Action]]]) -> list[_Rank]:
         """The ranks before their first action, with the lines of actions that each of them runs."""
@@ -171,6 +122,7 @@ class ListScheduler:
         for number, lines in enumerate(lines_of_ranks):
             ranks.append(
                 _Rank(
+                    number=number,
                     limit=self._limits[number],
                     whole=self._whole[number],
                     queues=[_Queue(number, deque(line)) for line in lines],
@@ -179,16 +131,79 @@ class ListScheduler:
             )
         return ranks
 
-    def _choice(
-        self, rank: _Rank, now: float, priority: Callable[[Action], float] | None, hold: float
-    ) -> tuple[_Queue | None, float]:
-        """The queue whose next action a rank runs now, or None to wait; and the next time when it may find another
-        one."""
+
+class _Choice(NamedTuple):
+    """What a free rank does next: the queue whose next action it runs now, None to wait, and the next moment at which
+    it may find another action; inf if that is not known yet."""
+
+    queue: _Queue | None
+    next_start: float
+
+
+class _Simulation:
+    """One run of the pipeline in simulated time, for one way to choose actions."""
+
+    def __init__(
+        self,
+        shape: Shape,
+        costs: Costs,
+        rules: Mapping[Kind, Sequence[Sequence[Rule]]],
+        memory_changes: Mapping[Kind, Table],
+        ranks: Sequence[_Rank],
+        priority: Priority | None,
+        patience: float,
+        hold: float,
+    ) -> None:
+        self._shape = shape
+        self._costs = costs
+        self._rules = rules
+        self._memory_changes = memory_changes
+        self._ranks = ranks
+        self._priority = priority
+        self._patience = patience
+        self._hold = hold
+        self._end_of = pending(shape)
+        self._events: list[tuple[float, int]] = []  # a heap of (time, rank): when a rank may find an action to run
+        self._queue_of: dict[tuple[Kind, int], _Queue] = {}  # by the kind and stage of the actions in it
+        for rank in ranks:
+            for queue in rank.queues:
+                for action in queue.waiting:
+                    self._queue_of[action.kind, action.stage] = queue
+
+    def schedule(self) -> Schedule | None:
+        """The schedule at the end of the run; None if some action could never start."""
+        self._update_start(self._queue_of[Kind.F, 0])
+        while self._events:
+            now, number = heappop(self._events)
+            rank = self._ranks[number]
+            if now < rank.free_at:
+                continue
+            action = self._take_action(rank, now)
+            if action is not None:
+                self._run(action, rank, now)
+        if any(queue.waiting for rank in self._ranks for queue in rank.queues):
+            return None
+        return Schedule(self._shape, tuple(tuple(rank.actions) for rank in self._ranks))
+
+    def _take_action(self, rank: _Rank, now: float) -> Action | None:
+        """The action that a free rank runs now, taken from what waits on it; None if it is better to wait."""
+        choice = self._choice(rank, now)
+        if choice.queue is not None:
+            choice.queue.start = inf
+            return choice.queue.waiting.popleft()
+        if not rank.weights:
+            return None
+        oldest = rank.weights[0]
+        waits_for = self._patience * self._costs.w[oldest.stage][oldest.segment]
+        return rank.weights.popleft() if choice.next_start >= now + waits_for else None
+
+    def _choice(self, rank: _Rank, now: float) -> _Choice:
+        """The forward or backward that a rank runs now, if it should run one."""
         chosen = None
-        best = inf  # the smallest priority among those that can start now
-        soonest = inf  # when the next one can start
-        soonest_backward = inf  # when the next backward can start
+        smallest = inf  # the priority of the chosen one
         duration = 0.0  # of the chosen one if it is a forward, which may be held back for a backward
+        next_start = inf  # of any action that cannot start now
+        next_backward = inf
         for queue in rank.queues:
             if queue.start == inf:
                 continue
@@ -197,15 +212,51 @@ class ListScheduler:
             if kind is Kind.F and not rank.admits(microbatch, self._costs.activation[stage][segment]):
                 continue
             if queue.start > now:
-                soonest = min(soonest, queue.start)
+                next_start = min(next_start, queue.start)
                 if kind is not Kind.F:
-                    soonest_backward = min(soonest_backward, queue.start)
+                    next_backward = min(next_backward, queue.start)
                 continue
-            value = priority(action) if priority else 0.0
-            if value < best:
+            priority = 0.0 if self._priority is None else self._priority(action)
+            if priority < smallest:
                 chosen = queue
-                best = value
+                smallest = priority
                 duration = self._costs.f[stage][segment] if kind is Kind.F else 0.0
-        if chosen is not None and soonest_backward < now + hold * duration:
-            return None, soonest_backward
-        return chosen, soonest
+        if chosen is not None and next_backward < now + self._hold * duration:
+            return _Choice(None, next_backward)
+        return _Choice(chosen, next_start)
+
+    def _run(self, action: Action, rank: _Rank, now: float) -> None:
+        """Let a rank run an action from now on, and find out when the actions that need it can start."""
+        kind, stage, microbatch, segment = action
+        rule = self._rules[kind][stage][segment]
+        rank.free_at = now + rule.duration
+        self._end_of[rule.code + microbatch * self._shape.num_segments] = rank.free_at
+        heappush(self._events, (rank.free_at, rank.number))
+        rank.actions.append(action)
+        memory = self._memory_changes[kind][stage][segment]
+        rank.used += memory
+        rank.held[microbatch] += memory
+        if kind is Kind.I:
+            rank.weights.append(action._replace(kind=Kind.W))
+        # What needs it is at its own stage or at one of the two neighbours.
+        for near in (stage - 1, stage, stage + 1):
+            for needing in (Kind.F, Kind.B, Kind.I):
+                queue = self._queue_of.get((needing, near))
+                if queue is not None:
+                    self._update_start(queue)
+
+    def _update_start(self, queue: _Queue) -> None:
+        """Set the time at which the next action of a queue can start, once all its dependencies have started."""
+        if queue.start < inf or not queue.waiting:
+            return
+        kind, stage, microbatch, segment = queue.waiting[0]
+        rule = self._rules[kind][stage][segment]
+        code = rule.code + microbatch * self._shape.num_segments
+        start = 0.0
+        for difference, delay in rule.needs:
+            end_of_need = self._end_of[code + difference]
+            if end_of_need < 0:
+                return
+            start = max(start, end_of_need + delay)
+        queue.start = start
+        heappush(self._events, (start, queue.rank))

@@ -70,6 +70,14 @@ def pending(shape: Shape) -> list[float]:
     return of_stage * (len(_OUTCOMES) * shape.num_stages)
 
 
+class _Forward(NamedTuple):
+    """The forward of a pair, with the code of its outcome and its duration."""
+
+    action: Action
+    code: int
+    duration: float
+
+
 def run(schedule: Schedule, costs: Costs) -> list[list[Span]]:
     """Runs compute actions as early as their rank and their dependencies allow. A rank that waits for an action that
     never runs has fewer spans than actions. Both actions of a pair have its span, as long as one after the other."""
@@ -83,11 +91,18 @@ def run(schedule: Schedule, costs: Costs) -> list[list[Span]]:
     runnable = list(range(len(schedule.ranks)))
     result: list[list[Span]] = [[] for _ in schedule.ranks]
 
+    def finish(spans: list[Span], action: Action, code: int, start: float, end: float) -> None:
+        """Record an action, and let the rank go on that waits for it."""
+        spans.append(tuple.__new__(Span, (action, start, end)))  # without a call of Python code
+        end_of[code] = end
+        if code in waiting:
+            runnable.append(waiting.pop(code))
+
     def advance(rank: int) -> Iterator[int]:
         """Runs a rank; yields the code of each action that it waits for."""
         spans = result[rank]
         now = 0.0
-        forward: tuple[Action, int, float] | None = None  # of a pair that has not begun, with its code and duration
+        forward: _Forward | None = None  # of a pair that has not begun
         for action in schedule.ranks[rank]:
             kind, stage, microbatch, segment = action
             code, duration, needs = rules[kind][stage][segment]
@@ -99,21 +114,15 @@ def run(schedule: Schedule, costs: Costs) -> list[list[Span]]:
                 if arrival > now:
                     now = arrival
             if action in paired:
-                forward = action, code, duration
+                forward = _Forward(action, code, duration)
                 continue
             end = now + duration
             if forward is not None:
-                beside, code_beside, duration_beside = forward
-                end += duration_beside
-                spans.append(Span(beside, now, end))
-                end_of[code_beside] = end
-                if code_beside in waiting:
-                    runnable.append(waiting.pop(code_beside))
+                end += forward.duration
+                finish(spans, forward.action, forward.code, now, end)
                 forward = None
-            spans.append(tuple.__new__(Span, (action, now, end)))  # without a call of Python code
-            end_of[code] = now = end
-            if code in waiting:
-                runnable.append(waiting.pop(code))
+            finish(spans, action, code, now, end)
+            now = end
 
     ranks = [advance(rank) for rank in runnable]
     while runnable:
