@@ -17,11 +17,11 @@ from .model_shape import DeltaNet, Experts, LatentAttention, Mamba, ModelShape
 BYTES = 2  # of an element, in 16 bit
 # Tokens that the kernels of recurrent layers compute at once.
 _DELTA_NET_CHUNK = 64
+_MAMBA_CHUNK = 128
 # FLOPs of matrix products that take as long as a FLOP of the gated delta rule by the kernels of flash-linear-attention,
 # forward and backward: for 8,192 tokens and 32 heads of 128 these take 0.472 and 1.444 ms on an H200
 # (QwenLM/FlashQLA, benchmark/benchmark_results_H200.txt), 77 and 51 TFLOPS, where products reach 574.
-_OF_DELTA_NET = (7.4, 11.3)
-_MAMBA_CHUNK = 128
+_DELTA_NET_SLOWER = (7.4, 11.3)
 
 
 class Product(NamedTuple):
@@ -201,7 +201,7 @@ def _delta_net(hidden: int, net: DeltaNet) -> Block:
         moved=2 * kept,
         exchanged=convolved + 3 * values,
         scan=2 * scan,
-        scan_slower=_OF_DELTA_NET,
+        scan_slower=_DELTA_NET_SLOWER,
         state=4 * heads * key * value + BYTES * (net.convolution - 1) * convolved,
     )
 
@@ -252,7 +252,7 @@ class Parameters(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def layer_parameters(model: ModelShape, layer: int, tensor_parallel: int = 1) -> Parameters:
-    """Those of a layer on one tensor-parallel rank, with all its routed experts."""
+    """The parameters of a layer on one tensor-parallel rank, with all its routed experts."""
     dense = routed = 0.0
     for block in blocks_of(model, layer, tensor_parallel):
         router = model.hidden_size * block.experts
@@ -276,7 +276,7 @@ class Flops(NamedTuple):
 
 
 def layer_flops(model: ModelShape, layer: int) -> Flops:
-    """Those of a layer. Raises ValueError for an unknown one."""
+    """The FLOPs of the forward of a layer. Raises ValueError for an unknown one."""
     per_token = per_pair = 0.0
     for block in blocks_of(model, layer):
         routed = block.active * sum(product.size for product in block.expert)
@@ -293,13 +293,21 @@ def head_flops(model: ModelShape) -> int:
     return 2 * (1 + depth) * model.hidden_size * model.vocab_size + 4 * depth * model.hidden_size**2
 
 
-def paper_flops(model: ModelShape) -> tuple[int, int]:
-    """FLOPs of the whole model, per token and per pair of a query and a key, as the authors of Seq1F1B count them for
-    `uniform_comp` (arXiv 2406.03488, section 3.4), without experts, gates and shared KV heads."""
+class PaperFlops(NamedTuple):
+    """FLOPs of the forward of a whole model, as the authors of Seq1F1B count them."""
+
+    per_token: int
+    per_pair: int  # of a query and a key that it sees
+
+
+def paper_flops(model: ModelShape) -> PaperFlops:
+    """The FLOPs by which `uniform_comp` cuts (arXiv 2406.03488, section 3.4): without experts, gates and shared KV
+    heads."""
     projections = 8 * model.hidden_size * model.num_heads * model.head_dim
     feed_forward = 4 * model.hidden_size * model.ffn_hidden_size
     per_token = model.num_layers * (projections + feed_forward) + 4 * model.hidden_size * model.vocab_size
-    return per_token, model.num_layers * (4 * model.head_dim + 3) * model.num_heads
+    per_pair = model.num_layers * model.num_heads * (4 * model.head_dim + 3)
+    return PaperFlops(per_token, per_pair)
 
 
 def model_flops(model: ModelShape, sequence_length: int, batch: int) -> float:
@@ -313,7 +321,7 @@ def model_flops(model: ModelShape, sequence_length: int, batch: int) -> float:
 
 
 def pairs(start: int, end: int, window: int | None) -> float:
-    """The number of keys that all tokens [start, end) see: each its own, and at most `window` before it."""
+    """The pairs of a query in [start, end) and a key that it sees: its own, and at most `window` before it."""
     if window is None or window >= end:
         return (end - start) * (start + end + 1) / 2
     growing = max(0, window - start)  # tokens that still see the start of the sequence

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from enum import IntEnum
 from functools import lru_cache, singledispatch
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -125,17 +126,24 @@ def layer_keys_values_gradients(setup: TrainingSetup, layer: int) -> float:
     return 4 * keys_values_of(setup, layer, earlier if window is None else min(earlier, window))
 
 
-def layer_moved(setup: TrainingSetup, layer: int, start: int, end: int) -> tuple[float, float]:
-    """Bytes of a layer, activations and keys and values, that Megatron moves to the host. If it moves some of the
-    layers, each layer counts with the share of layers that move."""
+class MovedBytes(NamedTuple):
+    """Bytes of a layer that Megatron moves to the host."""
+
+    activations: float
+    keys_values: float
+
+
+def layer_moved(setup: TrainingSetup, layer: int, start: int, end: int) -> MovedBytes:
+    """What Megatron moves of the segment [start, end) of a layer. If it moves some of the layers, each layer counts
+    with the share of layers that move."""
     if not setup.moves_parts:
-        return 0.0, 0.0
+        return MovedBytes(0.0, 0.0)
     keys_values = layer_keys_values(setup, layer, start, end)
     if setup.moves is Moves.MODULES:
         activations = _moved_by_modules(setup, layer, end - start)
     else:
         activations = layer_activation(setup, layer, start, end)
-    return setup.offloads * activations, setup.offloads * keys_values
+    return MovedBytes(setup.offloads * activations, setup.offloads * keys_values)
 
 
 def _moved_by_modules(setup: TrainingSetup, layer: int, length: int) -> float:
@@ -153,6 +161,7 @@ def _moved_by_modules(setup: TrainingSetup, layer: int, length: int) -> float:
 
 
 def stage_moved(setup: TrainingSetup, stage: StageLayers, start: int, end: int) -> float:
+    """Bytes that Megatron moves to the host of the segment [start, end) on a stage."""
     return sum(count * sum(layer_moved(setup, layer, start, end)) for layer, count in stage.layers)
 
 
@@ -190,16 +199,25 @@ def keeps_logits(setup: TrainingSetup) -> bool:
     return setup.keeps_logits or logits(setup, setup.longest or setup.sequence_length) <= MOST_KEPT
 
 
-def head_kept(setup: TrainingSetup, length: int, for_weights: bool = False) -> tuple[float, float]:
-    """What the last stage keeps of a segment for its backward, or only for its weight gradients: hidden states around
-    the last norm, and logits. A loss in pieces keeps one number for each token, and nothing for weight gradients."""
+class HeadBytes(NamedTuple):
+    """Bytes that the projection to the vocabulary and the loss keep of a segment."""
+
+    hidden_states: float  # around the last norm
+    loss: float  # logits, or one number for each token if the loss is taken in pieces
+
+
+def head_kept(setup: TrainingSetup, length: int, for_weights: bool = False) -> HeadBytes:
+    """What the last stage keeps of a segment for its backward, or only for its weight gradients, for which a loss in
+    pieces keeps nothing."""
     heads = 1 + setup.model.prediction_depth
     hidden_states = heads * setup.residual(length)
     num_logits = logits(setup, length)
     if for_weights:
-        return (hidden_states, _LOGIT_KEPT_FOR_WEIGHTS * num_logits) if keeps_logits(setup) else (0.0, 0.0)
+        if not keeps_logits(setup):
+            return HeadBytes(0.0, 0.0)
+        return HeadBytes(hidden_states, _LOGIT_KEPT_FOR_WEIGHTS * num_logits)
     loss = _LOGIT_KEPT * num_logits if keeps_logits(setup) else 4 * heads * setup.rows(length)
-    return 2 * hidden_states, loss
+    return HeadBytes(2 * hidden_states, loss)
 
 
 @singledispatch
@@ -309,9 +327,9 @@ def unit_bytes(setup: TrainingSetup, stage: StageLayers, holds: Holds = Holds.AC
         return sizes
     for segment, (start, end) in enumerate(setup.spans):
         if stage.is_last:
-            hidden_states, of_loss = head_kept(setup, end - start, holds is Holds.FOR_WEIGHTS)
-            sizes[segment, Use.ACTIVATIONS] = hidden_states
-            sizes[segment, Use.LOGITS] = of_loss
+            of_head = head_kept(setup, end - start, for_weights=holds is Holds.FOR_WEIGHTS)
+            sizes[segment, Use.ACTIVATIONS] = of_head.hidden_states
+            sizes[segment, Use.LOGITS] = of_head.loss
         for layer, count in stage.layers:
             for use, size in _layer_kept(setup.layer_setup, layer, start, end, holds).items():
                 sizes[segment, use] += count * size
@@ -322,10 +340,10 @@ def unit_bytes(setup: TrainingSetup, stage: StageLayers, holds: Holds = Holds.AC
 def _layer_kept(setup: TrainingSetup, layer: int, start: int, end: int, holds: Holds) -> dict[Use, float]:
     if holds is Holds.FOR_WEIGHTS:
         return {Use.ACTIVATIONS: layer_kept_for_weights(setup, layer, start, end)}
-    moved_activations, moved_keys_values = layer_moved(setup, layer, start, end)
+    moved = layer_moved(setup, layer, start, end)
     return {
-        Use.ACTIVATIONS: layer_activation(setup, layer, start, end) - moved_activations,
-        Use.KEYS_VALUES: layer_keys_values(setup, layer, start, end) - moved_keys_values,
+        Use.ACTIVATIONS: layer_activation(setup, layer, start, end) - moved.activations,
+        Use.KEYS_VALUES: layer_keys_values(setup, layer, start, end) - moved.keys_values,
         Use.STATES: layer_state(setup, layer) if end < setup.sequence_length else 0.0,
     }
 
@@ -354,8 +372,10 @@ def changes_of(setup: TrainingSetup, stage: StageLayers, kind: Kind) -> Sizes:
     phase = Phase.STARTS if kind is Kind.F else Phase.ENDS
     changes[:, phase, _KEPT_USES] += unit_bytes(setup, stage, facts.after) - unit_bytes(setup, stage, facts.before)
     if kind in COMPUTE_KINDS:
-        running = [running_bytes(setup, stage, kind, *span) for span in setup.spans]
-        changes[:, Phase.RUNS, (Use.LOGITS, Use.WORKING)] = running
+        for segment, (start, end) in enumerate(setup.spans):
+            running = running_bytes(setup, stage, kind, start, end)
+            changes[segment, Phase.RUNS, Use.LOGITS] = running.loss
+            changes[segment, Phase.RUNS, Use.WORKING] = running.working
     if facts.gives_input_gradient:
         # Gradients of the keys and values of earlier segments arise in the backward of the last segment, partly in
         # place of what attention's kernel held, and go with the first.
@@ -371,17 +391,24 @@ def changes_of(setup: TrainingSetup, stage: StageLayers, kind: Kind) -> Sizes:
     return changes
 
 
-def running_bytes(setup: TrainingSetup, stage: StageLayers, kind: Kind, start: int, end: int) -> tuple[float, float]:
-    """What an action of this kind holds while it runs, beside what units keep: the loss, and all else."""
+class RunningBytes(NamedTuple):
+    """Bytes that an action holds while it runs, beside what units keep."""
+
+    loss: float
+    working: float  # all else
+
+
+def running_bytes(setup: TrainingSetup, stage: StageLayers, kind: Kind, start: int, end: int) -> RunningBytes:
+    """What an action of this kind on the segment [start, end) holds while it runs."""
     length = end - start
     has_loss = stage.is_last and kind is not Kind.W
     loss = loss_bytes(setup, length, kind is Kind.F) if has_loss else 0.0
     # Tokens have come back from experts when the loss begins.
     blocks = (block for layer, _ in stage.layers for block in setup.blocks(layer))
     routed = max(0.0, routed_bytes(setup, blocks, length) - loss) if kind is Kind.F else 0.0
-    hidden, of_loss = head_kept(setup, length)
+    kept = head_kept(setup, length)
     if has_loss and keeps_logits(setup):  # these are counted with the unit
-        loss -= of_loss
+        loss -= kept.loss
     # Two layers are on their way, or at work: with modules each as far as it moves, else whole layers, of which
     # `layer_moved` has a share.
     num_layers = 2.0
@@ -389,10 +416,10 @@ def running_bytes(setup: TrainingSetup, stage: StageLayers, kind: Kind, start: i
         num_layers /= setup.offloads
     moving = num_layers * max((sum(layer_moved(setup, layer, start, end)) for layer, _ in stage.layers), default=0.0)
     if not kind.facts.gives_input_gradient:
-        return loss, moving + setup.whole_input(length) + routed
+        return RunningBytes(loss, moving + setup.whole_input(length) + routed)
     working = moving + backward_working(setup, stage, start, end)
     if has_loss:  # its backward ends before that of the layers begins
-        working -= loss + of_loss + hidden
+        working -= loss + kept.loss + kept.hidden_states
         if kind.facts.after is Holds.FOR_WEIGHTS:
             working += sum(head_kept(setup, length, for_weights=True))
-    return loss, max(0.0, working)
+    return RunningBytes(loss, max(0.0, working))

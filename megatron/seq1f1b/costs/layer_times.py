@@ -51,7 +51,7 @@ _CLAMPS = (_Kernels(1, 4, 4, 3), _Kernels(2.5, 9.5, 5.5, 7))
 
 
 class Parts(NamedTuple):
-    """One direction of a segment on one layer."""
+    """Seconds of one direction of a segment on one layer, by what takes them."""
 
     matmul: float
     attention: float
@@ -65,15 +65,15 @@ class Parts(NamedTuple):
         return sum(self)
 
     def beside(self, **work: float) -> "Parts":
-        """What remains of the named parts beside other work of these seconds."""
+        """What remains to be seen of the named parts while other work, of these seconds, hides them."""
         return self._replace(**{name: max(0.0, getattr(self, name) - seconds) for name, seconds in work.items()})
 
 
-NOTHING = Parts(*[0.0] * len(Parts._fields))
+NOTHING = Parts(matmul=0.0, attention=0.0, other=0.0, exchange=0.0, all_to_all=0.0, dispatch=0.0)
 
 
 class LayerTime(NamedTuple):
-    """One segment on one layer: its forward, its input gradients and its weight gradients."""
+    """Seconds of one segment on one layer: its forward, its input gradients and its weight gradients."""
 
     forward: Parts
     input: Parts
@@ -90,14 +90,16 @@ class Seconds(NamedTuple):
 
 @singledispatch
 def layer_time(setup: TrainingSetup, machine: Machine, start: int, end: int, layer: int = 0) -> LayerTime:
-    """The tokens [start, end) of a micro-batch, without recomputation. Raises ValueError for an unknown layer."""
+    """The time of the tokens [start, end) of a micro-batch on a layer, without recomputation. Raises ValueError for an
+    unknown layer."""
     blocks = setup.blocks(layer)
     forward, back, weight = _dense_time(setup, machine, blocks, start, end, layer)
     # Products that add to gradients also read and write these.
     weight = max(weight, machine.device.moving_time(2 * setup.gradient_bytes * setup.layer_parameters(layer).dense))
     # Tensor-parallel collectives run beside products of weight gradients, or beside all with --tp-comm-overlap.
     if setup.hides_tensor_exchange:
-        forward, back = forward.beside(exchange=forward.matmul), back.beside(exchange=back.matmul + weight)
+        forward = forward.beside(exchange=forward.matmul)
+        back = back.beside(exchange=back.matmul + weight)
     elif not setup.splits_backward:
         back = back.beside(exchange=min(forward.exchange, _HIDING * weight))
     routed = _routed_time(setup, machine, blocks, end - start, layer)
@@ -157,7 +159,7 @@ def _dense_time(
 
 
 def _scan_times(setup: TrainingSetup, machine: Machine, blocks: Sequence[Block], length: int) -> BothPasses:
-    """Recurrences; the backward has twice the FLOPs."""
+    """The time of recurrences; the backward has twice the FLOPs."""
     rate = machine.device.peak_flops * machine.device.matmul_efficiency
     forward = backward = 0.0
     for block in blocks:
@@ -184,7 +186,7 @@ def cast_times(machine: Machine, products: Sequence[Product], rows: float) -> Bo
 
 
 def _attention(setup: TrainingSetup, machine: Machine, block: Block, start: int, end: int, layer: int) -> BothPasses:
-    """Attention in the forward and of the input gradients."""
+    """The time of attention."""
     if block.attention is None:
         return BothPasses(0.0, 0.0)
     device = machine.device
@@ -218,7 +220,7 @@ def _computed_pairs(start: int, end: int, window: int | None) -> float:
 
 
 def _routed_time(setup: TrainingSetup, machine: Machine, blocks: Sequence[Block], length: int, layer: int) -> LayerTime:
-    """The routed experts of blocks; at most one block has some."""
+    """The time of the routed experts of blocks; at most one block has some."""
     block = next((block for block in blocks if block.expert), None)
     if block is None:
         return LayerTime(NOTHING, NOTHING, 0.0)
@@ -292,7 +294,7 @@ def has_experts(setup: TrainingSetup, layer: int) -> bool:
 
 
 def _dispatch_time(setup: TrainingSetup, machine: Machine, tokens: float) -> float:
-    """Tokens of a rank on the way to their experts and back."""
+    """Seconds in which the tokens of a rank travel to their experts and back."""
     group = Group(setup.expert_parallel, 1)
     experts = setup.model.experts
     if experts is None or group.size == 1:
@@ -371,7 +373,7 @@ def fastest_cp_comm_type(setup: TrainingSetup, machine: Machine) -> str | None:
 
 
 def embedding_time(setup: TrainingSetup, machine: Machine, start: int, end: int) -> Seconds:
-    """The tokens [start, end) in the embedding."""
+    """The time of the tokens [start, end) in the embedding."""
     moved = setup.whole_input(end - start)
     exchange = machine.all_reduce_time(setup.tensor_group, moved) / (2 if setup.sequence_parallel else 1)
     return Seconds(
@@ -382,7 +384,7 @@ def embedding_time(setup: TrainingSetup, machine: Machine, start: int, end: int)
 
 
 def head_time(setup: TrainingSetup, machine: Machine, start: int, end: int) -> Seconds:
-    """The tokens [start, end) in the projection to the vocabulary and the loss, and those of each prediction head."""
+    """The time of the tokens [start, end) in the projection to the vocabulary and the loss, and of prediction heads."""
     device = machine.device
     model = setup.model
     rows = setup.rows(end - start)
@@ -402,7 +404,8 @@ def head_time(setup: TrainingSetup, machine: Machine, start: int, end: int) -> S
     adding = device.moving_time(2 * setup.gradient_bytes * setup.embedding_parameters)
     weight = max(device.matmul_time(columns, hidden, rows), adding)
     if not keeps_logits(setup):  # the input gradients of pieces compute the logits again, and the weight gradients
-        back, weight = back + of_logits + weight, 0.0
+        back = back + of_logits + weight
+        weight = 0.0
     joining = model.prediction_depth * device.matmul_time(rows, hidden / setup.tensor_parallel, 2 * hidden)
     heads = 1 + model.prediction_depth
     return Seconds(

@@ -20,17 +20,24 @@ def seconds_without_messages(setup: TrainingSetup, machine: Machine, rank: int) 
     without collectives."""
     stages = setup.placement.stages_of(rank)
     rows = stage_rows(setup, machine)
-    f, i, w = (tuple(rows[stage][kind] for stage in stages) for kind in range(3))
     nothing = ((0.0,) * len(setup.segments),) * len(stages)
-    costs = Costs(f, i, w, message_f=nothing, message_b=nothing, activation=nothing, activation_for_w=nothing)
+    costs = Costs(
+        f=tuple(rows[stage].f for stage in stages),
+        i=tuple(rows[stage].i for stage in stages),
+        w=tuple(rows[stage].w for stage in stages),
+        message_f=nothing,
+        message_b=nothing,
+        activation=nothing,
+        activation_for_w=nothing,
+    )
     pairs = None
     if setup.hides_experts:
         of_stages = pair_times(setup, machine).rows
         pairs = PairTimes([of_stages[stage] for stage in stages])
     schedule = _schedule_of_rank(setup.family, setup.shape, rank, setup.offloads, setup.has_pairs, setup.moves_by_layer)
     copies = copy_seconds(setup, machine, stages)
-    aside = dict.fromkeys(MOVE_KINDS, copies)
-    return execute_lowered(schedule, costs, aside, pairs, layers_on_link(setup, stages)).makespan
+    side_seconds = dict.fromkeys(MOVE_KINDS, copies)
+    return execute_lowered(schedule, costs, side_seconds, pairs, layers_on_link(setup, stages)).makespan
 
 
 @lru_cache(maxsize=256)

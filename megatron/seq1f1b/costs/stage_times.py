@@ -25,8 +25,15 @@ from .training_setup import Fsdp, Moves, StageLayers, TrainingSetup, of_stages
 _BIASES_FORWARD = 2 / 16
 _BIASES_BACKWARD = 10 / 32
 
-Row = tuple[float, ...]
-StageRows = tuple[Row, Row, Row]  # durations of F, I and W by segment
+Row = tuple[float, ...]  # by segment, unless it says otherwise
+
+
+class StageRows(NamedTuple):
+    """Seconds of the actions of one stage, by segment."""
+
+    f: Row
+    i: Row
+    w: Row
 
 
 @lru_cache(maxsize=8192)
@@ -78,25 +85,31 @@ def _launches_of_experts(setup: TrainingSetup, machine: Machine, stage: StageLay
     return BothPasses(forward, backward)
 
 
-class _Passes(NamedTuple):
-    """What the forward and the backward of a segment do at once on a stage, the device's compute first, the launches of
-    the host second: each takes as long as the longest. `weight` is what the weight gradients have of the backward's
-    compute."""
+class _Work(NamedTuple):
+    """Seconds of what a forward or a backward of a segment does at once; it takes as long as the longest."""
 
-    forward: Row
-    backward: Row
-    weight: float
+    compute: float  # of the device
+    launches: float  # of the host
+    copies: float  # to the host or back, of what Megatron moves of every unit
+    collectives: float  # of sharded parameters and gradients
 
     @property
-    def wait_for_launches(self) -> bool:
-        """Whether the host takes longest, in the forward or in the backward."""
-        _, launches_forward, *_ = self.forward
-        _, launches_backward, *_ = self.backward
-        return launches_forward >= max(self.forward) or launches_backward >= max(self.backward)
+    def waits_for_launches(self) -> bool:
+        """Whether the host takes longest."""
+        return self.launches >= max(self)
+
+
+class _Passes(NamedTuple):
+    """Both directions of a segment on a stage; `weight` is the part of the backward's compute that gives the gradients
+    of weights."""
+
+    forward: _Work
+    backward: _Work
+    weight: float
 
 
 def _passes_of_stage(setup: TrainingSetup, machine: Machine, stage: StageLayers) -> Iterator[_Passes]:
-    """By segment, without what the host needs for an action."""
+    """The passes of each segment, without what the host needs for an action."""
     num_layers = sum(count for _, count in stage.layers)
     of_layers = [(count, _seconds_of_layer(setup, machine, layer)) for layer, count in stage.layers]
     launching = launch_times(setup, machine, stage)
@@ -113,12 +126,15 @@ def _passes_of_stage(setup: TrainingSetup, machine: Machine, stage: StageLayers)
             forward += count * seconds.forward
             back += count * seconds.input
             weight += count * seconds.weight
-        for time_of, is_here in ((embedding_time, stage.is_first), (head_time, stage.is_last)):
-            if is_here:
-                of_end = time_of(setup, machine, *span)
-                forward += of_end.forward
-                back += of_end.input
-                weight += of_end.weight
+        ends = []
+        if stage.is_first:
+            ends.append(embedding_time(setup, machine, *span))
+        if stage.is_last:
+            ends.append(head_time(setup, machine, *span))
+        for seconds in ends:
+            forward += seconds.forward
+            back += seconds.input
+            weight += seconds.weight
         copied = stage_moved(setup, stage, *span) if setup.moves_parts else 0.0
         copying = copied / machine.device.host_bandwidth if copied else 0.0
         # A forward waits for the copies of all layers but the last two, which may be on their way at its end; for those
@@ -126,8 +142,18 @@ def _passes_of_stage(setup: TrainingSetup, machine: Machine, stage: StageLayers)
         on_their_way = 0.0 if setup.moves is Moves.LAYERS else min(1.0, 2 / max(1, num_layers))
         leaving = copying * (1 - on_their_way)
         yield _Passes(
-            forward=(forward, launching.forward, leaving, gather),
-            backward=(back + weight, launching.backward, copying, gather + reduce),
+            forward=_Work(
+                compute=forward,
+                launches=launching.forward,
+                copies=leaving,
+                collectives=gather,
+            ),
+            backward=_Work(
+                compute=back + weight,
+                launches=launching.backward,
+                copies=copying,
+                collectives=gather + reduce,
+            ),
             weight=weight,
         )
 
@@ -138,37 +164,51 @@ def waits_for_launches(layer_setup: TrainingSetup, machine: Machine) -> bool:
     (all_layers,) = layer_setup.stages
     for layer, _ in all_layers.layers:
         passes = _passes_of_stage(layer_setup, machine, StageLayers.of_layer(layer))
-        if any(of_segment.wait_for_launches for of_segment in passes):
+        if any(both.forward.waits_for_launches or both.backward.waits_for_launches for both in passes):
             return True
     return False
 
 
 @lru_cache(maxsize=1 << 15)
 def rows_of_stage(setup: TrainingSetup, machine: Machine, stage: StageLayers) -> StageRows:
-    """The rows of one stage."""
+    """The seconds of the actions of one stage. Where backwards are split, W has the share of the whole backward that it
+    has of the backward's compute."""
     action = machine.host.action
-    rows = []
+    f = []
+    i = []
+    w = []
     for forward, backward, weight in _passes_of_stage(setup, machine, stage):
         total = max(backward) + action
-        compute = backward[0]
-        of_weight = weight * ((total - action) / compute) if setup.splits_backward and weight else weight
-        rows.append((max(forward) + action, total - of_weight, of_weight))
-    f, i, w = zip(*rows, strict=True)
-    return f, i, w
+        if setup.splits_backward and weight:
+            weight *= (total - action) / backward.compute
+        f.append(max(forward) + action)
+        i.append(total - weight)
+        w.append(weight)
+    return StageRows(tuple(f), tuple(i), tuple(w))
+
+
+class StageSums(NamedTuple):
+    """Seconds of all segments on one stage, with an entry for each field of `_Work`. What the host needs for the actions
+    is in all of them."""
+
+    forward: Row
+    backward: Row
 
 
 @lru_cache(maxsize=1 << 15)
-def sums_of_stage(setup: TrainingSetup, machine: Machine, stage: StageLayers) -> tuple[Row, Row]:
-    """The sums over the segments of what forwards do at once, and of what backwards do, with what the host needs for
-    the actions. The longest of them is a lower bound for every cut into as many segments: in another cut the device may
-    compute longer than the host launches in all segments, here in some."""
+def sums_of_stage(setup: TrainingSetup, machine: Machine, stage: StageLayers) -> StageSums:
+    """The sums over the segments of a stage. The longest entry is a lower bound for every cut into as many segments: in
+    another cut the device may compute longer than the host launches in all segments, here in some."""
     passes = [*_passes_of_stage(setup, machine, stage)]
     actions = len(passes) * machine.host.action
-    forward, backward = (
-        tuple(sum(seconds) + actions for seconds in zip(*of_segments, strict=True))
-        for of_segments in ([of_one.forward for of_one in passes], [of_one.backward for of_one in passes])
+
+    def summed(works: Sequence[_Work]) -> Row:
+        return tuple(sum(seconds) + actions for seconds in zip(*works, strict=True))
+
+    return StageSums(
+        forward=summed([of_segment.forward for of_segment in passes]),
+        backward=summed([of_segment.backward for of_segment in passes]),
     )
-    return forward, backward
 
 
 def stage_rows(setup: TrainingSetup, machine: Machine) -> Sequence[StageRows]:
@@ -180,13 +220,20 @@ def stage_rows(setup: TrainingSetup, machine: Machine) -> Sequence[StageRows]:
 def rows_of_stages(
     layer_setup: TrainingSetup, machine: Machine, layers_per_stage: tuple[int, ...]
 ) -> Sequence[StageRows]:
-    """The rows of stages with so many layers, from a set-up with a fixed value of all that does not matter to a single
-    layer."""
+    """The rows of every stage of a model whose stages have these numbers of layers; see `TrainingSetup.layer_setup`."""
     if layer_setup.parts:
         of_parts = [rows_of_stages(part, machine, layers_per_stage) for part in layer_setup.parts]
-        tables = (zip(*of_stage, strict=True) for of_stage in zip(*of_parts, strict=True))
-        return [(tuple(chain(*f)), tuple(chain(*i)), tuple(chain(*w))) for f, i, w in tables]
+        return [_joined(of_stage) for of_stage in zip(*of_parts, strict=True)]
     return of_stages(layer_setup.model, layers_per_stage, lambda stage: rows_of_stage(layer_setup, machine, stage))
+
+
+def _joined(parts: Sequence[StageRows]) -> StageRows:
+    """The rows of a stage from those of each kind of micro-batch, one kind after the other."""
+    return StageRows(
+        f=tuple(chain.from_iterable(part.f for part in parts)),
+        i=tuple(chain.from_iterable(part.i for part in parts)),
+        w=tuple(chain.from_iterable(part.w for part in parts)),
+    )
 
 
 def balanced_layers(setup: TrainingSetup, placement: Placement, machine: Machine, least: int = 1) -> tuple[int, ...]:
@@ -197,10 +244,12 @@ def balanced_layers(setup: TrainingSetup, placement: Placement, machine: Machine
 
 @lru_cache(maxsize=1 << 16)
 def _balanced(layer_setup: TrainingSetup, placement: Placement, machine: Machine, least: int) -> tuple[int, ...]:
-    layer, first, last = _loads(layer_setup, machine)
+    seconds = _loads(layer_setup, machine)
     stages = range(placement.num_stages)
-    loads = [least * layer + first * (stage == 0) + last * (stage == stages[-1]) for stage in stages]
     counts = [least] * placement.num_stages
+    loads = [least * seconds.layer] * placement.num_stages
+    loads[0] += seconds.embedding
+    loads[-1] += seconds.loss
     ranks = [0.0] * placement.num_ranks
     for stage in stages:
         ranks[placement.rank_of(stage)] += loads[stage]
@@ -211,33 +260,61 @@ def _balanced(layer_setup: TrainingSetup, placement: Placement, machine: Machine
         load, number = waiting[0]
         stage = min(stages_of[-number], key=loads.__getitem__)
         counts[stage] += 1
-        loads[stage] += layer
-        heapreplace(waiting, (load + layer, number))
+        loads[stage] += seconds.layer
+        heapreplace(waiting, (load + seconds.layer, number))
     return tuple(counts)
 
 
+class _Loads(NamedTuple):
+    """Seconds of all segments of a micro-batch, forward and backward."""
+
+    layer: float  # a mean layer of the model
+    embedding: float
+    loss: float  # with the projection to the vocabulary
+
+
 @lru_cache(maxsize=8192)
-def _loads(layer_setup: TrainingSetup, machine: Machine) -> tuple[float, float, float]:
-    """Seconds of a mean layer, of the embedding and of the loss."""
-    layers, first, last = (
-        sum(map(sum, rows_of_stage(layer_setup, machine, StageLayers(*stage))))
-        for stage in ((layer_setup.stages[0].layers, False, False), ((), True, False), ((), False, True))
+def _loads(layer_setup: TrainingSetup, machine: Machine) -> _Loads:
+    def seconds(stage: StageLayers) -> float:
+        return sum(map(sum, rows_of_stage(layer_setup, machine, stage)))
+
+    (whole_model,) = layer_setup.stages
+    all_layers = seconds(StageLayers(whole_model.layers, is_first=False, is_last=False))
+    return _Loads(
+        layer=all_layers / layer_setup.model.num_layers,
+        embedding=seconds(StageLayers((), is_first=True, is_last=False)),
+        loss=seconds(StageLayers((), is_first=False, is_last=True)),
     )
-    return layers / layer_setup.model.num_layers, first, last
 
 
 @singledispatch
 @lru_cache(maxsize=256)
 def step_costs(setup: TrainingSetup, machine: Machine) -> Costs:
     """Times in seconds; costs have no memory here, which step_memory counts."""
-    f, i, w = zip(*stage_rows(setup, machine), strict=True)
+    rows = stage_rows(setup, machine)
+    messages = message_times(setup, machine, setup.tensor_parallel)
     nothing = ((0.0,) * len(setup.segments),) * len(setup.stages)
-    return Costs(f, i, w, *message_times(setup, machine, setup.tensor_parallel), nothing, nothing)
+    return Costs(
+        f=tuple(row.f for row in rows),
+        i=tuple(row.i for row in rows),
+        w=tuple(row.w for row in rows),
+        message_f=messages.to_next,
+        message_b=messages.to_previous,
+        activation=nothing,
+        activation_for_w=nothing,
+    )
 
 
-def message_times(setup: TrainingSetup, machine: Machine, parts: int) -> tuple[Table, Table]:
-    """Message times to the next stage and to the previous one. `parts` tensor-parallel ranks send a part each; without
-    sequence parallelism the receivers gather the parts."""
+class MessageTimes(NamedTuple):
+    """Seconds of the messages to the stages beside each stage, by stage and segment."""
+
+    to_next: Table
+    to_previous: Table
+
+
+def message_times(setup: TrainingSetup, machine: Machine, parts: int) -> MessageTimes:
+    """Seconds from the end of an action until its message has arrived. `parts` tensor-parallel ranks send a part each;
+    without sequence parallelism the receivers gather the parts."""
     senders = max(1, min(machine.devices_per_node, setup.pipeline_stride) * parts // setup.tensor_parallel)
     ranks = map(setup.placement.rank_of, range(setup.placement.num_stages))
     nodes = [rank * setup.pipeline_stride // machine.devices_per_node for rank in ranks]
@@ -254,7 +331,7 @@ def message_times(setup: TrainingSetup, machine: Machine, parts: int) -> tuple[T
 
     nothing = (0.0,) * len(setup.segments)
     between = [row(earlier == later) for earlier, later in pairwise(nodes)]
-    return (*between, nothing), (nothing, *between)
+    return MessageTimes(to_next=(*between, nothing), to_previous=(nothing, *between))
 
 
 class ReplicaTimes(NamedTuple):
@@ -297,7 +374,11 @@ def step_end(setup: TrainingSetup, machine: Machine, rank: int) -> StepEnd:
 def _step_end(setup: TrainingSetup, machine: Machine, rank: int) -> StepEnd:
     """The same; set-ups that differ in their activations alone share it."""
     stages = setup.placement.stages_of(rank)
-    parameters = Parameters(*map(sum, zip(*(setup.parameters[stage] for stage in stages), strict=True)))
+    chunks = [setup.parameters[stage] for stage in stages]
+    parameters = Parameters(
+        dense=sum(chunk.dense for chunk in chunks),
+        routed=sum(chunk.routed for chunk in chunks),
+    )
     reduce = gather = 0.0
     if setup.shards_gradients:
         # The first layer has nothing to be gathered beside, the last gradients nothing to be reduced beside.

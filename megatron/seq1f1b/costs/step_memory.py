@@ -20,6 +20,8 @@ from .units_by_layer import UnitsByLayer
 _HELD_BACK = 0.02
 _FOR_EACH_DOUBLING = 0.071
 _OF_LOGITS = 0.38
+# Of a parameter: its copy in 32 bit and the two moments of Adam.
+_OPTIMIZER_BYTES = 12
 
 
 @dataclass(frozen=True)
@@ -51,17 +53,22 @@ _COME_AND_GO = ("activations", "keys_values", "states", "logits", "working", "me
 def host_bytes(setup: TrainingSetup, actions: Sequence[Action], paired: Set[Action] = frozenset()) -> float:
     """The most bytes that a rank has in the memory of its host at once. The forwards in `paired` run beside the next
     action, layer by layer, so that parts of one unit leave while parts of the other come back."""
-    # Megatron moves a part of every unit, from its forward to its backward.
-    signs = {Kind.F: 1, Kind.B: -1} if setup.moves_parts else {Kind.OFFLOAD: 1, Kind.RELOAD: -1}
+    if setup.moves_parts:  # Megatron moves a part of every unit, from its forward to its backward
+        signs = {Kind.F: 1, Kind.B: -1}
+    else:
+        signs = {Kind.OFFLOAD: 1, Kind.RELOAD: -1}
+    # The backward of a pair first, since its unit comes back while that of the forward leaves.
     moves = [action for place in places(actions, paired) for action in reversed(place) if action.kind in signs]
     sizes = moved_bytes(setup) if moves else ()
+    changes: list[float] = []
     if setup.moves_by_layer:
         away = {action.unit for action in moves}
-        of_units = (action for action in actions if action.unit in away)
-        shares = ((action, _share_by_layer(setup, action)) for action in of_units)
-        changes = (share * sizes[action.stage][action.segment] for action, share in shares)
+        for action in actions:
+            if action.unit in away:
+                changes.append(_share_by_layer(setup, action) * sizes[action.stage][action.segment])
     else:
-        changes = (sizes[stage][segment] * signs[kind] for kind, stage, _, segment in moves)
+        for kind, stage, _, segment in moves:
+            changes.append(signs[kind] * sizes[stage][segment])
     return max(accumulate(changes, initial=0.0))
 
 
@@ -76,26 +83,35 @@ def _share_by_layer(setup: TrainingSetup, action: Action) -> float:
     return layer - 1 if action.kind.facts.gives_input_gradient else 0.0
 
 
-def static_memory(setup: TrainingSetup, rank: int) -> tuple[float, float, float]:
-    """Weights, gradients and optimizer state of a rank at all times; those of a partitioned state are shares."""
-    parameters = [setup.parameters[stage] for stage in setup.placement.stages_of(rank)]
-    whole = sum(map(sum, parameters))
+class StaticMemory(NamedTuple):
+    """Bytes of the state of a model that a rank holds at all times."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+
+
+def static_memory(setup: TrainingSetup, rank: int) -> StaticMemory:
+    """The weights, gradients and optimizer state of a rank; those of a partitioned state are shares."""
+    stages = setup.placement.stages_of(rank)
+    parameters = [setup.parameters[stage] for stage in stages]
+    whole = sum(of_stage.dense + of_stage.routed for of_stage in parameters)
     experts = sum(of_stage.routed for of_stage in parameters)
     shares = whole
     if setup.distributed_optimizer:
         shares = (whole - experts) / setup.data_group.size + experts / setup.expert_data_group.size
+    optimizer = _OPTIMIZER_BYTES * shares
     if setup.shards_gradients:
         # Two layers are whole, one at work and one on its way, and so are embeddings, which belong to no layer.
-        layers = (layer for stage in setup.placement.stages_of(rank) for layer, _ in setup.stages[stage].layers)
-        two = 2 * max(map(sum, map(setup.layer_parameters, layers)), default=0.0)
-        of_stages = [setup.stages[stage] for stage in setup.placement.stages_of(rank)]
-        num_embeddings = sum(stage.is_first for stage in of_stages) + sum(stage.is_last for stage in of_stages)
-        embeddings = num_embeddings * setup.embedding_parameters
-        held = shares + two + embeddings
+        layers_of_stages = [setup.stages[stage] for stage in stages]
+        layers = (layer for of_stage in layers_of_stages for layer, _ in of_stage.layers)
+        two_layers = 2 * max(map(sum, map(setup.layer_parameters, layers)), default=0.0)
+        num_embeddings = sum(of_stage.is_first + of_stage.is_last for of_stage in layers_of_stages)
+        held = shares + two_layers + num_embeddings * setup.embedding_parameters
         weights = held if setup.shards_parameters else whole
-        return BYTES * weights, setup.gradient_bytes * held, 12 * shares
+        return StaticMemory(BYTES * weights, setup.gradient_bytes * held, optimizer)
     held = shares if setup.moves_state else whole
-    return BYTES * held, setup.gradient_bytes * held, 12 * shares
+    return StaticMemory(BYTES * held, setup.gradient_bytes * held, optimizer)
 
 
 def _whole_chunks(setup: TrainingSetup, actions: Sequence[Action]) -> Sizes:
@@ -200,10 +216,10 @@ def memory_of_order(setup: TrainingSetup, order: RankOrder) -> Memory:
 
     peak = int(order.computing[held.sum(axis=1)[order.computing].argmax()])
     memory = dict(zip(_COLUMN, held[peak].tolist(), strict=True))
-    weights, gradients, optimizer = static_memory(setup, rank)
-    memory["weights"] += weights
-    memory["gradients"] += gradients
-    memory["optimizer"] += optimizer
+    state = static_memory(setup, rank)
+    memory["weights"] += state.weights
+    memory["gradients"] += state.gradients
+    memory["optimizer"] += state.optimizer
     segments = _segments_held(order.actions, peak)
     if not setup.model.learned_positions:  # rotary angles in 32 bit, which all layers and micro-batches share
         size = setup.model.latent.rotary_head_dim if setup.model.latent else setup.model.head_dim
