@@ -140,7 +140,7 @@ def layered_text(found: Sequence[layered.Case]) -> str:
 def layered_picture(found: Sequence[layered.Case], path: Path) -> None:
     lines = {
         f"{method}, {network}": [
-            (case.devices, case.soonest[0], 24 * case.soonest[0] * case.devices)
+            (case.devices, case.soonest.days, 24 * case.soonest.days * case.devices)
             for case in found
             if (case.method, case.network) == (method, network) and case.soonest is not None
         ]

@@ -179,7 +179,7 @@ def _stage_costs(args: argparse.Namespace, num_chunks: int, is_measured: bool = 
     shape = model_shape(args)
     layers = _layers_per_stage(args, num_chunks)
     if is_measured and args.sequence_split_profile is not None:
-        return read_traced_costs(args.sequence_split_profile, len(layers))[0]
+        return read_traced_costs(args.sequence_split_profile, len(layers)).stages
     return analytic_costs(shape, layers, A100 if torch.cuda.is_available() else CPU_CORE)
 
 

@@ -14,12 +14,11 @@ from math import log2
 from msgspec import structs
 
 from megatron.seq1f1b.commands.model_flags import preset
-from megatron.seq1f1b.commands.train_time import LAWS, soonest
+from megatron.seq1f1b.commands.train_time import LAWS, Training, soonest
 from megatron.seq1f1b.costs.blocks import parameters_of_model
 from megatron.seq1f1b.costs.machine import Machine, read_machine
 from megatron.seq1f1b.costs.simulator import Prediction, predict
 from megatron.seq1f1b.costs.training_setup import TrainingSetup
-from megatron.seq1f1b.planner.search import Plan
 from megatron.seq1f1b.planner.space import Candidate, Question
 
 MODEL = "gpt-1t"
@@ -42,7 +41,7 @@ class Case:
     network: str
     method: str
     devices: int
-    soonest: tuple[float, Plan] | None
+    soonest: Training | None
 
 
 def networks() -> dict[str, Machine]:
@@ -78,7 +77,7 @@ def cases(progress: Callable[[str], None] = lambda text: None) -> Iterator[Case]
             for devices in COUNTS:
                 asked = replace(question, num_devices=devices, accepts=accept)
                 training = soonest(asked, TOKENS, law, largest, shares=(1.0,))
-                progress(f"{network}, {method}, {devices}: {training and training[0]}\n")
+                progress(f"{network}, {method}, {devices}: {training and training.days}\n")
                 yield Case(
                     network=network,
                     method=method,
@@ -124,7 +123,7 @@ def markdown(found: list[Case]) -> list[str]:
         days, plan = case.soonest
         setup = plan.candidate.setup
         base = plain[case.network, case.devices]
-        ratio = "-" if base is None else f"{days / base[0]:.2f}"
+        ratio = "-" if base is None else f"{days / base.days:.2f}"
         sizes = (setup.pipeline_parallel, setup.data_parallel, setup.placement.num_chunks, setup.num_microbatches)
         bubble = (setup.pipeline_parallel - 1) / setup.placement.num_chunks  # in micro-batches
         bubble_ratio = bubble / (setup.num_microbatches + bubble)
@@ -144,7 +143,7 @@ def findings(found: list[Case]) -> list[str]:
     for network in networks():
         for method in METHODS:
             of_method = (case.soonest for case in found if (case.network, case.method) == (network, method))
-            days = min((training[0] for training in of_method if training), default=None)
+            days = min((training.days for training in of_method if training), default=None)
             soonest_of[network, method] = days
         plain, interleaved, *layered = (soonest_of[network, method] for method in METHODS)
         if plain is None or interleaved is None or None in layered:

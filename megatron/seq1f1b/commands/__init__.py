@@ -14,26 +14,35 @@ from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..process.flag_names import values_by_flag
 from ..process.near_names import did_you_mean
 from ..process.sentences import say, sentence_of
 from ..process.streams import prepare_streams
 
-# Name -> (module, what it does).
-COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
+
+class Subcommand(NamedTuple):
+    """A module of this folder, and what its command does, in a few words."""
+
+    module: str
+    purpose: str
+
+
+COMMANDS: Mapping[str, Subcommand] = MappingProxyType(
     {
-        "plot": ("plot", "draw a schedule or measured timelines, or write them as JSON, CSV or for Perfetto"),
-        "check": ("check", "check a schedule file before training with it"),
-        "plan": ("plan", "find the fastest configuration that fits a cluster"),
-        "gain-map": ("gain_map", "find where segments pay, by network, number of GPUs and batch"),
-        "train-time": ("train_time", "find how soon a model can be trained, by the number of GPUs"),
-        "plan-split": ("plan_split", "compare where sequences can be cut, for a model of your size"),
-        "enable": ("enable", "let programs run on segments by the variable SEQ1F1B, without a change of their code"),
-        "compare": ("compare", "lay training runs side by side"),
-        "profile": ("profile", "measure this machine, for predictions of plan"),
-        "preprocess": ("preprocess", "turn text into the .bin/.idx pair that Megatron trains on"),
+        "plot": Subcommand("plot", "draw a schedule or measured timelines, or write them as JSON, CSV or for Perfetto"),
+        "check": Subcommand("check", "check a schedule file before training with it"),
+        "plan": Subcommand("plan", "find the fastest configuration that fits a cluster"),
+        "gain-map": Subcommand("gain_map", "find where segments pay, by network, number of GPUs and batch"),
+        "train-time": Subcommand("train_time", "find how soon a model can be trained, by the number of GPUs"),
+        "plan-split": Subcommand("plan_split", "compare where sequences can be cut, for a model of your size"),
+        "enable": Subcommand(
+            "enable", "let programs run on segments by the variable SEQ1F1B, without a change of their code"
+        ),
+        "compare": Subcommand("compare", "lay training runs side by side"),
+        "profile": Subcommand("profile", "measure this machine, for predictions of plan"),
+        "preprocess": Subcommand("preprocess", "turn text into the .bin/.idx pair that Megatron trains on"),
     }
 )
 
@@ -43,10 +52,10 @@ _COLLECTED_AFTER = 200_000  # new objects
 def main(argv: Sequence[str] | None = None) -> int:
     """The console command `seq1f1b COMMAND ...`; returns its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    return _caught(lambda: _command(words), words)
+    return _exit_code(lambda: _run_command(words), words)
 
 
-def _command(words: list[str]) -> int | None:
+def _run_command(words: list[str]) -> int | None:
     """Run the command that is the first of these words of the command line; the others stay."""
     if words and words[0] == "help":  # as git has it: `help plan` is `plan --help`
         words = [*words[1:2], "--help"]
@@ -67,13 +76,13 @@ def _command(words: list[str]) -> int | None:
         say(f"seq1f1b has no command {name!r}; {way_out}")
         return 2
     sys.argv[0] = f"seq1f1b {name}"  # for --help
-    return _module(COMMANDS[name][0]).main(words)
+    return _module(COMMANDS[name].module).main(words)
 
 
 def _usage() -> str:
     """All commands, a line for each."""
     width = max(map(len, COMMANDS))
-    lines = [f"  {name:{width}}  {what}" for name, (_, what) in COMMANDS.items()]
+    lines = [f"  {name:{width}}  {command.purpose}" for name, command in COMMANDS.items()]
     return "\n".join(
         [
             "usage: seq1f1b COMMAND ...",
@@ -89,14 +98,14 @@ def _usage() -> str:
 def run(name: str, argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. A mistake of the user becomes one sentence and the code 2."""
     words = sys.argv[1:] if argv is None else argv
-    return _caught(lambda: _module(COMMANDS[name][0]).main(argv), words)
+    return _exit_code(lambda: _module(COMMANDS[name].module).main(argv), words)
 
 
 def _module(name: str) -> Any:
     return import_module(f".{name}", __name__)
 
 
-def _caught(command: Callable[[], int | None], words: Sequence[str]) -> int:
+def _exit_code(command: Callable[[], int | None], words: Sequence[str]) -> int:
     """The exit code of a command with these words; whatever goes wrong becomes a sentence."""
     prepare_streams()
     # A plan makes millions of actions, none of them in a cycle: to look for those would take half of its time.
@@ -106,12 +115,12 @@ def _caught(command: Callable[[], int | None], words: Sequence[str]) -> int:
         sys.stdout.flush()
         return code
     except BrokenPipeError:  # the reader of the pipe has closed it, as in `seq1f1b plan-split | head`
-        _print_nowhere()
+        _drop_output()
         return 1
     except (Exception, KeyboardInterrupt) as error:
         is_plain = isinstance(error, (OSError, ValueError, ModuleNotFoundError, KeyboardInterrupt))
         if isinstance(error, OSError) and error.errno == ENOSPC and error.filename is None:  # all files are named
-            _print_nowhere()
+            _drop_output()
             error = ValueError(f"the output: {error.strerror}")
         sentence = _with_flag(sentence_of(error), words)
         say(sentence, None if is_plain else "".join(traceback.format_exception(error)))
@@ -126,6 +135,6 @@ def _with_flag(sentence: str, words: Sequence[str]) -> str:
     return sentence
 
 
-def _print_nowhere() -> None:
+def _drop_output() -> None:
     """Drop further output; else Python would fail once more at its end, where it flushes what is left."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -36,10 +36,11 @@ def parser_of_all() -> Parser:
     parser.add_argument("--print-completion", choices=shells, help="print what makes a shell complete flags")
     parser.add_argument("--version", action="version", version="", help="print the version")
     commands = parser.add_subparsers(parser_class=Parser)
-    for name, (module, what) in COMMANDS.items():
-        own = import_module(f".{module}", __package__).make_parser()
+    for name, command in COMMANDS.items():
+        own = import_module(f".{command.module}", __package__).make_parser()
         _mark_values(own)
-        commands.add_parser(name, description=what, help=what, parents=[own], add_help=False)
+        purpose = command.purpose
+        commands.add_parser(name, description=purpose, help=purpose, parents=[own], add_help=False)
     return parser
 
 

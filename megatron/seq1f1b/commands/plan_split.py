@@ -119,7 +119,7 @@ def main(argv: list[str] | None = None) -> None:
     shape = Shape(Placement(ranks, args.num_virtual_stages_per_pipeline_rank), microbatches, args.sequence_splits)
     costs = run_costs(args, shape)
     if costs.is_measured:
-        errors = costs.measured[1]
+        errors = costs.measured.errors
         off = f"{100 * fmean(errors):.1f} % on average, {100 * max(errors):.1f} % at most"
         print(f"Measured in a run; the fit is off by {off}.\n")
     cuts = []

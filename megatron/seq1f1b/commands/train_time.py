@@ -11,7 +11,6 @@ configuration that trains soonest is found. All times are predicted; docs/paper_
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import inf, log2
-from operator import itemgetter
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -76,13 +75,22 @@ LAWS: Mapping[str, BatchLaw] = MappingProxyType(
 )
 
 
+class Training(NamedTuple):
+    """How a model is trained on its tokens: the days that it takes, and the plan of its steps."""
+
+    days: float
+    plan: Plan
+
+
 def soonest(
     question: Question, tokens: float, law: BatchLaw, largest: float, shares: Sequence[float] = (1.0, 0.5, 0.25)
-) -> tuple[float, Plan] | None:
-    """The fewest days of training (arXiv 2106.02679, section 3), and how; None where nothing fits. The batch is one of
-    `shares` of the `largest`, in tokens, since a smaller one needs fewer tokens, rounded to 1 to 7 times a power of two
-    in sequences."""
-    best: tuple[float, Plan] | None = None
+) -> Training | None:
+    """The training that takes the fewest days (arXiv 2106.02679, section 3); None where nothing fits.
+
+    The `largest` batch is in tokens. Its `shares` are tried, since a smaller batch needs fewer tokens in all; each is
+    rounded down to 4 to 7 times a power of two in sequences; below 8 sequences nothing is rounded.
+    """
+    best: Training | None = None
     for share in shares:
         most = max(1, int(share * largest / question.sequence_length))
         power = 1 << max(0, most.bit_length() - 3)
@@ -90,9 +98,9 @@ def soonest(
         tokens_in_batch = batch * question.sequence_length
         num_steps = tokens * law.overhead(tokens_in_batch / largest) / tokens_in_batch
         days_per_second = num_steps / _SECONDS_OF_A_DAY  # of training, for a second of a step
-        below = inf if best is None else best[0] / days_per_second
+        below = inf if best is None else best.days / days_per_second
         for plan in Search(replace(question, global_batch_size=batch)).best(1, below):
-            best = days_per_second * plan.seconds, plan
+            best = Training(days_per_second * plan.seconds, plan)
     return best
 
 
@@ -135,32 +143,32 @@ def main(argv: Sequence[str] | None = None) -> None:
         micro_batches=(1, 2),
         recomputes=("none", "layernorm mlp", "layernorm mlp moe", ALL_BUT_ATTENTION, FULL),
     )
-    answers = []
-    rows = []
+    trainings = []
     counts = sorted({min(machine.devices_per_node << doubling, args.gpus) for doubling in range(20)})
     for number, devices in enumerate(counts, start=1):
-        answer = soonest(replace(question, num_devices=devices), args.tokens, law, largest)
-        if answer is not None:
-            answers.append(answer)
-            rows.append(columns_of(*answer))
+        training = soonest(replace(question, num_devices=devices), args.tokens, law, largest)
+        if training is not None:
+            trainings.append(training)
         show(number, len(counts))
-    if not answers:
+    if not trainings:
         raise way_out(question)
-    print("\n".join(with_header(rows)))
-    days, best = min(answers, key=itemgetter(0))
-    flags = with_values(preset_words(args.model, args.seq_length)) + decided_flags(best.candidate)
-    print(f"\nSoonest: {days:.2f} days on {best.candidate.setup.num_devices} GPUs, with{in_lines(flags)}")
+    print("\n".join(with_header([columns_of(training) for training in trainings])))
+    best = min(trainings, key=lambda training: training.days)
+    candidate = best.plan.candidate
+    flags = with_values(preset_words(args.model, args.seq_length)) + decided_flags(candidate)
+    print(f"\nSoonest: {best.days:.2f} days on {candidate.setup.num_devices} GPUs, with{in_lines(flags)}")
 
 
-def columns_of(days: float, plan: Plan) -> dict[str, str]:
-    """The columns of the table for a plan that trains in so many days."""
+def columns_of(training: Training) -> dict[str, str]:
+    """The columns of the table for a training."""
+    plan = training.plan
     setup = plan.candidate.setup
     columns = {
         "GPUs": f"{setup.num_devices}",
-        "days": f"{days:.2f}",
-        "GPU hours": f"{24 * days * setup.num_devices:.0f}",
+        "days": f"{training.days:.2f}",
+        "GPU hours": f"{24 * training.days * setup.num_devices:.0f}",
         "batch": f"{setup.global_batch_size}",
-        "steps": f"{_SECONDS_OF_A_DAY * days / plan.seconds:.0f}",
+        "steps": f"{_SECONDS_OF_A_DAY * training.days / plan.seconds:.0f}",
     }
     of_plan = row(plan)
     for name in _OF_PLAN:

@@ -117,8 +117,8 @@ def execute_lowered(
     """The timeline of a lowered schedule, in seconds: its compute actions, and those of the kinds in `side_seconds`.
 
     `side_seconds` has the durations of GATHER, REDUCE, OFFLOAD and RELOAD by stage and segment; kinds that it lacks
-    take no time. `pairs` says how much time the two actions of a pair save beside each other. With `layers`, units move to
-    the host one layer after the other instead of as a whole. `drawn` has the durations of single compute actions, in
+    take no time. `pairs` says how much time the two actions of a pair save beside each other. With `layers`, units move
+    to the host one layer after the other instead of as a whole. `drawn` has the durations of single compute actions, in
     place of those in `costs`. Raises ValueError if the costs do not fit the shape of the schedule, or if it cannot run
     to its end.
     """

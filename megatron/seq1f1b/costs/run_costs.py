@@ -16,12 +16,21 @@ from ..arguments import AUTO, MegatronRun, device_memory, gpu_name, is_on_cpu
 from ..files.typed import named_by
 from ..partition import SegmentTime
 from ..schedule import Costs, Schedule, ScheduleChoice, Shape, build, moved, simulate
-from .blocks import paper_flops
+from .blocks import PaperFlops, paper_flops
 from .layer_bytes import keeps_logits, moved_bytes
 from .machine import Device, Machine, read_machine
 from .model_shape import ModelShape, model_shape
 from .simulator import extended
-from .stage_costs import A100, CPU_CORE, StageCost, action_costs, bottleneck_time, read_traced_costs, setup_costs
+from .stage_costs import (
+    A100,
+    CPU_CORE,
+    StageCost,
+    TracedCosts,
+    action_costs,
+    bottleneck_time,
+    read_traced_costs,
+    setup_costs,
+)
 from .stage_times import step_costs
 from .step_memory import rank_memory
 from .training_setup import TrainingSetup, choices_of, has_costs
@@ -42,6 +51,13 @@ class Forecast:
     total_bytes: float  # of all memory, on the fullest rank
 
 
+class _StepMemory(NamedTuple):
+    """The memory of a step. Bytes."""
+
+    activations: float  # on the rank with the most
+    total_bytes: float  # of all memory, on the fullest rank
+
+
 class _StepNumbers(NamedTuple):
     """What a long step is extrapolated from, see `extended`."""
 
@@ -53,7 +69,10 @@ class _StepNumbers(NamedTuple):
 
 @dataclass(frozen=True)
 class RunCosts:
-    """The costs of the segments of `run`: by formulas for its device, or as the trace that `flags` name has them."""
+    """The costs of the segments of `run`: by formulas for its device, or as the trace that `flags` name has them.
+
+    What the core asks for is documented in `Predictions`.
+    """
 
     flags: argparse.Namespace
     run: MegatronRun
@@ -91,17 +110,17 @@ class RunCosts:
         return self.model is not None and not keeps_logits(self._whole)
 
     @property
-    def flops(self) -> tuple[int, int] | None:
+    def flops(self) -> PaperFlops | None:
         return None if self.model is None else paper_flops(self.model)
 
     @cached_property
     def stages(self) -> tuple[StageCost, ...]:
         """The cost of a segment of a micro-batch on every stage. Raises ValueError where it is unknown."""
-        return self.measured[0] if self.is_measured else setup_costs(self._whole, self._device)
+        return self.measured.stages if self.is_measured else setup_costs(self._whole, self._device)
 
     @cached_property
-    def measured(self) -> tuple[tuple[StageCost, ...], list[float]]:
-        """The cost of a segment on every stage by the trace, and its relative errors."""
+    def measured(self) -> TracedCosts:
+        """The costs by the trace."""
         with named_by("--sequence-split-profile"):
             return read_traced_costs(self.flags.sequence_split_profile, len(self.run.layers_per_stage))
 
@@ -162,12 +181,12 @@ class RunCosts:
             shape = replace(setup, num_microbatches=num_microbatches).shape
             actions = _actions(schedule, shape)
             timeline = simulate(actions.without_moves(), costs)
-            activations, total_bytes = self._memory_of(actions, setup, share)
+            memory = self._memory_of(actions, setup, share)
             return _StepNumbers(
                 seconds=timeline.makespan,
                 busy=fmean(map(timeline.busy, range(setup.pipeline_parallel))),
-                activations=activations,
-                total_bytes=total_bytes,
+                activations=memory.activations,
+                total_bytes=memory.total_bytes,
             )
 
         if schedule.given is None:
@@ -180,21 +199,21 @@ class RunCosts:
     def _memory(self, schedule: ScheduleChoice, setup: TrainingSetup, share: float) -> float:
         """Bytes of all memory, on the fullest rank."""
 
-        def counted(num_microbatches: int) -> list[float]:
+        def counted(num_microbatches: int) -> _StepMemory:
             shape = replace(setup, num_microbatches=num_microbatches).shape
             return self._memory_of(_actions(schedule, shape), setup, share)
 
-        found = extended(setup.shape, counted) if schedule.given is None else counted(setup.num_microbatches)
-        _, total_bytes = found
-        return total_bytes
+        if schedule.given is None:
+            return _StepMemory(*extended(setup.shape, counted)).total_bytes
+        return counted(setup.num_microbatches).total_bytes
 
-    def _memory_of(self, actions: Schedule, setup: TrainingSetup, share: float) -> list[float]:
-        """Bytes of the activations on the rank with the most, and of all memory on the fullest."""
+    def _memory_of(self, actions: Schedule, setup: TrainingSetup, share: float) -> _StepMemory:
+        """The memory of a step of which a `share` of the activations moves to the host."""
         orders = moved(actions, share, setup.moves_by_layer).ranks
         memory = [rank_memory(setup, order, rank) for rank, order in enumerate(orders)]
         held = max(use.activations + use.keys_values + use.states + use.logits for use in memory)
         total = max(use.total for use in memory)
-        return [self._scale * held, self._scale * total]
+        return _StepMemory(self._scale * held, self._scale * total)
 
     def host_rate(self, schedule: ScheduleChoice, lengths: Sequence[int], share: float) -> float:
         """The bytes/s at which every unit can move to the host while its forward runs."""

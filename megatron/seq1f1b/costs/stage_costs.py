@@ -218,9 +218,17 @@ class TimedSegment(NamedTuple):
     seconds: float
 
 
-def read_traced_costs(path: str | Path, num_stages: int) -> tuple[tuple[StageCost, ...], list[float]]:
-    """The cost of a segment on every stage, in seconds for a micro-batch, and its relative errors. Raises ValueError if
-    the file is no trace, is of another number of stages, or has too few segments."""
+class TracedCosts(NamedTuple):
+    """The cost of a segment of a micro-batch on every stage, in seconds, and how far off it is: the relative error of
+    each forward and backward that it is fitted to."""
+
+    stages: tuple[StageCost, ...]
+    errors: list[float]
+
+
+def read_traced_costs(path: str | Path, num_stages: int) -> TracedCosts:
+    """The costs by the trace in a file. Raises ValueError if the file is no trace, is of another number of stages, or has
+    too few segments."""
     timeline = read_timeline(path)
     try:
         if timeline.shape.num_stages != num_stages:
@@ -231,10 +239,10 @@ def read_traced_costs(path: str | Path, num_stages: int) -> tuple[tuple[StageCos
         raise ValueError(f"{path}: {error}; {way_out}") from error
 
 
-def traced_costs(timeline: Timeline) -> tuple[tuple[StageCost, ...], list[float]]:
-    """The cost of a segment on every stage and its relative errors, by the medians over the micro-batches of a trace.
-    Weight gradients of whole backwards count as half of the part per token, since the other half of the matrix products
-    gives input gradients. Raises ValueError for a trace with too few segments."""
+def traced_costs(timeline: Timeline) -> TracedCosts:
+    """The costs by the medians over the micro-batches of a trace. Weight gradients of whole backwards count as half of
+    the part per token, since the other half of the matrix products gives input gradients. Raises ValueError for a trace
+    with too few segments."""
     lengths = timeline.meta.get("segment_lengths")
     if not lengths or len(lengths) < 2:
         raise ValueError("it does not have the lengths of at least two segments, the same in all micro-batches")
@@ -254,7 +262,10 @@ def traced_costs(timeline: Timeline) -> tuple[tuple[StageCost, ...], list[float]
 
     def points(stage: int, *kinds: Kind) -> list[TimedSegment]:
         times = [sum(taken(kind, stage, segment) for kind in kinds) for segment in range(len(lengths))]
-        return [TimedSegment(*point) for point in zip(lengths, starts, times, strict=True)]
+        return [
+            TimedSegment(length, prefix, seconds)
+            for length, prefix, seconds in zip(lengths, starts, times, strict=True)
+        ]
 
     costs = []
     errors = list[float]()
@@ -268,7 +279,7 @@ def traced_costs(timeline: Timeline) -> tuple[tuple[StageCost, ...], list[float]
         costs.append(StageCost(forward, backward, weight))
         errors += _errors(forward, forward_points)
         errors += _errors(backward, backward_points)
-    return tuple(costs), errors
+    return TracedCosts(tuple(costs), errors)
 
 
 def _errors(time: AnalyticTime, points: Sequence[TimedSegment]) -> list[float]:

@@ -188,8 +188,8 @@ def rows_of_stage(setup: TrainingSetup, machine: Machine, stage: StageLayers) ->
 
 
 class StageSums(NamedTuple):
-    """Seconds of all segments on one stage, with an entry for each field of `_Work`. What the host needs for the actions
-    is in all of them."""
+    """Seconds of all segments on one stage, with an entry for each field of `_Work`. Each includes what the host needs
+    for the actions."""
 
     forward: Row
     backward: Row
