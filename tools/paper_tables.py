@@ -315,20 +315,39 @@ def _value(value: float | None, missing: str) -> str:
     return missing if value is None else f"{value:.5g}"
 
 
+# What a row compares, by its unit: the colours of the picture.
+QUANTITIES = {
+    "s": "seconds",
+    "tokens/s": "tokens/s",
+    "GiB": "memory",
+    "GB": "memory",
+    "times": "speed-up",
+    "K tokens": "longest sequence",
+}
+
+
 def plot(rows: Sequence[Row], path: Path) -> None:
-    """Predicted over published, every row a point, one colour a table."""
-    with picture(path, 9, 4.6) as figure:
+    """Predicted over published: a line for each table and a point for each of its rows, which a slope keeps apart."""
+    shown = [row for row in rows if row.unit in QUANTITIES and row.error is not None]
+    names = list(dict.fromkeys(row.table for row in shown))
+    heights: dict[str, list[float]] = {quantity: [] for quantity in QUANTITIES.values()}
+    errors: dict[str, list[float]] = {quantity: [] for quantity in QUANTITIES.values()}
+    for number, name in enumerate(names):
+        members = sorted((row for row in shown if row.table == name), key=lambda row: row.error)
+        for place, row in enumerate(members):
+            quantity = QUANTITIES[row.unit]
+            heights[quantity].append(number + 0.6 * (place / max(1, len(members) - 1) - 0.5))
+            errors[quantity].append(100 * row.error)
+    with picture(path, 9, 4.8) as figure:
         axes = figure.subplots()
-        names = list(dict.fromkeys(row.table for row in rows if row.unit != "bubble"))
-        for number, name in enumerate(names):
-            errors = sorted(100 * row.error for row in rows if row.table == name and row.error is not None)
-            spread = [number + 0.6 * (i / max(1, len(errors) - 1) - 0.5) for i in range(len(errors))]
-            axes.plot(errors, spread, "o", markersize=3.5, alpha=0.8)
+        for quantity, height in heights.items():
+            axes.plot(errors[quantity], height, "o", markersize=3.5, alpha=0.8, label=quantity)
         axes.axvline(0, color="black", linewidth=0.6)
         axes.axvspan(-8, 8, color="#e8eef5", zorder=0)
         axes.set_yticks(range(len(names)), names)
         axes.invert_yaxis()
         axes.set_xlabel("predicted over published, % (shaded: within 8 %)")
+        figure.legend(loc="outside upper right", ncols=len(heights))
 
 
 def main(argv: list[str] | None = None) -> int:

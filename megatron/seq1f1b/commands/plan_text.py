@@ -25,7 +25,7 @@ def title(question: Question) -> str:
     return (
         f"{billions:.3g} B parameters on {question.num_devices} x {question.machine.device.name}, "
         f"{question.sequence_length} tokens, batch of {question.global_batch_size}, "
-        f"{question.memory_limit:.1f} GiB a device, {question.budget.host / GIB:.0f} of its host"
+        f"{question.memory_limit:.1f} GiB a device, {question.budget.host / GIB:.0f} GiB of its host"
     )
 
 

@@ -70,7 +70,7 @@ def plot_frontier(
         memory = [point.memory for point in best]
         throughput = [point.throughput for point in best]
         axes.step(memory, throughput, where="post", color="black", lw=1)
-        axes.axvline(limit, color="#b03030", lw=1, ls="--", label="a device holds")
+        axes.axvline(limit, color="#b03030", lw=1, ls="--", label="memory of a device")
         axes.set_xlim(left=0)
         # Slower points have no name where it would overlap that of a faster one.
         gap = 0.04 * (axes.get_ylim()[1] - axes.get_ylim()[0])
