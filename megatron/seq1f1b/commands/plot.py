@@ -17,7 +17,7 @@ has ZB-2p, DualPipe and others.
 import argparse
 from dataclasses import replace
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..arguments.flags import given_path, number_type
 from ..costs.execution import execute_lowered
@@ -70,8 +70,10 @@ def make_parser() -> Parser:
     add("--pipeline-placement", choices=PLACEMENTS, help="of the model chunks; default: looped")
     beside = "let a forward and a backward of other units run beside each other"
     add("--overlap-moe-expert-parallel-comm", action="store_true", default=None, help=beside)
-    times = f"times of forward, of input and weight gradient, and of a message; default: {EQUAL_COSTS},message=0; or a "
-    times += "JSON file with the same names, in which a value may be a list over segments, or over stages and segments"
+    times = (
+        f"times of forward, of input and weight gradient, and of a message; default: {EQUAL_COSTS},message=0; or a "
+        "JSON file with the same names, in which a value may be a list over segments, or over stages and segments"
+    )
     add("--costs", metavar="COSTS", help=times)
     limit = "activation memory of a rank for auto; default: the peak of 1f1b"
     add("--memory-limit", type=amount, metavar="UNITS", help=limit)
@@ -122,30 +124,36 @@ def _text_of_costs(args: argparse.Namespace) -> str:
     return EQUAL_COSTS if args.costs is None else args.costs
 
 
-def _schedule_and_costs(args: argparse.Namespace) -> tuple[Schedule, Costs, float]:
-    """A schedule, from a file or built, its costs, and the time to copy a unit to the host. Raises ValueError for such
-    a time where nothing is copied."""
-    schedule, costs, copy_time = _given_schedule_and_costs(args)
-    if copy_time is None:
-        return schedule, costs, 0.0
-    if not schedule.has_moves:
+class _Step(NamedTuple):
+    """A schedule, its costs, and the time to copy a unit to the host or back, if it is given."""
+
+    schedule: Schedule
+    costs: Costs
+    copy_time: float | None
+
+
+def _step(args: argparse.Namespace) -> _Step:
+    """The step of the flags. Raises ValueError for the time of a copy where nothing is copied."""
+    step = _given_step(args)
+    if step.copy_time is not None and not step.schedule.has_moves:
         way_out = "give a --pipeline-schedule-file with OFFLOAD"
         if not args.pipeline_schedule_file:
             way_out = "add --offload-activations 1"
         raise ValueError(
-            f"--costs {_text_of_costs(args)}: move={copy_time:g} has no effect, since nothing moves to the host; "
+            f"--costs {_text_of_costs(args)}: move={step.copy_time:g} has no effect, since nothing moves to the host; "
             f"{way_out}, or drop it"
         )
-    return schedule, costs, copy_time
+    return step
 
 
-def _given_schedule_and_costs(args: argparse.Namespace) -> tuple[Schedule, Costs, float | None]:
-    """A schedule, from a file or built, its costs, and the time of a copy, if it is given."""
+def _given_step(args: argparse.Namespace) -> _Step:
+    """A schedule from a file, or built, with what --costs says."""
     text = _text_of_costs(args)
     if args.pipeline_schedule_file:
         with named_by("--pipeline-schedule-file"):
             schedule = read_schedule(args.pipeline_schedule_file)
-        return schedule, *read_costs(schedule.shape, text)
+        costs, copy_time = read_costs(schedule.shape, text)
+        return _Step(schedule, costs, copy_time)
     sizes = {name: getattr(args, name) or usual for name, usual in _USUAL_SIZES.items()}
     placement = Placement(
         num_ranks=sizes["pipeline_model_parallel_size"],
@@ -158,15 +166,16 @@ def _given_schedule_and_costs(args: argparse.Namespace) -> tuple[Schedule, Costs
     family = args.pipeline_schedule or "1f1b"
     has_pairs = bool(args.overlap_moe_expert_parallel_comm)
     built = build(family, shape, costs, args.memory_limit, has_pairs)
-    return moved(built, args.offload_activations or 0.0), costs, copy_time
+    return _Step(moved(built, args.offload_activations or 0.0), costs, copy_time)
 
 
-def _simulated(args: argparse.Namespace, schedule: Schedule, costs: Costs, copy_time: float) -> Timeline:
+def _simulated(args: argparse.Namespace, step: _Step) -> Timeline:
+    schedule = step.schedule
     if schedule.has_moves:
-        copies = ((copy_time,) * schedule.shape.num_segments,) * schedule.shape.num_stages
-        timeline = execute_lowered(lower(schedule), costs, dict.fromkeys(MOVE_KINDS, copies))
+        copies = ((step.copy_time or 0.0,) * schedule.shape.num_segments,) * schedule.shape.num_stages
+        timeline = execute_lowered(lower(schedule), step.costs, dict.fromkeys(MOVE_KINDS, copies))
     else:
-        timeline = simulate(schedule, costs)
+        timeline = simulate(schedule, step.costs)
     text = _text_of_costs(args)
     if not 0 < timeline.makespan < inf:
         raise ValueError(f"--costs {text}: a step must take some time, and not {timeline.makespan:g}")
@@ -186,12 +195,12 @@ def main(argv: list[str] | None = None) -> None:
     if args.timeline:
         timelines = [read_timeline(path) for path in args.timeline]
     else:
-        schedule, costs, copy_time = _schedule_and_costs(args)
+        step = _step(args)
         if output.suffix == ".csv":
-            write_schedule(schedule, output)
+            write_schedule(step.schedule, output)
             print(f"{output} written.")
             return
-        timelines = [_simulated(args, schedule, costs, copy_time)]
+        timelines = [_simulated(args, step)]
 
     num_actions = sum(len(spans) for timeline in timelines for spans in timeline.ranks)
     if output.suffix in PICTURES and num_actions > MOST_DRAWN:

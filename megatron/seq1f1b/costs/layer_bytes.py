@@ -166,12 +166,12 @@ def stage_moved(setup: TrainingSetup, stage: StageLayers, start: int, end: int) 
 
 
 def layer_state(setup: TrainingSetup, layer: int) -> float:
-    """The state that a recurrent layer passes from one segment to the next."""
+    """Bytes of the state that a recurrent layer passes from one segment to the next."""
     return setup.rows(1) * sum(block.state for block in setup.blocks(layer))
 
 
 def keys_values_of(setup: TrainingSetup, layer: int, tokens: float) -> float:
-    """The numbers in the keys and values of `tokens` tokens of every sequence."""
+    """How many numbers the keys and values of `tokens` tokens of every sequence have on a rank."""
     if (attention := setup.blocks(layer)[0].attention) is None:
         return 0.0
     # Context-parallel ranks share whole sequences, but the heads of segments; surplus ranks have one each.
@@ -189,7 +189,7 @@ MOST_KEPT = 8 * PIECE  # the most logits of a micro-batch that are kept
 
 
 def logits(setup: TrainingSetup, length: int) -> float:
-    """The logits of a segment of `length` tokens on a rank, with those of prediction heads."""
+    """How many logits a segment of `length` tokens has on a rank, with those of prediction heads."""
     model = setup.model
     return (1 + model.prediction_depth) * setup.rows(length) * model.vocab_size / setup.tensor_parallel
 
@@ -222,8 +222,8 @@ def head_kept(setup: TrainingSetup, length: int, for_weights: bool = False) -> H
 
 @singledispatch
 def loss_bytes(setup: TrainingSetup, length: int, is_forward: bool = True) -> float:
-    """The most that logits and the loss take. The backward of a piece computes its logits again, and a gradient of the
-    projection to the vocabulary, beside the gradients of hidden states."""
+    """Bytes at most of logits and the loss, for a segment of `length` tokens. The backward of a piece computes its
+    logits again, and a gradient of the projection to the vocabulary, beside the gradients of hidden states."""
     of_segment = logits(setup, length)
     if keeps_logits(setup):
         return _LOGIT * of_segment

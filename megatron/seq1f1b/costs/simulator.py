@@ -26,7 +26,7 @@ _SHORT_STEP = 6  # groups of micro-batches after which the steady state is usual
 
 @dataclass(frozen=True)
 class Prediction:
-    """A step; the tuples have an entry for each rank."""
+    """A predicted step; the tuples have an entry for each pipeline rank."""
 
     setup: TrainingSetup
     machine: Machine
@@ -76,8 +76,8 @@ class _Step:
 
 
 def predict(setup: TrainingSetup, machine: Machine, schedule: Schedule | None = None) -> Prediction:
-    """`schedule` is built from `setup.family` if it is not given; then long steps are predicted from short ones. Raises
-    ValueError for a step that cannot run."""
+    """The time and the memory of one training step. Without a `schedule` that of `setup.family` runs, and a long step
+    is predicted from short ones. Raises ValueError for a step that cannot run."""
     ends = tuple(step_end(setup, machine, rank) for rank in range(setup.pipeline_parallel))
 
     def predicted(num_microbatches: int) -> _Step:
@@ -93,8 +93,8 @@ def predict(setup: TrainingSetup, machine: Machine, schedule: Schedule | None = 
         timeline = timeline_of(short, machine, in_time, costs)
         computing = [span for spans in timeline.ranks for span in spans if span.action.kind in COMPUTE_KINDS]
         pipeline = max(span.end for span in computing) - min(span.start for span in computing)
-        through = (max(span.end for span in spans) for spans in timeline.ranks)
-        reduced = max(now + end.reduce for now, end in zip(through, ends, strict=True))
+        last_ends = (max(span.end for span in spans) for spans in timeline.ranks)
+        reduced = max(last_end + end.reduce for last_end, end in zip(last_ends, ends, strict=True))
         seconds = reduced + max(end.update for end in ends) + max(end.gather for end in ends) + machine.host.step
         return _Step(
             seconds=seconds,
@@ -178,17 +178,19 @@ def _replica_seconds(setup: TrainingSetup, machine: Machine, costs: Costs) -> di
         for rank in range(setup.pipeline_parallel):
             stage = setup.placement.stages_of(rank)[0]
             layers = max(1, setup.layers_per_stage[stage])
+            # The bucket of one layer has nothing to hide behind; the others, behind the compute of the other layers.
             others = 1 - 1 / layers
-            last = costs.w[stage][0] + (0.0 if setup.splits_backward else costs.i[stage][0])
-            gather[stage] = max(gather[stage] / layers, gather[stage] - others * costs.f[stage][0])
-            reduce[stage] = max(reduce[stage] / layers, reduce[stage] - others * last)
+            first_forward = costs.f[stage][0]
+            last_backward = costs.w[stage][0] + (0.0 if setup.splits_backward else costs.i[stage][0])
+            gather[stage] = max(gather[stage] / layers, gather[stage] - others * first_forward)
+            reduce[stage] = max(reduce[stage] / layers, reduce[stage] - others * last_backward)
     # A chunk moves once, so the tables have a single column.
     return {Kind.REDUCE: tuple((seconds,) for seconds in reduce), Kind.GATHER: tuple((seconds,) for seconds in gather)}
 
 
 @lru_cache(maxsize=64)
 def named(family: str, shape: Shape, offloads: float = 0.0, pairs: bool = False, by_layer: bool = False) -> Schedule:
-    """A named schedule, with a share of its units on the host; many set-ups differ in other things."""
+    """The schedule of a family, with a share `offloads` of its units on the host. Many set-ups have the same one."""
     return moved(build(family, shape, pairs=pairs), offloads, by_layer)
 
 
@@ -214,9 +216,11 @@ def extended(shape: Shape, measured: Callable[[int], Sequence[float]]) -> Sequen
     short = _SHORT_STEP
     while is_extended(shape) and groups > 2 * short:
         first, second, third = (measured(count * group + rest) for count in (short, short + 1, 2 * short))
-        growth = [b - a for a, b in zip(first, second, strict=True)]
-        in_steps = zip(first, third, growth, strict=True)
-        if all(isclose(a + short * grown, b, rel_tol=1e-5) for a, b, grown in in_steps):
+        growth = [later - earlier for earlier, later in zip(first, second, strict=True)]
+        # In the steady state the third step is the first one and `short` times the growth.
+        of_steps = zip(first, third, growth, strict=True)
+        is_steady = all(isclose(early + short * grown, late, rel_tol=1e-5) for early, late, grown in of_steps)
+        if is_steady:
             return [value + (groups - 2 * short) * grown for value, grown in zip(third, growth, strict=True)]
         short *= 2
     return measured(shape.num_microbatches)

@@ -38,8 +38,8 @@ A100, CPU_CORE = (read_machine(name).device for name in ("a100-80gb", "cpu"))
 
 @dataclass(frozen=True)
 class AnalyticTime:
-    """Time by FLOPs over throughput: a constant, a part per token, and one per pair of a query and a key, in all and
-    within a window in keys. `slow_attention` is as in Device."""
+    """The seconds of the segment [start, end), by FLOPs over throughput: a constant, a part per token, and one per pair
+    of a query and a key, of all keys and of those in a window of `window` keys. `slow_attention` is as in Device."""
 
     fixed: float = 0.0
     per_token: float = 0.0
@@ -82,7 +82,7 @@ class AnalyticTime:
 
 
 class StageCost(NamedTuple):
-    """Times of a segment on one stage; `weight` is the part of `backward` for the weight gradients of linear layers."""
+    """The times of a segment on a stage; `weight` is the part of `backward` for weight gradients of linear layers."""
 
     forward: AnalyticTime = AnalyticTime()
     backward: AnalyticTime = AnalyticTime()
@@ -227,8 +227,8 @@ class TracedCosts(NamedTuple):
 
 
 def read_traced_costs(path: str | Path, num_stages: int) -> TracedCosts:
-    """The costs by the trace in a file. Raises ValueError if the file is no trace, is of another number of stages, or has
-    too few segments."""
+    """The costs by the trace in a file. Raises ValueError if the file is no trace, is of another number of stages, or
+    has too few segments."""
     timeline = read_timeline(path)
     try:
         if timeline.shape.num_stages != num_stages:
