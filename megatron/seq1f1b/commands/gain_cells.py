@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from msgspec import Struct, structs
 
 from ..files.reading import read_bytes
-from ..files.typed import At0, Count, Positive, read_rows, with_way_out
+from ..files.typed import NonNegative, Count, Positive, read_rows, with_way_out
 from ..files.writing import unwritable
 
 
@@ -35,14 +35,14 @@ class Cell(Struct, frozen=True):
     machine: str
     seq_length: Count
     bandwidth: Positive
-    host_bandwidth: At0  # 0: nothing moves to the host
+    host_bandwidth: NonNegative  # 0: nothing moves to the host
     gpus: Count
     batch: Count
     seconds: Positive | None
-    bubble_ratio: At0 | None
+    bubble_ratio: NonNegative | None
     configuration: str
     megatron_seconds: Positive | None
-    megatron_bubble_ratio: At0 | None
+    megatron_bubble_ratio: NonNegative | None
     megatron_configuration: str
 
     @property

@@ -15,7 +15,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct, structs
 
-from ..files.typed import At0, Count, Positive, Share, read_toml
+from ..files.typed import NonNegative, Count, Positive, Share, read_toml
 from ..process.near_names import did_you_mean
 from .blocks import BYTES
 from .cache_keys import hash_once
@@ -54,17 +54,17 @@ class Device(Struct, frozen=True, forbid_unknown_fields=True, cache_hash=True):
     slow_attention: tuple[tuple[Count, Annotated[float, Meta(ge=1, le=1000)]], ...] = ()
     # Results/s of PyTorch's kernels on operands that repeat or are parts of rows, which they read number by number; 0:
     # not known, these kernels count as others.
-    single_numbers: At0 = 0.0
+    single_numbers: NonNegative = 0.0
     # Bytes/s to the memory of its host and at once back, while all devices of the node copy; 0: not known.
-    host_bandwidth: At0 = 0.0
-    host_memory_gib: At0 = 0.0  # what activations of one device may take of the memory of its host, GiB
+    host_bandwidth: NonNegative = 0.0
+    host_memory_gib: NonNegative = 0.0  # what activations of one device may take of the memory of its host, GiB
     # The share of an exchange of experts that passes while products and attention of another micro-batch run, where
     # these take long enough (--overlap-moe-expert-parallel-comm).
     hidden_exchange: Share = 1.0
     # With products in 8 bits, the bytes moved to cast each number that enters a product, and to pad each number that
     # experts receive and return, in each direction.
-    cast_bytes: At0 = 0.0
-    padding_bytes: At0 = 0.0
+    cast_bytes: NonNegative = 0.0
+    padding_bytes: NonNegative = 0.0
 
     def __post_init__(self) -> None:
         queries = [number for number, _ in self.slow_attention]

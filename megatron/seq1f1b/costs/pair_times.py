@@ -28,6 +28,13 @@ class PairRow(NamedTuple):
     beyond_launch_b: Row
 
 
+class Hidden(NamedTuple):
+    """Seconds of exchange that a forward and a backward of one stage hide at most, by segment."""
+
+    forward: Row
+    backward: Row
+
+
 class PairTimes:
     """What pairs of forwards and backwards save, from the rows of all stages."""
 
@@ -45,31 +52,33 @@ class PairTimes:
         return min(hidden_f + hidden_b, beyond_launch)
 
     @cached_property
-    def most_hidden(self) -> tuple[tuple[Row, Row], ...]:
-        """The most that a forward and that a backward of each stage hide, by segment."""
+    def most_hidden(self) -> tuple[Hidden, ...]:
+        """The most that forwards and backwards hide, by stage."""
         most = self._most
-        hidden_by: dict[PairRow, tuple[Row, Row]] = {}
+        hidden_by: dict[PairRow, Hidden] = {}
         for row in set(self.rows):  # many stages are equal
-            of_forward = tuple(min(exchange, most.compute_b) for exchange in row.exchange_f)
-            of_backward = tuple(min(exchange, most.compute_f) for exchange in row.exchange_b)
-            hidden_by[row] = of_forward, of_backward
+            hidden_by[row] = Hidden(
+                forward=tuple(min(exchange, most.compute_b) for exchange in row.exchange_f),
+                backward=tuple(min(exchange, most.compute_f) for exchange in row.exchange_b),
+            )
         return tuple(hidden_by[row] for row in self.rows)
 
     @cached_property
     def most_hidden_before(self) -> tuple[Row, ...]:
         """The most that forwards and backwards of each stage hide together, before each segment and after the last."""
         before: dict[int, Row] = {}  # by the identity of what is hidden, which equal stages share
-        for of_stage in self.most_hidden:
-            if id(of_stage) not in before:
-                before[id(of_stage)] = tuple(accumulate(map(add, *of_stage), initial=0.0))
-        return tuple(before[id(of_stage)] for of_stage in self.most_hidden)
+        for hidden in self.most_hidden:
+            if id(hidden) not in before:
+                of_both = map(add, hidden.forward, hidden.backward)
+                before[id(hidden)] = tuple(accumulate(of_both, initial=0.0))
+        return tuple(before[id(hidden)] for hidden in self.most_hidden)
 
     @property
     def most_saved(self) -> float:
         """The most that any pair saves."""
-        of_forwards, of_backwards = zip(*self.most_hidden, strict=True)
-        most: float = max(chain.from_iterable(of_forwards)) + max(chain.from_iterable(of_backwards))
-        return most
+        of_forwards = max(chain.from_iterable(hidden.forward for hidden in self.most_hidden))
+        of_backwards = max(chain.from_iterable(hidden.backward for hidden in self.most_hidden))
+        return of_forwards + of_backwards
 
     @cached_property
     def _most(self) -> "_Most":

@@ -26,13 +26,13 @@ class Port:
     last_event: int = 0  # its number
 
     def join(self, now: float, queue: "MessageQueue", seconds: float) -> None:
-        """A message of the queue, which takes so many seconds if it is alone, starts."""
+        """Start a message of the queue, which takes so many seconds if it is alone."""
         self._pass(now)
         self.left[queue] = seconds
         self._expect()
 
     def leave(self, now: float) -> "MessageQueue":
-        """The message that arrives now is there; the queue to which it belongs."""
+        """Take off the message that arrives now; returns the queue that it belongs to."""
         if len(self.left) == 1:
             return self.left.popitem()[0]
         self._pass(now)
@@ -42,7 +42,7 @@ class Port:
         return queue
 
     def _pass(self, now: float) -> None:
-        """Each message has had an even share of the bandwidth until now."""
+        """Take off what has passed of each message until now, with an even share of the bandwidth."""
         if self.left:
             share = (now - self.since) / len(self.left)
             self.left = {queue: max(0.0, seconds - share) for queue, seconds in self.left.items()}

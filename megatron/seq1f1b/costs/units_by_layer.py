@@ -43,12 +43,12 @@ class _Places(NamedTuple):
 
 def _by_stage(actions: Iterable[tuple[int, Action]]) -> dict[int, _Places]:
     """Actions, each with its number in the order, by stage."""
-    found: dict[int, _Places] = {}
+    by_stage: dict[int, _Places] = {}
     for number, action in actions:
-        places = found.setdefault(action.stage, _Places([], []))
-        places.number.append(number)
-        places.segment.append(action.segment)
-    return found
+        of_stage = by_stage.setdefault(action.stage, _Places([], []))
+        of_stage.number.append(number)
+        of_stage.segment.append(action.segment)
+    return by_stage
 
 
 class UnitsByLayer:

@@ -9,10 +9,10 @@ from typing import Any
 from msgspec import UNSET, Struct, UnsetType, structs
 
 from ..schedule import Costs, Shape
-from .typed import At0, converted, read_json
+from .typed import NonNegative, converted, read_json
 
 # For all units, for each segment, or for each stage and segment.
-_Table = At0 | list[At0 | list[At0]]
+_Table = NonNegative | list[NonNegative | list[NonNegative]]
 
 
 class _Costs(Struct, forbid_unknown_fields=True):
@@ -24,7 +24,7 @@ class _Costs(Struct, forbid_unknown_fields=True):
     message_b: _Table | UnsetType = UNSET
     activation: _Table | UnsetType = UNSET
     activation_for_w: _Table | UnsetType = UNSET
-    move: At0 | UnsetType = UNSET
+    move: NonNegative | UnsetType = UNSET
 
 
 def read_costs(shape: Shape, text: str) -> tuple[Costs, float | None]:

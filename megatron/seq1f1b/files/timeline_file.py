@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct, structs
 
 from ..schedule import CHUNK_KINDS, Action, Kind, Placement, Shape, Span, Timeline
-from .typed import At0, Count, converted, read_json, with_way_out
+from .typed import NonNegative, Count, converted, read_json, with_way_out
 from .writing import written_whole
 
 _WAY_OUT = "--pipeline-trace writes timelines"
@@ -57,7 +57,7 @@ class Trace(Struct):
 
     schedule: str
     iteration: Count
-    peak_memory_bytes: list[At0]
+    peak_memory_bytes: list[NonNegative]
 
 
 def write_timeline(timeline: Timeline, path: str | Path) -> None:

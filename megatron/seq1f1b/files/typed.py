@@ -24,7 +24,7 @@ from .reading import read_text, reason
 # No number in a file is larger; this leaves room for products of some of them.
 _MOST = 1e30
 Positive = Annotated[float, Meta(gt=0, lt=_MOST)]
-At0 = Annotated[float, Meta(ge=0, lt=_MOST)]  # from 0 on
+NonNegative = Annotated[float, Meta(ge=0, lt=_MOST)]
 Share = Annotated[float, Meta(gt=0, le=1)]
 Count = Annotated[int, Meta(ge=1, lt=10**12)]
 
