@@ -57,9 +57,11 @@ def _numbers_of_token(setup: TrainingSetup, attention: Attention) -> float:
     size = setup.context_parallel
     heads = max(1, int(attention.heads))
     kv_heads = int(attention.kv_heads)
-    row = gcd(size, heads)
-    width = (attention.score_dim + attention.value_dim) / 2
-    sent = width * (2 * heads * (row - 1) + 2 * lcm(kv_heads, row) * (size - 1)) / row
+    row_size = gcd(size, heads)  # the ranks that share the heads, see model/attention/head_exchange.py
+    sent_kv_heads = lcm(kv_heads, row_size)  # with those that go to several ranks
+    mean_dim = (attention.score_dim + attention.value_dim) / 2
+    # Queries and outputs travel within a row, keys and values to all other ranks.
+    sent = mean_dim * (2 * heads * (row_size - 1) + 2 * sent_kv_heads * (size - 1)) / row_size
     return sent * size / (size - 1)
 
 

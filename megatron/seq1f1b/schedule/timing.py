@@ -79,8 +79,9 @@ class _Forward(NamedTuple):
 
 
 def run(schedule: Schedule, costs: Costs) -> list[list[Span]]:
-    """Runs compute actions as early as their rank and their dependencies allow. A rank that waits for an action that
-    never runs has fewer spans than actions. Both actions of a pair have its span, as long as one after the other."""
+    """The spans of the compute actions of each rank, which start as early as their rank and their dependencies allow. A
+    rank that waits for an action that never runs has fewer spans than actions. Both actions of a pair have the same
+    span, which takes as long as one after the other."""
     shape = schedule.shape
     costs.check(shape)
     rules = rules_of(shape, costs, {action.kind for actions in schedule.ranks for action in actions})
