@@ -190,10 +190,10 @@ def rank_memory(
 def memory_of_order(setup: TrainingSetup, order: RankOrder) -> Memory:
     """The memory at its peak of a rank that runs this order."""
     rank = order.rank
-    of_all = setup.stages
-    stages = [of_all[stage] for stage in setup.placement.stages_of(rank)]
+    all_stages = setup.stages
+    stages = [all_stages[stage] for stage in setup.placement.stages_of(rank)]
     layer_setup = setup.layer_setup  # set-ups that differ in their schedules share its changes
-    changes = np.stack([changes_of(layer_setup, of_all[stage], kind) for kind, stage in order.changes])
+    changes = np.stack([changes_of(layer_setup, all_stages[stage], kind) for kind, stage in order.changes])
     of_actions = changes[order.change_of_action, order.segment_of_action]
     by_layer = order.units_by_layer
     if by_layer is not None:
@@ -255,14 +255,16 @@ def _run_beside(setup: TrainingSetup, order: RankOrder, held: Sizes, of_actions:
     if not len(forward):
         return
     depths = np.array([sum(count for _, count in stage.layers) for stage in setup.stages])
-    layer = 1 / np.maximum(1, depths[order.stages_of_pairs].min(axis=1))[:, None]
+    one_layer = 1 / np.maximum(1, depths[order.stages_of_pairs].min(axis=1))[:, None]  # as a part of its chunk
     added = of_actions[forward, Phase.STARTS] + of_actions[backward, Phase.STARTS]
     freed = of_actions[backward, Phase.ENDS]
     working = np.maximum(running_f, running_b)
     if setup.repeats("E"):  # tokens of the forward travel, half of what it holds, while those of the backward are back
         working += running_f / 2
-    held[forward] = before + added * layer / 2 + working
-    held[backward] = before + added * (1 - layer / 2) + freed * (1 - layer) + working
+    # At the first layers half a layer is added; at the last all but half a layer is, and all but one layer is freed.
+    held[forward] = before + added * one_layer / 2 + working
+    held[backward] = before + added * (1 - one_layer / 2) + freed * (1 - one_layer) + working
+    # The loss is at one end: the pair begins with that of the backward, and ends with that of the forward.
     logits = Use.LOGITS
     held[forward, logits] = (before + running_b)[:, logits]
     held[backward, logits] = (before + added + freed + running_f)[:, logits]
@@ -316,9 +318,10 @@ def _messages_waiting(placement: Placement, actions: Sequence[Action], rank: int
 def _bytes_waiting(setup: TrainingSetup, order: RankOrder) -> Sizes:
     """The bytes of the messages that wait at each action."""
     sizes = np.array([setup.residual(length) for length in setup.segments])
+    starts, ends, segments = order.messages.T
     changes = np.zeros(len(order.actions) + 1)
-    np.add.at(changes, order.messages[:, 0], sizes[order.messages[:, 2]])
-    np.subtract.at(changes, order.messages[:, 1], sizes[order.messages[:, 2]])
+    np.add.at(changes, starts, sizes[segments])
+    np.subtract.at(changes, ends, sizes[segments])
     return changes[:-1].cumsum()
 
 
