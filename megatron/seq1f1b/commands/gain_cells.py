@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from msgspec import Struct, structs
 
 from ..files.reading import read_bytes
-from ..files.typed import NonNegative, Count, Positive, read_rows, with_way_out
+from ..files.typed import Count, NonNegative, Positive, read_rows, with_way_out
 from ..files.writing import unwritable
 
 

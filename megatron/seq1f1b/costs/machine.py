@@ -15,7 +15,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct, structs
 
-from ..files.typed import NonNegative, Count, Positive, Share, read_toml
+from ..files.typed import Count, NonNegative, Positive, Share, read_toml
 from ..process.near_names import did_you_mean
 from .blocks import BYTES
 from .cache_keys import hash_once

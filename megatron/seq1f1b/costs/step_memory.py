@@ -53,10 +53,8 @@ _COME_AND_GO = ("activations", "keys_values", "states", "logits", "working", "me
 def host_bytes(setup: TrainingSetup, actions: Sequence[Action], paired: Set[Action] = frozenset()) -> float:
     """The most bytes that a rank has in the memory of its host at once. The forwards in `paired` run beside the next
     action, layer by layer, so that parts of one unit leave while parts of the other come back."""
-    if setup.moves_parts:  # Megatron moves a part of every unit, from its forward to its backward
-        signs = {Kind.F: 1, Kind.B: -1}
-    else:
-        signs = {Kind.OFFLOAD: 1, Kind.RELOAD: -1}
+    # Megatron moves a part of every unit, from its forward to its backward.
+    signs = {Kind.F: 1, Kind.B: -1} if setup.moves_parts else {Kind.OFFLOAD: 1, Kind.RELOAD: -1}
     # The backward of a pair first, since its unit comes back while that of the forward leaves.
     moves = [action for place in places(actions, paired) for action in reversed(place) if action.kind in signs]
     sizes = moved_bytes(setup) if moves else ()

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct, structs
 
 from ..schedule import CHUNK_KINDS, Action, Kind, Placement, Shape, Span, Timeline
-from .typed import NonNegative, Count, converted, read_json, with_way_out
+from .typed import Count, NonNegative, converted, read_json, with_way_out
 from .writing import written_whole
 
 _WAY_OUT = "--pipeline-trace writes timelines"
