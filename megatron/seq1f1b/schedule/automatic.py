@@ -15,7 +15,7 @@ from .timeline import Timeline
 from .timing import simulate
 
 # In a step with more compute actions, a plan takes seconds. The search then stops at the first plan close to the
-# optimum, and limits the actions of all plans together, to about ten seconds.
+# optimum, and limits the actions of all plans together, to about fifteen seconds.
 _MANY_ACTIONS = 20_000
 _ACTIONS_OF_ALL_PLANS = 1_000_000
 _CLOSE = 1e-3
