@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ..partition import segment_multiple
+from ..process.flag_names import ARGUMENTS_OF_FIELDS
 from ..schedule import Placement, Shape
 from .flags import DEVICE_MEMORY
 from .layer_layout import stages_of_layout
@@ -23,14 +24,6 @@ if TYPE_CHECKING:
 
 _GIB = 2**30
 _USUAL_LENGTH = 2**15  # tokens of a sequence, where a program does not say
-# Fields of a TransformerConfig, or of DistributedDataParallel's configuration, and the names of their arguments.
-_NAMES = {
-    "num_moe_experts": "num_experts",
-    "gated_linear_unit": "swiglu",
-    "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
-    "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
-    "param_name_patterns_for_fp32_local_accumulation": "ddp_param_name_patterns_for_fp32_local_accumulation",
-}
 
 
 @dataclass(frozen=True)
@@ -92,7 +85,7 @@ def run_of_program(
     chunks = model if isinstance(model, list) else [model]
     wrapper = getattr(chunks[0], "ddp_config", None)
     fields = ({} if wrapper is None else vars(wrapper)) | vars(get_model_config(chunks[0]))
-    settings = {_NAMES.get(name, name): value for name, value in fields.items()}
+    settings = {ARGUMENTS_OF_FIELDS.get(name, name): value for name, value in fields.items()}
     settings |= {
         "keep_documents_apart": keep_documents_apart,
         "partition_state": hasattr(chunks[0], "partitioned_state"),

@@ -13,7 +13,7 @@ import shutil
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from importlib.metadata import distribution, packages_distributions
 from itertools import islice
@@ -28,19 +28,6 @@ _LOST_PEER = re.compile(
     re.DOTALL,
 )
 _TIMED_OUT = re.compile(r"Timed out waiting (\d+)ms for \w+ operation to complete\.?")
-_NO_MEMORY = re.compile(
-    r"(?:\[enforce fail [^\]]*\] err == 0\. )?DefaultCPUAllocator: can't allocate memory: you tried to allocate "
-    r"(?P<bytes>\d+) bytes\. Error code 12 \(Cannot allocate memory\)"
-)
-_OTHER_SHAPE = re.compile(
-    r"Global shape mismatch for loaded \((?P<saved>.*)\) and expected \((?P<asked>.*)\) tensor for key (?P<key>.*)"
-)
-_OTHER_SCHEDULE = re.compile(
-    r"OptimizerParamScheduler: class input value (?P<asked>.*) and checkpoint ?value (?P<saved>.*) for (?P<what>.*) do "
-    r"not match"
-)
-_NO_INTERFACE = re.compile(r"Unable to find address for: (\S+)")
-_PLACE_IN_C = re.compile(r"\[\S+\.(?:cc|cpp|cu|h):\d+\]:? ?|\[enforce fail at [^\]]*\] (?:[^.]* [!=]= [^.]*\. )?")
 
 # Errors of a file system, which come without the name of the file if they end a write.
 _OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
@@ -59,39 +46,32 @@ def has_lost_a_peer(error: BaseException) -> bool:
 
 
 def in_plain_words(text: str) -> str:
-    """The message of a library for communication, memory or checkpoints, in words for who started the job."""
+    """The message of a library, in words for who started the job."""
+    for pattern, words in _PLAIN_WORDS:
+        text = pattern.sub(words, text)
+    return text
 
-    def lost(match: re.Match[str]) -> str:
-        place = f" on {match['host']}" if match["host"] else ""
-        return (
-            f"the connection to another rank{place} broke, so that rank has ended; its own last words, or those of "
-            "what started it, say why"
-        )
 
-    def timed_out(match: re.Match[str]) -> str:
-        return (
-            f"nothing moved for {int(match[1]) / 1000:g} s; another rank hangs, or needs a longer "
-            "--distributed-timeout-minutes"
-        )
-
-    def too_large(match: re.Match[str]) -> str:
-        return (
-            f"a tensor of {int(match['bytes']) / 2**30:,.1f} GiB does not fit into the memory of this host; look at "
-            "the sizes of the model and of a micro-batch"
-        )
-
-    text = _NO_MEMORY.sub(too_large, text)
-    text = _OTHER_SHAPE.sub(_on_other_shapes, text)
-    text = _OTHER_SCHEDULE.sub(
-        r"--load has \g<saved> as \g<what>, and this launch \g<asked>; give the flags of the saved run "
-        "(--train-iters, --global-batch-size, --lr-decay-iters, ...), or one of --override-opt-param-scheduler and "
-        "--use-checkpoint-opt-param-scheduler",
-        text,
+def _on_lost_peers(match: re.Match[str]) -> str:
+    place = f" on {match['host']}" if match["host"] else ""
+    return (
+        f"the connection to another rank{place} broke, so that rank has ended; its own last words, or those of "
+        "what started it, say why"
     )
-    text = _NO_INTERFACE.sub(r"\1 (GLOO_SOCKET_IFNAME) is no network interface of this host; ip addr lists them", text)
-    text = _PLACE_IN_C.sub("", text)
-    text = _LOST_PEER.sub(lost, text)
-    return _TIMED_OUT.sub(timed_out, text)
+
+
+def _on_time(match: re.Match[str]) -> str:
+    return (
+        f"nothing moved for {int(match[1]) / 1000:g} s; another rank hangs, or needs a longer "
+        "--distributed-timeout-minutes"
+    )
+
+
+def _on_memory(match: re.Match[str]) -> str:
+    return (
+        f"a tensor of {int(match['bytes']) / 2**30:,.1f} GiB does not fit into the memory of this host; look at "
+        "the sizes of the model and of a micro-batch"
+    )
 
 
 def _on_other_shapes(match: re.Match[str]) -> str:
@@ -105,6 +85,57 @@ def _on_other_shapes(match: re.Match[str]) -> str:
         f"{match['key']} has the shape {saved} in --load, and {asked} in this launch; give the flags of the model that "
         "was saved (--hidden-size, --num-layers, --swiglu, ...)"
     )
+
+
+# What libraries say, and what it means; applied one after the other.
+_PLAIN_WORDS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = (
+    (
+        re.compile(
+            r"(?:\[enforce fail [^\]]*\] err == 0\. )?DefaultCPUAllocator: can't allocate memory: you tried to "
+            r"allocate (?P<bytes>\d+) bytes\. Error code 12 \(Cannot allocate memory\)"
+        ),
+        _on_memory,
+    ),
+    (
+        re.compile(
+            r"Global shape mismatch for loaded \((?P<saved>.*)\) and expected \((?P<asked>.*)\) tensor for key "
+            r"(?P<key>.*)"
+        ),
+        _on_other_shapes,
+    ),
+    (
+        re.compile(
+            r"OptimizerParamScheduler: class input value (?P<asked>.*) and checkpoint ?value (?P<saved>.*) for "
+            r"(?P<what>.*) do not match"
+        ),
+        r"--load has \g<saved> as \g<what>, and this launch \g<asked>; give the flags of the saved run "
+        "(--train-iters, --global-batch-size, --lr-decay-iters, ...), or one of --override-opt-param-scheduler and "
+        "--use-checkpoint-opt-param-scheduler",
+    ),
+    (
+        re.compile(r"Unable to find address for: (\S+)"),
+        r"\1 (GLOO_SOCKET_IFNAME) is no network interface of this host; ip addr lists them",
+    ),
+    (
+        re.compile(
+            r"NCCL error in: .*Duplicate GPU detected : rank (\d+) and rank (\d+) both on CUDA device \S+", re.DOTALL
+        ),
+        r"ranks \1 and \2 use one GPU; what starts the ranks, such as torchrun, must set LOCAL_RANK to their number on "
+        "their host",
+    ),
+    (
+        re.compile(r"CUDA error: invalid device ordinal.*", re.DOTALL),
+        "LOCAL_RANK is the number of no GPU of this host; start as many ranks on it as it has GPUs, or as "
+        "CUDA_VISIBLE_DEVICES lists",
+    ),
+    # The place in a library's source
+    (
+        re.compile(r"\[\S+\.(?:cc|cpp|cu|h):\d+\]:? ?|\[enforce fail at [^\]]*\] (?:[^.]* [!=]= [^.]*\. )?"),
+        "",
+    ),
+    (_LOST_PEER, _on_lost_peers),
+    (_TIMED_OUT, _on_time),
+)
 
 
 def add_file_name(error: BaseException) -> None:

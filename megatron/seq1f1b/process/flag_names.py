@@ -15,6 +15,17 @@ _SPELLED: Mapping[str, str] = MappingProxyType(
     }
 )
 
+# Fields of a TransformerConfig, or of DistributedDataParallel's configuration, and the names of their arguments.
+ARGUMENTS_OF_FIELDS: Mapping[str, str] = MappingProxyType(
+    {
+        "num_moe_experts": "num_experts",
+        "gated_linear_unit": "swiglu",
+        "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
+        "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
+        "param_name_patterns_for_fp32_local_accumulation": "ddp_param_name_patterns_for_fp32_local_accumulation",
+    }
+)
+
 
 def flag_of(name: str) -> str:
     """The flag whose value has this name after parsing: `--num-layers` for `num_layers`."""

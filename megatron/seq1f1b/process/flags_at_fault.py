@@ -5,6 +5,7 @@ Tested in process/test_net.py by test_a_check_with_words_names_the_flags_that_th
 
 import ast
 import linecache
+import re
 import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,14 +14,35 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from .flag_names import ARGUMENTS_OF_FIELDS
+
 _RAISED_BY_CHECKS = (AssertionError, ValueError, TypeError, LookupError, ZeroDivisionError, OSError)
 _CALLS_ABOVE_SYSTEM = 4  # in which the flags of an error of the operating system are looked for
+_BETWEEN_WORDS = re.compile(r"[\s()\[\]:=;'\"]+")
+# A name with an underscore that is no part of a path, of an expression or of quoted text.
+_NAME = re.compile(
+    r"""
+    (?<![\w./\-'"`]) (?:(?:args|self|config)\.)* (?P<name>[a-z][a-z0-9]*(?:_[a-z0-9]+)+) (?![\w/'"`(]|\.\w)
+    """,
+    re.VERBOSE,
+)
+
+
+def with_flags(words: str, flags: Mapping[str, str]) -> str:
+    """Words of Megatron with flags in place of the names of their values, `--num-layers` for `num_layers`. `flags` are
+    spellings by names."""
+
+    def spelled(match: re.Match[str]) -> str:
+        name = ARGUMENTS_OF_FIELDS.get(match["name"], match["name"])
+        return flags.get(name, match[0])
+
+    return _NAME.sub(spelled, words)
 
 
 def flags_of_check(error: BaseException, flags: Mapping[str, str], words: str) -> str:
-    """The values, in brackets, of the flags that a failed check of Megatron compares, without those that are in the
-    `words` of the error; empty if there are none. `flags` are spellings by names. Errors of the operating system say
-    least, and come from functions that get their values from others, so the flags of several callers count."""
+    """The values, in brackets, of the flags that a failed check of Megatron compares, without those that the `words` of
+    the error say; empty if there are none. `flags` are spellings by names. Errors of the operating system say least,
+    and come from functions that get their values from others, so the flags of several callers count."""
     if error.__traceback__ is None or not isinstance(error, _RAISED_BY_CHECKS):
         return ""
     from_inside = reversed(list(traceback.walk_tb(error.__traceback__)))
@@ -34,11 +56,12 @@ def flags_of_check(error: BaseException, flags: Mapping[str, str], words: str) -
         values = _values_at(frame, line, flags, parsed)
         if values:
             break
-    said = [_as_written(flag, value) for flag, value in values.items() if flag not in words]
+    said = " ".join(_BETWEEN_WORDS.split(with_flags(words, flags)))
+    written = [_as_written(flag, value) for flag, value in values.items() if flag not in words]
+    unsaid = [text for text in written if text not in said]
     if not words:
-        said += [f"without {flag}" for flag, value in values.items() if value is None]
-    named = ", ".join(filter(None, said))
-    return f" ({named})" if named else ""
+        unsaid += [f"without {flag}" for flag, value in values.items() if value is None]
+    return f" ({', '.join(unsaid)})" if unsaid else ""
 
 
 def _values_at(
@@ -83,6 +106,17 @@ def flags_of_path(error: BaseException, path: str, flags: Mapping[str, str]) -> 
             if Path(given) in Path(path).parents and str(given) not in (".", "/"):
                 return f"{path} (in {flag})"
     return path
+
+
+def flags_of_listed_path(error: BaseException, words: str, flags: Mapping[str, str]) -> str:
+    """In brackets, the flag with a list of paths of which one is in the `words` of an error; empty if there is none."""
+    said = set(_BETWEEN_WORDS.split(words))
+    for values in _parsed_flags(error):
+        for name, flag in flags.items():
+            listed = values.get(name)
+            if isinstance(listed, list) and any(isinstance(path, str) and path in said for path in listed):
+                return f" (in {flag})"
+    return ""
 
 
 def _names(frame: FrameType, line: int) -> Iterator[tuple[str, bool]]:

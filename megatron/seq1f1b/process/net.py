@@ -44,7 +44,9 @@ class Net:
 
     def learn_flags(self, parser: ArgumentParser) -> None:
         """Take the spellings of the flags, so that sentences name those that an error speaks of."""
-        self._flags = {action.dest: action.option_strings[0] for action in parser._actions if action.option_strings}
+        # A flag that turns something off has the name of what it turns off.
+        turning_on = [action for action in parser._actions if action.option_strings and action.const is not False]
+        self._flags = {action.dest: action.option_strings[0] for action in turning_on}
 
     def require_equal(self, facts: Mapping[str, str], timeout: timedelta) -> None:
         """Raise ValueError if these `facts`, values by the names of flags, differ from those of rank 0."""

@@ -17,12 +17,14 @@ from types import FrameType, MappingProxyType
 from typing import Any, TextIO
 
 from .causes import add_file_name, advice_on, hidden_package, in_plain_words, name_of_read_file
-from .flags_at_fault import flags_of_check, flags_of_path
+from .flags_at_fault import flags_of_check, flags_of_listed_path, flags_of_path, with_flags
 
 # What Megatron is doing in some of its functions; the names in braces are values of their `args`.
 _ACTIONS: Mapping[str, str] = MappingProxyType(
     {
         "validate_args": "checking the flags",
+        "parse_str_to_list": "reading --pipeline-model-parallel-layout",
+        "validate_layer_layout": "checking --pipeline-model-parallel-layout",
         "build_tokenizer": "loading the tokenizer of --tokenizer-type {tokenizer_type}",
         "_initialize_distributed": "connecting the ranks",
         "setup_model_and_optimizer": "building the model",
@@ -145,6 +147,8 @@ def _words(error: BaseException, flags: Mapping[str, str]) -> str:
         return "a data iterator ended early; give more data, or run fewer steps (--train-iters, --eval-iters)"
     text = _message_of(error)
     values = flags_of_check(error, flags, text)
+    if not is_mistake(error):
+        text = with_flags(text, flags) + flags_of_listed_path(error, text, flags)
     if isinstance(error, AssertionError) and not text:
         text = f"{_failed_statement(error)}{values} does not hold"
     elif isinstance(error, ZeroDivisionError):

@@ -110,6 +110,39 @@ def test_a_check_with_words_names_the_flags_that_these_lack(tmp_path):
     assert sentence_of(error, FLAGS) == f"checking the flags failed: {named}"
 
 
+NAMED = {name: f"--{name.replace('_', '-')}" for name in ("num_layers", "num_experts", "data_path")}
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ("num_layers (3) must match args.num_layers.", "--num-layers (3) must match --num-layers."),
+        ("self.config.num_layers=3 is too small", "--num-layers=3 is too small"),
+        ("num_moe_experts must be given", "--num-experts must be given"),
+        ("num_layers_of_all is no flag", "num_layers_of_all is no flag"),
+        ("'num_layers', /of/num_layers, num_layers(), model.num_layers, num_layers.count", None),
+    ],
+)
+def test_names_of_megatron_become_flags(words, said):
+    assert sentence_of(RuntimeError(words), NAMED) == (said or words)
+
+
+def test_values_that_the_words_have_are_not_repeated(tmp_path):
+    (tmp_path / "checks.py").write_text(
+        "def check(args):\n    assert args.num_layers > 4, f'num_layers ({args.num_layers}) is too small'\n"
+    )
+    check = runpy.run_path(tmp_path / "checks.py")["check"]
+    assert sentence_of(raised(check, Namespace(num_layers=3)), NAMED) == "--num-layers (3) is too small"
+
+
+def test_a_path_in_a_list_is_named_with_its_flag():
+    def check(args):
+        raise ValueError(f"there is nothing at {args.data_path[1]}")
+
+    error = raised(check, Namespace(data_path=["0.5", "/of/mine"]))
+    assert sentence_of(error, NAMED) == "there is nothing at /of/mine (in --data-path)"
+
+
 def test_the_system_says_nothing_so_flags_around_it_are_named(tmp_path):
     (tmp_path / "checks.py").write_text("import signal\ndef handle(load):\n    signal.signal(load, print)\n")
     handle = runpy.run_path(tmp_path / "checks.py")["handle"]
@@ -241,6 +274,18 @@ def test_after_the_first_step_a_traceback_is_printed(monkeypatch, capfd):
             "ib9 (GLOO_SOCKET_IFNAME) is no network interface of this host; ip addr lists them",
         ),
         (
+            "NCCL error in: /pytorch/ProcessGroupNCCL.cpp:3690, invalid usage (run with NCCL_DEBUG=WARN for details)\n"
+            "ncclInvalidUsage: This usually reflects invalid usage of NCCL library.\nLast error:\n"
+            "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 3b000",
+            "ranks 1 and 0 use one GPU; what starts the ranks, such as torchrun, must set LOCAL_RANK to their number "
+            "on their host",
+        ),
+        (
+            "CUDA error: invalid device ordinal\nGPU device may be out of range, do you have enough GPUs?",
+            "LOCAL_RANK is the number of no GPU of this host; start as many ranks on it as it has GPUs, or as "
+            "CUDA_VISIBLE_DEVICES lists",
+        ),
+        (
             "Global shape mismatch for loaded (torch.Size([96, 64])) and expected ((96, 32)) tensor for key "
             "embedding.word_embeddings.weight",
             "embedding.word_embeddings.weight has the shape [96, 64] in --load, and [96, 32] in this launch; give the "
@@ -260,7 +305,7 @@ def test_after_the_first_step_a_traceback_is_printed(monkeypatch, capfd):
             "--use-checkpoint-opt-param-scheduler",
         ),
     ],
-    ids=["memory", "interface", "shape", "layout", "schedule"],
+    ids=["memory", "interface", "one GPU", "no GPU", "shape", "layout", "schedule"],
 )
 def test_words_of_libraries_become_those_of_the_user(text, words):
     assert in_plain_words(text) == words
