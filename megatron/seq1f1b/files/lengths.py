@@ -11,14 +11,12 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
+from .corpus import HEADER_BYTES, INDEX
 from .reading import read_bytes, read_text
 from .typed import Count, converted, with_way_out
 
 _Tokens = Annotated[int, Meta(ge=1, lt=10**8)]
-_INDEX = b"MMIDIDX\x00\x00"  # how an index of Megatron starts
 _MOST_OF_INDEX = 2**33  # bytes, of some 400 million sequences
-# The bytes before the lengths: that start, a version (8), a type (1), the numbers of sequences and documents (8 each).
-_HEADER = len(_INDEX) + 8 + 1 + 8 + 8
 
 
 class _Row(Struct):
@@ -42,14 +40,14 @@ def read_histogram(path: str | Path) -> Mapping[int, int]:
     """The number of sequences of each length in tokens, from the .idx file of a corpus, or from text with a line
     `tokens,sequences` or `tokens` for each. Raises ValueError for anything else."""
     content = read_bytes(path, _MOST_OF_INDEX)
-    if content.startswith(_INDEX):
+    if content.startswith(INDEX):
         return _histogram_of_index(path, content)
     return _histogram_of_text(path, content)
 
 
 def _histogram_of_index(path: str | Path, content: bytes) -> Mapping[int, int]:
-    num_sequences = int.from_bytes(content[_HEADER - 16 : _HEADER - 8], "little")
-    sizes = content[_HEADER : _HEADER + 4 * num_sequences]
+    num_sequences = int.from_bytes(content[HEADER_BYTES - 16 : HEADER_BYTES - 8], "little")
+    sizes = content[HEADER_BYTES : HEADER_BYTES + 4 * num_sequences]
     counts = Counter[int]()
     is_complete = len(sizes) == 4 * num_sequences
     if is_complete:
