@@ -15,7 +15,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct, structs
 
-from ..files.typed import Count, NonNegative, Positive, Share, read_toml
+from ..files.typed import Count, NonNegative, Share, read_toml, with_way_out
 from ..process.near_names import did_you_mean
 from .blocks import BYTES
 from .cache_keys import hash_once
@@ -30,16 +30,19 @@ _TILE_OVERHEAD = 128
 ATTENTION_BLOCK = 128
 
 
-_Seconds = Annotated[float, Meta(ge=0, le=60)]
+# Wide limits, which numbers in other units exceed: TFLOP/s, GB/s, microseconds, bytes.
+_Rate = Annotated[float, Meta(ge=1e6, lt=1e30)]
+_Seconds = Annotated[float, Meta(ge=0, le=1)]
+_Gib = Annotated[float, Meta(gt=0, lt=2**15)]
 
 
 class Device(Struct, frozen=True, forbid_unknown_fields=True, cache_hash=True):
     """One accelerator. Rates are peaks of the data sheet; efficiencies are what large kernels reach of them."""
 
     name: str
-    memory_gib: Positive  # what a process can allocate, GiB
-    peak_flops: Positive  # dense, 16 bit, FLOP/s
-    memory_bandwidth: Positive  # bytes/s
+    memory_gib: _Gib  # what a process can allocate, GiB
+    peak_flops: _Rate  # dense, 16 bit, FLOP/s
+    memory_bandwidth: _Rate  # bytes/s
     multiprocessors: Count  # that work on the tiles of a matrix product
     matmul_efficiency: Share  # of a matrix product of full waves
     memory_efficiency: Share  # of kernels that only move data
@@ -128,7 +131,7 @@ class Host(Struct, frozen=True, forbid_unknown_fields=True):
     layer_forward: _Seconds
     layer_backward: _Seconds
     action: _Seconds  # per forward or backward of a model chunk: data, loss, bookkeeping of the schedule
-    step: _Seconds  # per iteration, outside the pipeline
+    step: Annotated[float, Meta(ge=0, le=60)]  # per iteration, outside the pipeline
     # Per expert of a rank in the forward of a layer, twice that in the backward.
     expert: _Seconds = 0.0
     # In the forward of a layer with experts, from the end of the router until the device computes again. Every
@@ -139,8 +142,8 @@ class Host(Struct, frozen=True, forbid_unknown_fields=True):
 class Link(Struct, frozen=True, forbid_unknown_fields=True):
     """Inside a node, or between nodes. Bytes/s in each direction, seconds."""
 
-    bandwidth: Positive  # bus bandwidth of collectives, as in nccl-tests: of a device in its node, of a node to others
-    message_bandwidth: Positive  # the most that one device reaches with one peer
+    bandwidth: _Rate  # bus bandwidth of collectives, as in nccl-tests: of a device in its node, of a node to others
+    message_bandwidth: _Rate  # the most that one device reaches with one peer
     latency: _Seconds  # of one hop
 
 
@@ -264,7 +267,12 @@ def read_machine(machine: str | Path) -> Machine:
         names = machine_names()
         way_out = did_you_mean(str(machine), names) or f"this package has {', '.join(names)}"
         raise ValueError(f"--machine {machine}: there is no such machine, and no such file; {way_out}")
-    file = read_toml(path, _File)
+    try:
+        file = read_toml(path, _File)
+    except ValueError as error:
+        if "expected a number" not in str(error):
+            raise
+        raise with_way_out(error, "rates are in FLOP/s and bytes/s, times in seconds, memory in GiB") from None
     node = Link(file.node.bandwidth, file.node.message_bandwidth, file.node.latency)
     return Machine(
         path.stem,
