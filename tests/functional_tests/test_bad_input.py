@@ -48,6 +48,9 @@ FILES = {
     "short_index.bin": bytes(16),
     "short_data.idx": INDEX,
     "short_data.bin": bytes(10),
+    "old.idx": INDEX.replace(struct.pack("<Q", 1), struct.pack("<Q", 7), 1),
+    "old.bin": bytes(16),
+    "lonely.idx": INDEX,
     "negative_lengths.idx": NEGATIVE,
     "negative_lengths.bin": bytes(16),
     "beyond.idx": INDEX,
@@ -72,6 +75,7 @@ def folder(launch, tmp_path_factory):
     """Files of every kind, and a checkpoint in the folder `trained`."""
     folder = write_files(tmp_path_factory.mktemp("files"), FILES)
     os.mkfifo(folder / "pipe")
+    (folder / "list").write_text(f"0.5 {folder}/data 0.5 {folder}/short_data")
     saved = [*TINY_GPT, "--mock-data", "--train-iters", "1", "--save-interval", "1"]
     for name, flags in (("trained", ()), ("without_optimizer", ("--no-save-optim",))):
         launch(1, [*saved, "--save", folder / name, *flags]).check()

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from ..files.corpus import check_corpus
 from ..files.reading import read_text
 from ..files.typed import named_by, read_json
 from ..process.flag_names import flag_of
@@ -49,6 +50,9 @@ _SIZES = (
     "log_interval",
     "distributed_timeout_minutes",
     "ckpt_step",
+    "exit_duration_in_mins",  # 0 is never
+    "rotary_seq_len_interpolation_factor",
+    "window_attn_skip_freq",
 )
 # No size, and no number of iterations, samples or tokens, is larger; this leaves room for products of some of them,
 # which torch keeps in 64 bits.
@@ -153,7 +157,7 @@ def _check_ranges(args: Namespace) -> None:
             raise ValueError(f"{flag_of(name)} {value} is too large; the most is {most:,}")
     for name in _SIZES:
         size = getattr(args, name, None)
-        if size is not None and size < 1:
+        if isinstance(size, int) and size < 1:  # a list says it layer by layer
             raise ValueError(f"{flag_of(name)} {size} must be a whole number from 1 on")
 
 
@@ -231,6 +235,8 @@ def check_places(args: Namespace) -> None:
     if not args.dry_run and given.get("tokenizer_type") in _TOKENIZERS_OF_FILES:
         _check_tokenizer_files(args)
         spare_hub(args.tokenizer_type, args.tokenizer_model)
+    if not args.dry_run and args.rank == 0:
+        _check_corpora(given)
     if given.get("wandb_project") and not given.get("wandb_save_dir") and not given.get("save"):
         raise ValueError(f"--wandb-project {args.wandb_project} needs a folder to write to; add --wandb-save-dir")
 
@@ -283,6 +289,20 @@ def _check_tokenizer_files(args: Namespace) -> None:
     if args.vocab_file and args.tokenizer_type == "GPT2BPETokenizer":
         with named_by("--vocab-file"):
             read_json(args.vocab_file, dict[str, int])
+
+
+def _check_corpora(given: Mapping[str, Any]) -> None:
+    """Raise ValueError for a corpus that is damaged. What has no index here is another kind of data, or Megatron names
+    it."""
+    paths = [(name, path) for name in _CORPORA for path in given.get(name) or ()]
+    list_of_paths = given.get("data_args_path")
+    if list_of_paths and os.path.isfile(list_of_paths):
+        with named_by("--data-args-path"):
+            paths += [("data_args_path", path) for path in read_text(list_of_paths).split()]
+    for name, path in paths:
+        if os.path.isfile(f"{path}.idx"):
+            with named_by(flag_of(name)):
+                check_corpus(path)
 
 
 def _require_writable(folders: Mapping[str, Any]) -> None:

@@ -28,12 +28,13 @@ AUTO = "auto"
 DEVICE_MEMORY = 80.0  # GiB
 TRACED_ITERATIONS = (3,)
 
-# Flags that have no effect without another one.
+# Flags that have no effect without another one; those of Megatron are unknown to programs.
 _NEEDED: Mapping[str, str] = MappingProxyType(
     {
         "device_memory": "dry_run",
         "dry_run_output": "dry_run",
         "pipeline_trace_iterations": "pipeline_trace",
+        "window_attn_skip_freq": "window_size",
     }
 )
 
@@ -317,9 +318,9 @@ def _behind(word: str) -> str:
 
 
 def check_needed(args: argparse.Namespace) -> None:
-    """Raise ValueError for a flag of ours that has no effect without another one, which is not given."""
+    """Raise ValueError for a flag that has no effect without another one, which is not given."""
     for name, needed in _NEEDED.items():
-        if getattr(args, name) is not None and not getattr(args, needed):
+        if getattr(args, name, None) is not None and not getattr(args, needed):
             raise ValueError(f"{flag_of(name)} needs {flag_of(needed)}; add that, or drop it")
 
 

@@ -185,7 +185,7 @@ class TrainingSetup:
         stages = self.placement.num_stages
         if len(layers) != stages or sum(layers) != self.model.num_layers:
             raise ValueError(
-                f"{stages} stages of {list(layers)} layers are not the {self.model.num_layers} layers of the model"
+                f"the {list(layers)} layers of {stages} stages do not add up to --num-layers {self.model.num_layers}"
             )
         if not has_costs(self.recompute):
             raise ValueError(

@@ -41,6 +41,7 @@ CLAUSES = {
     "G": {"hybrid_layer_pattern": "G-*-", "padded_vocab_size": None},
     "M": {"hybrid_layer_pattern": "M-*-", "padded_vocab_size": None},
     "a GPU": ON_GPU,
+    "the CPU": {"distributed_backend": "gloo"},
     "this GPU": ON_GPU,
     "this Hopper GPU": ON_GPU,
     "Transformer Engine 2.20 or later": {},
@@ -49,6 +50,9 @@ CLAUSES = {
     "mamba-ssm, causal-conv1d": {},
 }
 SETTINGS = {
+    "--moe-router-topk above --num-experts": {"num_experts": 4, "moe_router_topk": 9},
+    "--recompute-num-layers 0": {"recompute_num_layers": 0},
+    "--num-experts": {"num_experts": 4},
     "--timing-log-level 2": {"timing_log_level": 2},
     "--pipeline-model-parallel-size above 1": {"pipeline_model_parallel_size": 2},
     "--window-size": {"window_size": (128, 0)},

@@ -76,7 +76,7 @@ def ends_without_experts(settings: Settings) -> bool:
 
 def has_experts_of_local_layers(settings: Settings) -> bool:
     """Whether experts are Megatron's local layers."""
-    return _has_layers_of_experts(settings) and settings.get("transformer_impl") == "local"
+    return has_layers_of_experts(settings) and settings.get("transformer_impl") == "local"
 
 
 def fuses_biases_of_experts(settings: Settings) -> bool:
@@ -85,10 +85,10 @@ def fuses_biases_of_experts(settings: Settings) -> bool:
         is_fused = settings.get("bias_swiglu_fusion")
     else:
         is_fused = settings.get("bias_gelu_fusion") and not settings.get("quick_geglu")
-    return bool(is_fused) and _has_layers_of_experts(settings)
+    return bool(is_fused) and has_layers_of_experts(settings)
 
 
-def _has_layers_of_experts(settings: Settings) -> bool:
+def has_layers_of_experts(settings: Settings) -> bool:
     pattern = settings.get("hybrid_layer_pattern")
     return bool(settings.get("num_experts")) and (pattern is None or "E" in pattern)
 
@@ -127,6 +127,11 @@ def installed(*distributions: str) -> tuple[int, ...] | None:
         with suppress(PackageNotFoundError):
             return tuple(map(int, re.findall(r"\d+", version(name))[:3]))
     return None
+
+
+def repeats_no_layers(settings: Settings) -> bool:
+    """Whether layers are repeated in groups of none."""
+    return settings.get("recompute_method") == "uniform" and settings.get("recompute_num_layers") == 0
 
 
 def heads_are_unequal(settings: Settings) -> bool:

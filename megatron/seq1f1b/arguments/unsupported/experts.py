@@ -9,6 +9,7 @@ from .conditions import (
     ends_without_experts,
     fuses_biases_of_experts,
     has_experts_of_local_layers,
+    has_layers_of_experts,
     is_any,
     on,
     packs_documents,
@@ -27,6 +28,16 @@ EXPERTS = (
         },
         because="ends in an error in Megatron's first step, whose experts then take no biases",
         way_out="add --disable-bias-linear",
+    ),
+    *rows(
+        OurFeature.EVERY_RUN,
+        {
+            "--moe-router-topk above --num-experts": all_of(
+                has_layers_of_experts, above("moe_router_topk", "num_experts")
+            )
+        },
+        because="asks for more experts of a token than there are",
+        way_out="give at most as many",
     ),
     *rows(
         OurFeature.PAIRS,

@@ -20,6 +20,12 @@ from .row import OurFeature, given, rows
 
 LAYERS = (
     *rows(
+        OurFeature.EVERY_RUN,
+        {"--squared-relu with fused activations": all_of(on("squared_relu"), on("bias_gelu_fusion"))},
+        because="has no fused kernel in Megatron",
+        way_out="add --no-bias-gelu-fusion",
+    ),
+    *rows(
         OurFeature.SEGMENTS,
         given("--experimental-attention-variant", "--heterogeneous-layers-config-path"),
         because="is not cut into segments yet",

@@ -3,10 +3,16 @@
 Tested in arguments/test_unsupported.py by test_an_unsupported_feature_is_one_sentence.
 """
 
-from .conditions import all_of, is_any, on, without
+from .conditions import all_of, is_any, on, repeats_no_layers, without
 from .row import OurFeature, given, rows
 
 MEMORY = (
+    *rows(
+        OurFeature.EVERY_RUN,
+        {"--recompute-num-layers 0 with --recompute-method uniform": repeats_no_layers},
+        because="never ends its first forward in Megatron",
+        way_out="give 1 or more",
+    ),
     *rows(
         OurFeature.ANY_SCHEDULE,
         {

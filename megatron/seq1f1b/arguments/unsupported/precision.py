@@ -6,13 +6,23 @@ Tested in arguments/test_unsupported.py by test_an_unsupported_feature_is_one_se
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from .conditions import above, all_of, has_recipe_of_kitchen, on, other_than
+from .conditions import above, all_of, has_recipe_of_kitchen, is_any, is_on_gpu, on, other_than, without
 from .row import OurFeature, given, rows
 
 # The number of tokens that share a scale, for each --fp8-recipe that scales in blocks.
 BLOCKS: Mapping[str, int] = MappingProxyType({"mxfp8": 32, "blockwise": 128})
 
 PRECISION = (
+    *rows(
+        OurFeature.EVERY_RUN,
+        {
+            "--fp32-residual-connection with --transformer-impl local and the CPU": all_of(
+                on("fp32_residual_connection"), is_any("transformer_impl", "local"), without(is_on_gpu)
+            )
+        },
+        because="gives layers inputs of another type than their weights, which no kernel there takes",
+        way_out="drop it",
+    ),
     *rows(
         OurFeature.SEGMENTS,
         {
