@@ -74,8 +74,8 @@ def test_documents_and_micro_batches_are_those_of_the_step(alone, monkeypatch):
 def test_a_checkpoint_of_experts_in_another_form_is_refused(saved_size, size, way_out):
     """Of all experts on one rank, or of some on each; unless the state of the optimizer is left out."""
     of_run = {"load": "/saved", "finetune": False, "use_distributed_optimizer": True, "num_experts": 4}
-    args = Namespace(**of_run, no_load_optim=False, expert_model_parallel_size=size)
-    saved = {"args": Namespace(no_save_optim=False, expert_model_parallel_size=saved_size)}
+    args = Namespace(**of_run, optimizer="adam", no_load_optim=False, expert_model_parallel_size=size)
+    saved = {"args": Namespace(optimizer="adam", no_save_optim=False, expert_model_parallel_size=saved_size)}
     upstream = Mock(return_value={"distrib_optim_sharding_type": "any"})
     checkpoints = Checkpoints(lambda: args)
     if way_out:

@@ -90,7 +90,7 @@ class Checkpoints:
         saved = preloaded_state_dict.get("args")
         if content is None or saved is None or args.no_load_optim or args.finetune or saved.no_save_optim:
             return content
-        if {saved.optimizer, args.optimizer} == {"adam", "sgd"}:
+        if {getattr(saved, "optimizer", None), args.optimizer} == {"adam", "sgd"}:
             raise ValueError(
                 f"the checkpoint in {args.load} was saved with --optimizer {saved.optimizer}; give that, or go on from "
                 "the weights with --no-load-optim"
