@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 import memory_by_use
+from megatron.seq1f1b.commands.train_time import Training
 from megatron.seq1f1b.costs import step_memory as memory
 from paper import allocator, headlines, layered, megatron_tables
 from paper_tables import all_rows, as_csv, markdown
@@ -79,7 +80,7 @@ def test_the_derivation_sets_the_methods_side_by_side():
         found_by = candidates(small(model=model, families=families, segments=(1,), **partitions))
         of_two = (each for each in found_by if each.setup.pipeline_parallel == each.setup.data_parallel == 2)
         candidate = next(each for each in of_two if is_its(each.setup))
-        training = days[method], SimpleNamespace(candidate=candidate, memory_gib=20.0)
+        training = Training(days[method], SimpleNamespace(candidate=candidate, memory_gib=20.0))
         found += [layered.Case(network, method, 16384, training), layered.Case(network, method, 65536, None)]
     lines = layered.markdown(found)
     assert len(lines) == 2 + len(found) and sum("does not fit" in line for line in lines) == 8
