@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ..schedule import Action
 from .layer_times import LayerTime, Parts, dispatched_again, has_experts, layer_times
 from .machine import Machine
-from .stage_times import launch_times, rows_of_stage
+from .stage_times import joined_rows, launch_times, rows_of_stage
 from .training_setup import StageLayers, TrainingSetup, of_stages
 
 Row = tuple[float, ...]  # by segment
@@ -113,7 +113,7 @@ def pair_row(setup: TrainingSetup, machine: Machine, stage: StageLayers) -> Pair
     for its counts of tokens the other computes, so that nothing of this shows."""
     if setup.parts:
         of_parts = [pair_row(part.layer_setup, machine, stage) for part in setup.parts]
-        return PairRow(*(tuple(chain(*columns)) for columns in zip(*of_parts, strict=True)))
+        return PairRow(*joined_rows(of_parts))
     hidden = machine.device.hidden_exchange
     of_layers = [(count, layer_times(setup, machine, layer)) for layer, count in stage.layers]
     launching = launch_times(setup, machine, stage)

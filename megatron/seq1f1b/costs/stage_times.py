@@ -3,7 +3,7 @@
 Tested in planner/test_search.py by test_bounds_are_bounds.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache, singledispatch
 from heapq import heapify, heapreplace
@@ -223,17 +223,13 @@ def rows_of_stages(
     """The rows of every stage of a model whose stages have these numbers of layers; see `TrainingSetup.layer_setup`."""
     if layer_setup.parts:
         of_parts = [rows_of_stages(part, machine, layers_per_stage) for part in layer_setup.parts]
-        return [_joined(of_stage) for of_stage in zip(*of_parts, strict=True)]
+        return [StageRows(*joined_rows(of_stage)) for of_stage in zip(*of_parts, strict=True)]
     return of_stages(layer_setup.model, layers_per_stage, lambda stage: rows_of_stage(layer_setup, machine, stage))
 
 
-def _joined(parts: Sequence[StageRows]) -> StageRows:
+def joined_rows(parts: Iterable[Iterable[Row]]) -> list[Row]:
     """The rows of a stage from those of each kind of micro-batch, one kind after the other."""
-    return StageRows(
-        f=tuple(chain.from_iterable(part.f for part in parts)),
-        i=tuple(chain.from_iterable(part.i for part in parts)),
-        w=tuple(chain.from_iterable(part.w for part in parts)),
-    )
+    return [tuple(chain(*of_parts)) for of_parts in zip(*parts, strict=True)]
 
 
 def balanced_layers(setup: TrainingSetup, placement: Placement, machine: Machine, least: int = 1) -> tuple[int, ...]:

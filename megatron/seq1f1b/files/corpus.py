@@ -3,11 +3,11 @@
 import os
 from pathlib import Path
 from struct import Struct
+from typing import NamedTuple
 
 from .reading import reason
 
 INDEX = b"MMIDIDX\x00\x00"  # how an index starts
-# That start, the version, the code of a token's type, the numbers of sequences and of documents.
 _HEADER = Struct(f"<{len(INDEX)}sQBQQ")
 HEADER_BYTES = _HEADER.size
 _VERSION = 1
@@ -15,6 +15,23 @@ _TOKEN_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}  # by Megatron's
 _LENGTH = Struct("<i")
 _POINTER = Struct("<q")
 _WAY_OUT = "copy the corpus again, or make it again with seq1f1b preprocess"
+
+
+class IndexHeader(NamedTuple):
+    """The first bytes of an index, which the lengths of the sequences follow."""
+
+    start: bytes  # INDEX
+    version: int
+    token_type: int  # Megatron's code of it
+    num_sequences: int
+    num_documents: int
+
+
+def header_of(content: bytes) -> IndexHeader | None:
+    """The header of an index; None if this is none, or is cut off."""
+    if len(content) < HEADER_BYTES or not content.startswith(INDEX):
+        return None
+    return IndexHeader(*_HEADER.unpack_from(content))
 
 
 def check_corpus(prefix: str) -> None:
@@ -35,10 +52,10 @@ def check_corpus(prefix: str) -> None:
 def _end_of_tokens(index: str) -> int:
     """The number of bytes that the tokens take by their index."""
     with Path(index).open("rb") as file:
-        header = file.read(HEADER_BYTES)
-        if len(header) < HEADER_BYTES or not header.startswith(INDEX):
+        header = header_of(file.read(HEADER_BYTES))
+        if header is None:
             raise ValueError(f"{index}: it is no index of a corpus of Megatron; {_WAY_OUT}")
-        _, version, code, num_sequences, num_documents = _HEADER.unpack(header)
+        _, version, code, num_sequences, num_documents = header
         if version != _VERSION or code not in _TOKEN_BYTES:
             raise ValueError(
                 f"{index}: it has version {version} and type {code} of tokens, and Megatron reads version {_VERSION} "

@@ -11,7 +11,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from .corpus import HEADER_BYTES, INDEX
+from .corpus import HEADER_BYTES, INDEX, header_of
 from .reading import read_bytes, read_text
 from .typed import Count, converted, with_way_out
 
@@ -46,7 +46,8 @@ def read_histogram(path: str | Path) -> Mapping[int, int]:
 
 
 def _histogram_of_index(path: str | Path, content: bytes) -> Mapping[int, int]:
-    num_sequences = int.from_bytes(content[HEADER_BYTES - 16 : HEADER_BYTES - 8], "little")
+    header = header_of(content)
+    num_sequences = 0 if header is None else header.num_sequences
     sizes = content[HEADER_BYTES : HEADER_BYTES + 4 * num_sequences]
     counts = Counter[int]()
     is_complete = len(sizes) == 4 * num_sequences
