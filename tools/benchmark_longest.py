@@ -57,7 +57,7 @@ IMPORTED = (
 )
 OUT_OF_MEMORY = re.compile(
     r"can't allocate memory|Cannot allocate memory|MemoryError|bad_alloc|out of memory"
-    r"|does not fit into the memory of this host",  # the sentence of process/causes.py
+    r"|memory of this host|no memory left|want of memory",  # the sentences of process/
     re.I,
 )
 LOSS = re.compile(r"lm loss: (\S+) \|")

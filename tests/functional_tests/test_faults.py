@@ -121,6 +121,22 @@ def test_a_copy_to_the_host_that_breaks_off_ends_all_ranks(launch, what):
         assert "OSError: the bus is gone\n[rank0]: pipeline rank 0 failed at 0OFFLOAD" in job.log
 
 
+@pytest.mark.parametrize("what", ["memory", "stack"])
+def test_a_rank_without_memory_ends_all_by_one_sentence(launch, what):
+    """Also if it has no memory for threads; `threading.Thread.start` would wait for ever for one that gets a stack and
+    nothing else. After the first step it is the traceback that Python prints."""
+    for iteration, codes in ((1, (2, 2)), (3, (1, 1))):
+        job = launch(2, FLAGS, SCRIPT, env={"FAULT": f"{what} backward {iteration} 1"}, watched=False)
+        assert job.codes == codes, job.log[-4000:]
+        sentences = re.findall(r"^error: .*$", job.log, re.MULTILINE)
+        if iteration == 1:
+            (sentence,) = sentences
+            assert "a tensor of 1.0 GiB does not fit into the memory of this host" in sentence
+            assert "(rank 1 on" in sentence and "Traceback" not in job.log, job.log[-4000:]
+        else:
+            assert not sentences and job.log.count("Traceback (most recent call last)") == 1, job.log[-4000:]
+
+
 def test_an_interrupt_is_one_line_and_ends_all_ranks(launch):
     """As Ctrl-C does it, in the middle of a training."""
     job = launch(2, FLAGS, SCRIPT, env={"FAULT": "interrupt forward 3 both"}, watched=False)

@@ -7,7 +7,7 @@ import warnings
 from pathlib import Path
 from typing import BinaryIO
 
-from ..process.job_store import in_time
+from ..process.threads import in_time
 
 # Bytes that are read at most: of a pipe or device, which may have no end, and of a file, which may be another one than
 # was meant. The timeline of a step of a million actions has a tenth of that.

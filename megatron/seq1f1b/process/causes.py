@@ -68,9 +68,11 @@ def _on_time(match: re.Match[str]) -> str:
 
 
 def _on_memory(match: re.Match[str]) -> str:
+    mib = int(match["bytes"]) / 2**20
+    size = f"{mib / 2**10:,.1f} GiB" if mib >= 2**10 else f"{mib:,.1f} MiB"
     return (
-        f"a tensor of {int(match['bytes']) / 2**30:,.1f} GiB does not fit into the memory of this host; look at "
-        "the sizes of the model and of a micro-batch"
+        f"a tensor of {size} does not fit into the memory of this host; look at the sizes of the model and of a "
+        "micro-batch"
     )
 
 
@@ -95,6 +97,11 @@ _PLAIN_WORDS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]
             r"allocate (?P<bytes>\d+) bytes\. Error code 12 \(Cannot allocate memory\)"
         ),
         _on_memory,
+    ),
+    (
+        re.compile(r"can't start new thread.*"),
+        "no thread can be started, for want of memory or by the limit of ulimit -u; look at the sizes of the model and "
+        "of a micro-batch",
     ),
     (
         re.compile(

@@ -7,11 +7,12 @@ daemons.
 import multiprocessing
 import os
 import signal
-import threading
 from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import wait
 from typing import Any
+
+from .threads import start_thread
 
 
 def start_process(upstream: Callable[[Any], None], process: Any) -> None:
@@ -36,4 +37,4 @@ def end_with_parent() -> None:
         wait([parent.sentinel])
         os.kill(os.getpid(), signal.SIGKILL)
 
-    threading.Thread(target=end, name="parent", daemon=True).start()
+    start_thread(end)

@@ -5,15 +5,13 @@ Tested in process/test_peers.py by test_a_program_that_holds_the_port_and_is_mut
 
 import os
 import socket
-import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
 from .ranks import rank
+from .threads import in_time
 
 MUTE = 60.0  # seconds in which whatever listens at the address of the store must answer like a store
 _PATIENCE = 20.0  # seconds that a connection may take
@@ -65,24 +63,6 @@ def is_first_of_its_rank(store: Any) -> bool:
 
 def address() -> str:
     return f"MASTER_ADDR={os.environ['MASTER_ADDR']}, MASTER_PORT={os.environ['MASTER_PORT']}"
-
-
-def in_time[T](seconds: float, call: Callable[[], T]) -> T:
-    """The result of `call()`; raises RuntimeError if it takes longer: a store whose process is stopped never answers,
-    and its clients have no time-out for that."""
-    result: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            result.set_result(call())
-        except Exception as error:
-            result.set_exception(error)
-
-    threading.Thread(target=run, name="store", daemon=True).start()
-    try:
-        return result.result(seconds)
-    except TimeoutError:
-        raise RuntimeError(f"the store of the job has not answered for {seconds:g} s") from None
 
 
 class Listener:

@@ -9,6 +9,7 @@ still a sentence.
 import atexit
 import json
 import os
+import signal
 import socket
 import sys
 import threading
@@ -17,12 +18,15 @@ from argparse import ArgumentParser
 from collections.abc import Mapping
 from datetime import timedelta
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from .causes import add_file_name, has_lost_a_peer
 from .peers import Peers
 from .ranks import is_rank_0, rank
+from .scarce_memory import lacks_memory, let_go
 from .sentences import is_mistake, say, sentence_of
+
+_PATIENCE = 120  # seconds that a failed process may take to say why, and to end
 
 
 class Net:
@@ -32,6 +36,18 @@ class Net:
         self._peers: Peers | None = None
         self._flags: dict[str, str] = {}
         self._printing = threading.Lock()
+        # What a rank says that has not the memory to say more.
+        host = socket.gethostname()
+        self._last_words = f"error: the memory of this host is full (rank {rank()} on {host}).\n".encode()
+        self._last_report = json.dumps(
+            {
+                "rank": rank(),
+                "host": host,
+                "sentence": "the memory of this host is full",
+                "traceback": None,
+                "is_late": False,
+            }
+        )
 
     def connect(self) -> None:
         """Join the other ranks that the environment names; call it as early as possible."""
@@ -63,7 +79,28 @@ class Net:
     def caught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Replaces `sys.excepthook`: ends this rank, and with it all others. Rank 0 prints the sentence of the rank
         that failed first, or that rank itself if rank 0 does not."""
-        own = _failure_of(error, self._flags)
+        try:
+            _end_soon()
+            self._end(kind, error, trace)
+        except MemoryError:
+            self._give_up()
+
+    def _give_up(self) -> NoReturn:
+        """The last resort of a rank without memory: end the ranks by words that are there already."""
+        rank_0_has_printed = False
+        try:
+            if self._peers is not None:
+                self._peers.report(self._last_report)
+                rank_0_has_printed = self._peers.leave(wait=not is_rank_0())
+        finally:
+            try:
+                if not rank_0_has_printed:
+                    os.write(2, self._last_words)
+            finally:
+                os._exit(2)
+
+    def _end(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        own = self._described(error)
         sys.unraisablehook = lambda unraisable: None  # half-built objects fail once more when they are deleted
         first = own
         if self._peers is not None:
@@ -86,12 +123,27 @@ class Net:
 
     def _end_with(self, report: str) -> None:
         """End this process at once: its main thread may wait for ever for the rank that failed."""
-        first = json.loads(report)
-        if is_rank_0():
-            self._print(first)
-        if self._peers is not None:
-            self._peers.leave()
-        os._exit(1 if first["is_late"] else 2)
+        code = 2
+        try:
+            first = json.loads(report)
+            code = 1 if first["is_late"] else 2
+            if is_rank_0():
+                self._print(first)
+            if self._peers is not None:
+                self._peers.leave()
+        finally:
+            os._exit(code)
+
+    def _described(self, error: BaseException) -> dict[str, Any]:
+        """The failure of this rank. Raises MemoryError if even then there is none when the step's tensors are freed."""
+        try:
+            failure = _failure_of(error, self._flags)
+        except MemoryError:
+            let_go(error)
+            return _failure_of(error, self._flags)
+        if lacks_memory(error):  # what follows needs some
+            let_go(error)
+        return failure
 
     def _print(self, failure: Mapping[str, Any]) -> None:
         if failure["is_late"] or not self._printing.acquire(blocking=False):
@@ -115,6 +167,14 @@ def _failure_of(error: BaseException, flags: Mapping[str, str]) -> dict[str, Any
         "traceback": None if is_ours else "".join(traceback.format_exception(error)),
         "is_late": _first_step_is_over() and not is_said_by_a_sentence,
     }
+
+
+def _end_soon() -> None:
+    """Let the system end this process, should it not end by itself: at its end a library may wait for a thread that
+    waits for another rank."""
+    if not sys.flags.interactive and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(_PATIENCE)
 
 
 def _first_step_is_over() -> bool:

@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 from .farewell import PATIENCE, SILENCE, Farewell
-from .job_store import MUTE, Listener, address, hosted_store, in_time, is_first_of_its_rank, joined_store
+from .job_store import MUTE, Listener, address, hosted_store, is_first_of_its_rank, joined_store
 from .ranks import is_rank_0, rank
+from .threads import in_time, start_thread
 
 _POLL = 0.5  # seconds between two looks at the store, and between two signs of life
 _POLL_FOR_TEXT = 0.05  # seconds between two looks for a text of rank 0
@@ -25,7 +25,8 @@ class Peers:
 
     torchrun or rank 0 hosts that store, and torch.distributed joins it later. Any rank may `report` a failure; on all
     others a thread then calls `on_failure(report)`, since their main thread may be waiting in a collective. The same
-    thread gives signs of life, so that nobody waits for a rank that was killed.
+    thread gives signs of life, so that nobody waits for a rank that was killed, and sends the report of its own rank,
+    which may not have the memory to start a thread when it fails.
 
     Raises ValueError on rank 0 if it cannot host the store, such as at a port that another program holds.
     """
@@ -35,32 +36,37 @@ class Peers:
         self._on_failure = on_failure
         self._store: Any = None
         self._num_shared = 0
-        self._has_reported = False
+        self._own_failure: str | None = None
+        self._first_failure: str | None = None  # of any rank, once this one has reported
         self._waits_for_rank_0 = False
         self._farewell: Farewell | None = None  # once there is a store
         self._wrong_store: str | None = None  # why this rank must not use what it found as the store of the job
         self._connected = threading.Event()
         self._left = threading.Event()
+        self._woken = threading.Event()  # since this rank has reported a failure, or leaves
+        self._has_answer = threading.Event()  # to the report of this rank, or there will be none
+        self._has_ended = threading.Event()  # the watching thread
+        self._watcher: int | None = None
         self._size = int(os.environ["WORLD_SIZE"])
         self._is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         self._server: Any = None  # kept, since the store is gone with its server
         if is_rank_0() and not self._is_torchruns:
             self._server = hosted_store()
-        self._watching = threading.Thread(target=self._watch, name="peers", daemon=True)
-        self._watching.start()
+        start_thread(self._watch)
 
     def report(self, failure: str) -> str:
         """Report a failure; returns the first one that any rank has reported."""
-        self._has_reported = True
+        self._own_failure = failure
+        self._woken.set()
         self._connected.wait(_PATIENCE)
-        if self._store is not None and not self._left.is_set():
-            set_if_first = partial(self._store.compare_set, "failure", "", failure)
-            try:
-                return str(in_time(_PATIENCE, set_if_first), "utf-8")
-            except RuntimeError:  # the store is gone with its process
-                self._store = None
-                self._left.set()
-        return failure
+        if self._store is None or self._left.is_set():
+            return failure
+        self._has_answer.wait(_PATIENCE)
+        if self._first_failure is None:  # the store is gone with its process, or that is stopped
+            self._store = None
+            self._left.set()
+            return failure
+        return self._first_failure
 
     def share(self, text: str, timeout: timedelta) -> str:
         """The text of rank 0; call it equally often on all ranks. Raises RuntimeError after `timeout`, and ValueError
@@ -112,33 +118,56 @@ class Peers:
             return False
         self._waits_for_rank_0 = wait
         self._left.set()
-        if threading.current_thread() is self._watching:
+        self._woken.set()
+        if threading.get_ident() == self._watcher:
             with suppress(RuntimeError):
                 self._farewell.say(wait)
         else:  # Python aborts if it ends while a thread returns from the store
-            self._watching.join(PATIENCE + SILENCE)
+            self._has_ended.wait(PATIENCE + SILENCE)
         return self._farewell.rank_0_has_left
 
     def _watch(self) -> None:
-        """Run in a thread: give signs of life, and look for a failure of another rank, until this one leaves."""
-        store = self._joined_store()
-        if store is None or self._left.is_set():
-            self._connected.set()
-            return
-        farewell = Farewell(store, self._size)
-        self._farewell = farewell
-        self._store = store
-        self._connected.set()
-        with suppress(RuntimeError):
-            while not self._left.wait(_POLL):
-                farewell.give_sign()
-                if self._has_reported or not store.check(["failure"]):
-                    continue
-                # The same mistake may be about to end this rank by itself.
-                if not self._left.wait(2 * _POLL) and not self._has_reported:
-                    self._on_failure(store.get("failure").decode())
-                    return
-            farewell.say(self._waits_for_rank_0)
+        """Run in a thread: join the other ranks, follow them until this one leaves, and say farewell."""
+        self._watcher = threading.get_ident()
+        try:
+            store = self._joined_store()
+            if store is not None and not self._left.is_set():
+                self._farewell = Farewell(store, self._size)
+                self._store = store
+                self._connected.set()
+                with suppress(RuntimeError, MemoryError):  # the store is gone
+                    self._follow(store, self._farewell)
+        finally:
+            for event in (self._connected, self._has_answer, self._has_ended):
+                event.set()
+
+    def _follow(self, store: Any, farewell: Farewell) -> None:
+        while not self._left.is_set():
+            try:
+                failure = self._look(store, farewell)
+            except MemoryError:  # what takes it may be about to fail, and this thread must tell the others
+                time.sleep(_POLL)
+                continue
+            if failure is not None:
+                self._on_failure(failure)
+                return
+        farewell.say(self._waits_for_rank_0)
+
+    def _look(self, store: Any, farewell: Farewell) -> str | None:
+        """Wait a while, or until woken; then give a sign of life, send the report of this rank, and return that of
+        another one, if there is one."""
+        if self._woken.wait(_POLL):
+            self._woken.clear()
+        if self._own_failure is not None and self._first_failure is None:
+            self._first_failure = str(store.compare_set("failure", "", self._own_failure), "utf-8")
+            self._has_answer.set()
+        farewell.give_sign()
+        if self._own_failure is not None or not store.check(["failure"]):
+            return None
+        # The same mistake may be about to end this rank by itself.
+        if self._woken.wait(2 * _POLL):
+            return None
+        return str(store.get("failure"), "utf-8")
 
     def _joined_store(self) -> Any:
         """The store, once it is reached; None if this rank leaves before, or must not join it."""
@@ -146,7 +175,7 @@ class Peers:
             try:
                 store = joined_store()
                 is_joined = self._is_torchruns or is_first_of_its_rank(store)
-            except (RuntimeError, ValueError):  # nothing listens yet, or something else does
+            except (RuntimeError, ValueError, MemoryError):  # nothing listens yet, or something else does
                 self._left.wait(_RETRY)
                 continue
             if is_joined:

@@ -146,6 +146,8 @@ def _words(error: BaseException, flags: Mapping[str, str]) -> str:
     if isinstance(error, StopIteration):
         return "a data iterator ended early; give more data, or run fewer steps (--train-iters, --eval-iters)"
     text = _message_of(error)
+    if isinstance(error, MemoryError) and not text:
+        text = "the memory of this host is full; look at the sizes of the model and of a micro-batch"
     values = flags_of_check(error, flags, text)
     if not is_mistake(error):
         text = with_flags(text, flags) + flags_of_listed_path(error, text, flags)

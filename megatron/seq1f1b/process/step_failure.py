@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from .causes import LostPeer, has_lost_a_peer, in_plain_words
-from .job_store import in_time
+from .threads import in_time
 
 _PATIENCE = 5.0  # seconds
 _POLL = 0.05

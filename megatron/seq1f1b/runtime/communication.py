@@ -6,20 +6,19 @@ so nothing is negotiated; `schedule/lowering.py` shows why this cannot hang. A r
 
 import logging
 import math
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
-from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..process.threads import one_after_another
 from ..schedule import Action, Channel, Kind, Placement, channels_of
 from .message_groups import groups_per_communicator
 
@@ -27,6 +26,7 @@ _log = logging.getLogger(__name__)
 
 _PATIENCE = 0.8  # share of the timeout; after the whole timeout NCCL ends the process
 _LOOKS = 20  # checks in that time
+_LATENESS = 10.0  # seconds that a thread may be behind the end of a wait
 
 
 class Message(NamedTuple):
@@ -72,7 +72,7 @@ class Communicator:
         self._is_staged = self._is_gloo and device.type == "cuda"
         self._groups = groups_per_communicator(group, channels, timeout) if channels else {}
         # A gloo send is complete only after a wait for it; with NCCL, the thread watches for late receives.
-        self._wait_in_thread = thread_for_waits("sends" if self._is_gloo else "receives")
+        self._wait_in_thread = one_after_another()
         if not self._is_gloo:
             # Else the thread would take memory on the first GPU.
             self._wait_in_thread(partial(torch.cuda.set_device, device))
@@ -128,7 +128,7 @@ class Communicator:
         is_over = work.is_completed
         if self._is_gloo:
             waiting = self._wait_in_thread(wait)
-            wait = waiting.result
+            wait = partial(self._result, waiting)
             is_over = waiting.done
         self._sending.append(
             Message(
@@ -165,6 +165,14 @@ class Communicator:
         # With NCCL the stream waits; with a timeout the host would wait, too.
         return partial(work.wait, self._timeout) if self._is_gloo else work.wait
 
+    def _result(self, waiting: Future) -> Any:
+        """The result of a wait in the thread, whose earlier waits are over. Raises RuntimeError if there is none long
+        after it should have ended: without memory a thread ends without a word."""
+        try:
+            return waiting.result(self._timeout.total_seconds() + _LATENESS)
+        except TimeoutError:
+            raise RuntimeError("the thread that waits for messages has ended; its host may have no memory") from None
+
     def _finish(self, message: Message) -> None:
         """Wait until a message has left or arrived."""
         is_sent = message.channel.source == self._rank
@@ -199,29 +207,6 @@ class Communicator:
 def described(channel: Channel, action: Action | None) -> str:
     """The SEND or RECV of a message, and its ranks."""
     return f"{action or 'the first message'} (pipeline rank {channel.source} to {channel.destination})"
-
-
-def thread_for_waits(name: str) -> Callable[[Callable[[], Any]], Future]:
-    """A function that hands a wait to one thread. Unlike those of Python's executors it is a daemon: a program that
-    fails must not wait at its end for messages that no rank receives."""
-    waits: SimpleQueue[tuple[Future, Callable[[], Any]]] = SimpleQueue()
-
-    def wait_for_each() -> None:
-        while True:
-            future, wait = waits.get()
-            try:
-                future.set_result(wait())
-            except Exception as error:
-                future.set_exception(error)
-            del future, wait  # else the last message lives until the next
-
-    def submit(wait: Callable[[], Any]) -> Future:
-        future: Future = Future()
-        waits.put((future, wait))
-        return future
-
-    threading.Thread(target=wait_for_each, name=name, daemon=True).start()
-    return submit
 
 
 def report_if_late(mark: torch.cuda.Event, describe: Callable[[], str], since: float, timeout: timedelta) -> None:

@@ -32,6 +32,7 @@ from ..model import (
 from ..process.one_caller import OneCaller
 from ..process.patches import patched
 from ..process.ranks import check_agreement
+from ..process.scarce_memory import lacks_memory, let_go
 from ..process.step_failure import explained
 from ..schedule import CostsOfLengths, ScheduleChoice
 from .activation_memory import ActivationMemory
@@ -212,6 +213,9 @@ class PipelineExecutor:
         except BaseException as error:
             if step.is_alone:
                 raise
+            self._failure = type(error).__name__  # should there be no memory for more
+            if lacks_memory(error):
+                let_go(error)
             told = explained(error, f"{step.pipeline.group_name}, {self._num_steps}")
             if told is error:
                 self._failure = f"{type(error).__name__}: {error}"

@@ -1,11 +1,14 @@
 """pretrain_gpt.py with one fault: FAULT is "what where iteration rank".
 
 What: `kill`, `interrupt` and `stop` this process, where `stop` goes on after a while, `fill` the file system of --save,
-or `fail` with an exception. Where: in `forward`, `backward`, `copy` (of activations, to the host), `optimizer` (its
-step) or `save`. The rank may be `both`. torchrun's restarts have no fault.
+`fail` with an exception, or let `memory` run out, also but for the `stack` of a thread. Where: in `forward`,
+`backward`, `copy` (of activations, to the host), `optimizer` (its step) or `save`. The rank may be `both`. torchrun's
+restarts have no fault.
 """
 
+import ctypes
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -13,6 +16,8 @@ import sys
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
+
+import torch
 
 import pretrain_gpt
 
@@ -87,7 +92,33 @@ def fail() -> None:
     raise OSError("the bus is gone")
 
 
-FAULTS = {"kill": kill, "interrupt": interrupt, "stop": stop, "fill": fill, "fail": fail}
+def memory(left: int = 0) -> None:
+    """All memory of the process is in use, but for so many bytes."""
+    status = Path("/proc/self/status").read_text()
+    (used,) = (int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmData"))
+    resource.setrlimit(resource.RLIMIT_DATA, (used + left, resource.RLIM_INFINITY))
+    torch.empty(1 << 30, dtype=torch.uint8)
+
+
+def stack() -> None:
+    """A thread gets its stack, and no memory for its first lines."""
+    library = ctypes.CDLL(None)
+    attributes = ctypes.create_string_buffer(64)
+    size = ctypes.c_size_t()
+    library.pthread_getattr_default_np(attributes)
+    library.pthread_attr_getstacksize(attributes, ctypes.byref(size))
+    memory(left=size.value + 4096)
+
+
+FAULTS = {
+    "kill": kill,
+    "interrupt": interrupt,
+    "stop": stop,
+    "fill": fill,
+    "fail": fail,
+    "memory": memory,
+    "stack": stack,
+}
 
 if __name__ == "__main__":
     main()

@@ -3,6 +3,7 @@
 import re
 import runpy
 import sys
+import weakref
 from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,8 +20,9 @@ from megatron.seq1f1b.process.sentences import sentence_of
 
 @pytest.fixture(autouse=True)
 def in_a_folder(tmp_path, monkeypatch):
-    """Where tracebacks are written."""
+    """Where tracebacks are written; this process does not end after a failure."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(net, "_end_soon", lambda: None)
 
 
 def raised(function, *arguments):
@@ -69,6 +71,8 @@ REMOTE = RuntimeError("ranks: [0]\nTraceback (most recent call last): (RANK 0)\n
             LATE,
             "0RECV_B0.0 did not come: nothing moved for 600 s; another rank hangs, or needs a longer --distributed-",
         ),
+        (MemoryError(), "the memory of this host is full; look at the sizes of the model"),
+        (RuntimeError("can't start new thread"), "no thread can be started, for want of memory or by the limit of ul"),
         (StopIteration(), "a data iterator ended early; give more data"),
         (RuntimeError(), "RuntimeError"),
         (RuntimeError("x " * 999), f"{'x ' * 200} ..."),
@@ -260,6 +264,28 @@ def test_after_the_first_step_a_traceback_is_printed(monkeypatch, capfd):
     assert capfd.readouterr().err.startswith("Traceback (most recent call last)")
 
 
+def test_a_rank_without_memory_lets_the_step_go_before_it_speaks(monkeypatch, capfd):
+    held = []
+
+    class Activation:
+        pass
+
+    def train_step(activation):
+        held.append(weakref.ref(activation))
+        raise MemoryError
+
+    described = net._failure_of
+
+    def scarce(*arguments):
+        if held[0]() is not None:
+            raise MemoryError
+        return described(*arguments)
+
+    monkeypatch.setattr(net, "_failure_of", scarce)
+    assert caught(raised(lambda: train_step(Activation()))) == 2
+    assert capfd.readouterr().err.startswith("error: running a step failed: the memory of this host is full; look at ")
+
+
 @pytest.mark.parametrize(
     "text, words",
     [
@@ -268,6 +294,12 @@ def test_after_the_first_step_a_traceback_is_printed(monkeypatch, capfd):
             "allocate 4000000000000 bytes. Error code 12 (Cannot allocate memory)",
             "a tensor of 3,725.3 GiB does not fit into the memory of this host; look at the sizes of the model and of "
             "a micro-batch",
+        ),
+        (
+            "DefaultCPUAllocator: can't allocate memory: you tried to allocate 16777216 bytes. Error code 12 (Cannot "
+            "allocate memory)",
+            "a tensor of 16.0 MiB does not fit into the memory of this host; look at the sizes of the model and of a "
+            "micro-batch",
         ),
         (
             "[enforce fail at /gloo/transport/tcp/device.cc:84] ifa != nullptr. Unable to find address for: ib9",
@@ -305,7 +337,7 @@ def test_after_the_first_step_a_traceback_is_printed(monkeypatch, capfd):
             "--use-checkpoint-opt-param-scheduler",
         ),
     ],
-    ids=["memory", "interface", "one GPU", "no GPU", "shape", "layout", "schedule"],
+    ids=["memory", "less memory", "interface", "one GPU", "no GPU", "shape", "layout", "schedule"],
 )
 def test_words_of_libraries_become_those_of_the_user(text, words):
     assert in_plain_words(text) == words

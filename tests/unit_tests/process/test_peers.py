@@ -1,9 +1,11 @@
 """How long a rank waits for its peers: when it joins them, and when it leaves them."""
 
+import _thread
 import socket
 import threading
 from contextlib import suppress
 from datetime import timedelta
+from unittest.mock import Mock
 
 import pytest
 
@@ -56,6 +58,31 @@ def test_rank_0_waits_for_a_rank_while_it_lives(peers_of, monkeypatch, signs):
     store = Store(signs)
     peers_of(store).leave()
     assert store.signs == min(signs, 1)
+
+
+def test_a_rank_that_can_start_no_thread_reports_its_failure(peers_of, monkeypatch):
+    store = Store()
+    store.goes_on.set()
+    peers = peers_of(store)
+    monkeypatch.setattr(_thread, "start_new_thread", Mock(side_effect=RuntimeError("can't start new thread")))
+    assert peers.report("mine") == "another"
+    peers.leave()
+
+
+def test_the_watching_thread_survives_a_lack_of_memory(peers_of, monkeypatch):
+    store = Store()
+    store.goes_on.set()
+    has_failed = threading.Event()
+
+    def check(names: list[str]) -> bool:
+        has_failed.set()
+        raise MemoryError
+
+    monkeypatch.setattr(store, "check", check)
+    peers = peers_of(store)
+    assert has_failed.wait(60)
+    assert peers.report("mine") == "another"
+    peers.leave()
 
 
 def test_a_store_whose_process_is_stopped_is_not_waited_for(peers_of, monkeypatch):

@@ -4,6 +4,7 @@ GPU waits for in vain, which here passes a mark when the test sets it."""
 import re
 import threading
 import time
+from concurrent.futures import Future
 from datetime import timedelta
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -112,6 +113,17 @@ def test_a_message_that_gets_stuck_is_named(wires, text):
     assert work.timeout == TIMEOUT
 
 
+def test_a_thread_that_has_ended_without_a_word_is_not_waited_for(wires, monkeypatch):
+    """Here the thread of sends: it has lacked the memory to say that a message has left."""
+    monkeypatch.setattr(wires.communicator, "_wait_in_thread", lambda wait: Future())
+    monkeypatch.setattr(wires.communicator, "_timeout", timedelta(0))
+    monkeypatch.setattr(communication, "_LATENESS", 0.1)
+    wires.communicator.send(FORWARD, torch.ones(1), (1,), parse_action("0SEND_F3.2"))
+    words = "0SEND_F3.2 (pipeline rank 0 to 1) was not taken: the thread that waits for messages has ended"
+    with pytest.raises(RuntimeError, match=re.escape(words)):
+        wires.communicator.finish()
+
+
 def test_nccl_groups_carry_one_kind_of_message(alone, monkeypatch):
     made = []
     monkeypatch.setattr(message_groups, "_options", lambda group: "options")
@@ -174,11 +186,12 @@ def test_on_nccl_a_late_message_names_its_stage_and_action(alone, monkeypatch, c
     monkeypatch.setattr(dist, "irecv", lambda *_, **__: Work())
     monkeypatch.setattr(communication, "groups_per_communicator", lambda *_: {BACKWARD.communicator: None})
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda given: chosen.append((threading.current_thread().name, given)))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda given: chosen.append((threading.get_ident(), given)))
     monkeypatch.setattr(Communicator, "_connect", lambda *_: None)
     communicator = Communicator(dist.group.WORLD, Placement(2), torch.float32, device, timedelta(seconds=3))
     wait_for(lambda: chosen)
-    assert chosen == [("receives", device)]
+    ((thread, chosen_device),) = chosen
+    assert chosen_device == device and thread != threading.get_ident()
     for action in (parse_action(f"2RECV_B5.{segment}") for segment in (1, 0)):
         communicator.post_receive(BACKWARD, (1,), action)
         communicator.receive(action)
