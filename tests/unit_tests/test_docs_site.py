@@ -57,6 +57,36 @@ def test_figures_of_the_decision_table(family, segments, chunks, ratio, memory):
     assert f"{100 * simulate(schedule).bubble_ratio:.1f}" == ratio and f"{peak:.2f}" == memory
 
 
+IN_A_V = re.findall(
+    r"^- with (\d) micro-batches ([\d.]+) % instead of ([\d.]+) %, in (\d) segments ([\d.]+) % instead of ([\d.]+) %",
+    (ROOT / "docs" / "choosing.md").read_text(),
+    re.MULTILINE,
+)
+
+
+@pytest.mark.parametrize("microbatches, whole_in_v, whole, segments, cut_in_v, cut", IN_A_V)
+def test_figures_of_a_v(microbatches, whole_in_v, whole, segments, cut_in_v, cut):
+    for num_segments, in_v, usual in ((1, whole_in_v, whole), (int(segments), cut_in_v, cut)):
+        shapes = [Shape(place, int(microbatches), num_segments) for place in (Placement(8, 2, "v"), Placement(8))]
+        found = [simulate(build(family, shape)) for family, shape in zip(("auto", "1f1b"), shapes, strict=True)]
+        assert [f"{100 * timeline.bubble_ratio:.1f}" for timeline in found] == [in_v, usual]
+
+
+@pytest.mark.parametrize("ranks, segments", [(2, 1), (4, 3), (8, 1), (8, 4)])
+def test_a_v_idles_a_sixth_as_long_if_units_fill_the_pipeline(ranks, segments):
+    fewest = -((ranks + segments - 1) // -segments)
+    for microbatches in (fewest - 1, fewest, fewest + 1):
+        if microbatches == 0:
+            continue
+        in_v = build("auto", Shape(Placement(ranks, 2, "v"), microbatches, segments))
+        usual = build("1f1b", Shape(Placement(ranks), microbatches, segments))
+        idle = [timeline.bubble_ratio * timeline.makespan for timeline in (simulate(in_v), simulate(usual))]
+        # A chunk of the V has half of the layers, and takes as long here.
+        assert (idle[0] / 2 == pytest.approx(idle[1] / 6)) == (microbatches >= fewest)
+        held = [max(sequences_held(actions, plan.shape) for actions in plan.ranks) for plan in (in_v, usual)]
+        assert held[0] <= held[1]
+
+
 def test_gains_of_the_decision_table():
     """Those of docs/gains.csv at 30 GB/s to the host."""
     with (ROOT / "docs" / "gains.csv").open(encoding="utf-8", newline="") as file:
