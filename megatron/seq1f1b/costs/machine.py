@@ -30,9 +30,11 @@ _TILE_OVERHEAD = 128
 ATTENTION_BLOCK = 128
 
 
-# Wide limits, which numbers in other units exceed: TFLOP/s, GB/s, microseconds, bytes.
+# Wide limits, which numbers in other units exceed: TFLOP/s, GB/s, milliseconds and microseconds, bytes.
 _Rate = Annotated[float, Meta(ge=1e6, lt=1e30)]
-_Seconds = Annotated[float, Meta(ge=0, le=1)]
+_KernelLatency = Annotated[float, Meta(ge=0, le=0.01)]
+_HopLatency = Annotated[float, Meta(ge=0, le=0.05)]  # between distant data centres, too
+_HostSeconds = Annotated[float, Meta(ge=0, le=0.1)]
 _Gib = Annotated[float, Meta(gt=0, lt=2**15)]
 
 
@@ -48,7 +50,7 @@ class Device(Struct, frozen=True, forbid_unknown_fields=True, cache_hash=True):
     memory_efficiency: Share  # of kernels that only move data
     flash_forward: Share  # FlashAttention, heads of 128, long sequences
     flash_backward: Share
-    kernel_latency: _Seconds  # from the start of one kernel to the start of the next, on an empty device
+    kernel_latency: _KernelLatency  # from the start of one kernel to the start of the next, on an empty device
     # What attention with heads of 64, which wait for their exponentials, reaches of the rates of heads of 128: with
     # FlashAttention 2 on A100 0.85 (arXiv 2307.08691, section 4.1).
     flash_small_heads: Annotated[float, Meta(ge=0.5, le=1)] = 0.85
@@ -128,15 +130,15 @@ class DeviceWithoutTiles(Device, frozen=True):
 class Host(Struct, frozen=True, forbid_unknown_fields=True):
     """The least seconds that the processor takes to launch kernels, whatever their size."""
 
-    layer_forward: _Seconds
-    layer_backward: _Seconds
-    action: _Seconds  # per forward or backward of a model chunk: data, loss, bookkeeping of the schedule
+    layer_forward: _HostSeconds
+    layer_backward: _HostSeconds
+    action: _HostSeconds  # per forward or backward of a model chunk: data, loss, bookkeeping of the schedule
     step: Annotated[float, Meta(ge=0, le=60)]  # per iteration, outside the pipeline
     # Per expert of a rank in the forward of a layer, twice that in the backward.
-    expert: _Seconds = 0.0
+    expert: _HostSeconds = 0.0
     # In the forward of a layer with experts, from the end of the router until the device computes again. Every
     # dispatcher of Megatron brings the counts of tokens to the host, which waits for them and launches what follows.
-    counts: _Seconds = 0.0
+    counts: _HostSeconds = 0.0
 
 
 class Link(Struct, frozen=True, forbid_unknown_fields=True):
@@ -144,7 +146,7 @@ class Link(Struct, frozen=True, forbid_unknown_fields=True):
 
     bandwidth: _Rate  # bus bandwidth of collectives, as in nccl-tests: of a device in its node, of a node to others
     message_bandwidth: _Rate  # the most that one device reaches with one peer
-    latency: _Seconds  # of one hop
+    latency: _HopLatency  # of one hop
 
 
 @dataclass(frozen=True)
