@@ -8,14 +8,17 @@ import os
 import stat
 import tempfile
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from msgspec import Struct
+from msgspec.structs import asdict
+
 from ..files.corpus import check_corpus
 from ..files.reading import read_text
-from ..files.typed import named_by, read_json
+from ..files.typed import named_by, read_json, with_way_out
 from ..process.flag_names import flag_of
 from ..process.hub import spare_hub
 from .flags import TRACED_ITERATIONS, check_needed
@@ -291,18 +294,78 @@ def _check_tokenizer_files(args: Namespace) -> None:
             read_json(args.vocab_file, dict[str, int])
 
 
+class _PathsOfSplits(Struct):
+    """The paths of corpora, each with a weight before it or none, of a text or a list; null: there are none."""
+
+    train: str | list[str | float] | None
+    valid: str | list[str | float] | None
+    test: str | list[str | float] | None
+
+
+def _words_of(file: str) -> list[str]:
+    """The paths of corpora, and weights, in the file of --data-args-path."""
+    words = read_text(file).split()
+    if not words:
+        raise ValueError(f"{file}: it has no paths; give those of .bin and .idx pairs")
+    return words
+
+
+def _words_of_splits(file: str) -> list[str]:
+    """The paths of corpora, and weights, in the file of --per-split-data-args-path."""
+    way_out = 'give {"train": "paths", "valid": "paths", "test": "paths"}, of .bin and .idx pairs; null for none'
+    try:
+        splits = asdict(read_json(file, _PathsOfSplits))
+    except ValueError as error:
+        raise with_way_out(error, way_out) from None
+    words: list[str] = []
+    for name, paths in splits.items():
+        found = paths.split() if isinstance(paths, str) else paths
+        if found == []:
+            raise ValueError(f"{file}: {name}: it has no paths; {way_out}")
+        words += map(str, found or ())
+    return words
+
+
+# Flags that name a file with the paths of corpora, and what reads it.
+_LISTS_OF_CORPORA: Mapping[str, Callable[[str], list[str]]] = MappingProxyType(
+    {"data_args_path": _words_of, "per_split_data_args_path": _words_of_splits}
+)
+
+
 def _check_corpora(given: Mapping[str, Any]) -> None:
     """Raise ValueError for a corpus that is damaged. What has no index here is another kind of data, or Megatron names
-    it."""
+    it; in the file of a flag it has to be there."""
     paths = [(name, path) for name in _CORPORA for path in given.get(name) or ()]
-    list_of_paths = given.get("data_args_path")
-    if list_of_paths and os.path.isfile(list_of_paths):
-        with named_by("--data-args-path"):
-            paths += [("data_args_path", path) for path in read_text(list_of_paths).split()]
+    for name, words_in in _LISTS_OF_CORPORA.items():
+        file = given.get(name)
+        if not file or "://" in file:  # in a store that Megatron opens
+            continue
+        with named_by(flag_of(name)):
+            words = words_in(file)
+            _check_corpora_exist(file, words)
+        paths += [(name, word) for word in words]
     for name, path in paths:
         if os.path.isfile(f"{path}.idx"):
             with named_by(flag_of(name)):
                 check_corpus(path)
+
+
+def _check_corpora_exist(file: str, words: Sequence[str]) -> None:
+    for word in words:
+        if "://" in word or _is_number(word):  # in a store, or a weight
+            continue
+        if not any(os.path.exists(word + ending) for ending in ("", ".idx", ".bin")):
+            raise ValueError(
+                f"{file}: there is no corpus {word}; give the path of a .bin and .idx pair, without endings"
+            )
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
 
 
 def _require_writable(folders: Mapping[str, Any]) -> None:
