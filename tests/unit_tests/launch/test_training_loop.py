@@ -87,6 +87,39 @@ def test_a_checkpoint_of_experts_in_another_form_is_refused(saved_size, size, wa
     assert checkpoints.metadata(upstream, preloaded_state_dict=saved) == upstream.return_value
 
 
+@pytest.mark.parametrize(
+    "saved_with, flags, named",
+    [
+        ({"optimizer": "adam"}, {"optimizer": "sgd"}, "--optimizer adam"),
+        ({"optimizer": "adam"}, {"optimizer": "muon"}, "--optimizer adam"),
+        ({"optimizer": "muon"}, {"optimizer": "adam"}, "--optimizer muon"),
+        (
+            {"optimizer": "muon", "muon_scalar_optimizer": "adam"},
+            {"optimizer": "muon", "muon_scalar_optimizer": "lion"},
+            "--muon-scalar-optimizer adam",
+        ),
+        (
+            {"optimizer": "adam", "muon_scalar_optimizer": "adam"},
+            {"optimizer": "adam", "muon_scalar_optimizer": "lion"},
+            None,
+        ),
+        ({"optimizer": None}, {"optimizer": "muon"}, None),
+    ],
+)
+def test_the_state_of_another_optimizer_is_refused(saved_with, flags, named):
+    of_run = {"load": "/saved", "finetune": False, "use_distributed_optimizer": False, "num_experts": None}
+    of_run |= {"use_layer_wise_distributed_optimizer": False, "no_load_optim": False}
+    args = Namespace(**of_run, **flags)
+    saved = {"args": Namespace(**saved_with, no_save_optim=False)}
+    upstream = Mock(return_value={})
+    checkpoints = Checkpoints(lambda: args)
+    if named is not None:
+        with pytest.raises(ValueError, match=f"was saved with {named}; give that, or go on .* with --no-load-optim"):
+            checkpoints.metadata(upstream, preloaded_state_dict=saved)
+        args.no_load_optim = True
+    assert checkpoints.metadata(upstream, preloaded_state_dict=saved) == {}
+
+
 def test_a_checkpoint_at_which_megatron_exits_is_an_error():
     with pytest.raises(RuntimeError, match="cannot load /saved; what it printed last is the reason"):
         Checkpoints(lambda: Namespace(load="/saved")).load(Mock(side_effect=SystemExit))

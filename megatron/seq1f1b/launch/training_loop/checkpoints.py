@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ...process.flag_names import flag_of
 from ...process.patches import PatchTable, wrapping
 from ...process.ranks import warn_on_rank_0
 
@@ -83,18 +84,23 @@ class Checkpoints:
 
     def metadata(self, upstream: Callable, *rest: Any, preloaded_state_dict: Any, **more: Any) -> Any:
         """Raises ValueError for a checkpoint of a run with the distributed optimizer if this run is without it, or the
-        other way round, of one of Adam for SGD, and of one with experts on several ranks if this run has none
+        other way round, of one of another optimizer, and of one with experts on several ranks if this run has none
         there: the state of the optimizer is saved in another form."""
         args = self._args()
         content = upstream(*rest, preloaded_state_dict=preloaded_state_dict, **more)
         saved = preloaded_state_dict.get("args")
         if content is None or saved is None or args.no_load_optim or args.finetune or saved.no_save_optim:
             return content
-        if {getattr(saved, "optimizer", None), args.optimizer} == {"adam", "sgd"}:
-            raise ValueError(
-                f"the checkpoint in {args.load} was saved with --optimizer {saved.optimizer}; give that, or go on from "
-                "the weights with --no-load-optim"
-            )
+        names = ["optimizer"]
+        if "muon" in args.optimizer:
+            names.append("muon_scalar_optimizer")
+        for name in names:
+            saved_name = getattr(saved, name, None)
+            if saved_name not in (None, getattr(args, name, saved_name)):
+                raise ValueError(
+                    f"the checkpoint in {args.load} was saved with {flag_of(name)} {saved_name}; give that, or go on "
+                    "from the weights with --no-load-optim"
+                )
         is_saved_with = "distrib_optim_sharding_type" in content
         is_loaded_with = args.use_distributed_optimizer or args.use_layer_wise_distributed_optimizer
         if is_saved_with != is_loaded_with:
