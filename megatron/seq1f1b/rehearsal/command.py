@@ -5,6 +5,7 @@ import logging
 import multiprocessing
 import os
 import pickle
+import re
 import sys
 import tempfile
 import warnings
@@ -46,16 +47,19 @@ _LONGEST = 4000  # characters of a stage's output
 
 
 def prepare(environment: Mapping[str, str]) -> None:
-    """End the program unless it was started as one process; to be called before Megatron is imported."""
+    """Raise ValueError unless the program was started as one process, with the number of GPUs in WORLD_SIZE; to be
+    called before Megatron is imported."""
     # The cluster of the launch has the packages that this machine lacks.
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.(core|training)")
-    is_one_of_many = "TORCHELASTIC_RUN_ID" in environment or environment.get("RANK", "0") != "0"
-    size = environment.get("WORLD_SIZE", "0")
-    if is_one_of_many or not size.isdigit() or int(size) == 0:
-        raise SystemExit(
-            "error: --dry-run plays all ranks in one program; start it without torchrun, with the number of GPUs of "
-            "the real launch: WORLD_SIZE=64 python pretrain_gpt.py ... --dry-run"
-        )
+    size = environment.get("WORLD_SIZE")
+    way_out = "start it without torchrun, with the number of GPUs of the real launch: WORLD_SIZE=64 python "
+    way_out += "pretrain_gpt.py ... --dry-run"
+    if "TORCHELASTIC_RUN_ID" in environment or environment.get("RANK", "0") != "0":
+        raise ValueError(f"--dry-run plays all ranks in one program; {way_out}")
+    if size is None:
+        raise ValueError(f"--dry-run plays all ranks of WORLD_SIZE, which is not set; {way_out}")
+    if re.fullmatch("[0-9]{1,9}", size) is None or int(size) == 0:
+        raise ValueError(f"--dry-run plays all ranks of WORLD_SIZE, and {size!r} is no number of GPUs; {way_out}")
 
 
 def patches(

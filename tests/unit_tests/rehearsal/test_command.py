@@ -31,7 +31,7 @@ from unit_tests.arguments.parsed import parsed
     ids=str,
 )
 def test_a_wrong_start_ends_with_one_sentence(environment):
-    with pytest.raises(SystemExit, match="start it without torchrun, with the number of GPUs .*: WORLD_SIZE=64"):
+    with pytest.raises(ValueError, match="start it without torchrun, with the number of GPUs .*: WORLD_SIZE=64"):
         prepare(environment)
     prepare({"WORLD_SIZE": "8"})
 
