@@ -61,19 +61,41 @@ def number_type(
             number = kind(text)
             if is_valid(number):
                 return number
-        raise argparse.ArgumentTypeError(f"{text!r} is {problem}{_in_digits(text)}")
+        raise argparse.ArgumentTypeError(f"{text!r} is {problem}{_in_digits(text, kind)}")
 
     return value_of
 
 
-def _in_digits(text: str) -> str:
-    """The number that `8k`, `1m` or `1e3` stands for, as a question; empty for all else."""
+# What units behind a number stand for: in whole numbers, which are sizes of a model, and in others, which are in GB
+# where they count bytes.
+_UNITS_OF_SIZES = MappingProxyType({"k": 2**10, "m": 2**20})
+_UNITS_OF_AMOUNTS = MappingProxyType(
+    {"%": 0.01, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12, "gb": 1.0, "gib": 1.0, "gb/s": 1.0}
+)
+
+
+def _in_digits(text: str, kind: type) -> str:
+    """The number that `8k`, `1e3`, `8,192` or `4.0` stands for where it is whole, `2T`, `80GiB` or `50%` elsewhere, as
+    a question; empty for all else."""
+    meant = _meant_size(text) if kind is int else _meant_amount(text)
+    return f" (did you mean {meant}?)" if meant else ""
+
+
+def _meant_size(text: str) -> str:
     if match := re.fullmatch("([0-9]+)([km])", text, re.IGNORECASE):
-        unit = 1024 if match[2].lower() == "k" else 1024**2
-        return f" (did you mean {int(match[1]) * unit}?)"
-    if re.fullmatch("[0-9.]+e[0-9]", text, re.IGNORECASE) and float(text).is_integer():
-        return f" (did you mean {float(text):.0f}?)"
+        return str(int(match[1]) * _UNITS_OF_SIZES[match[2].lower()])
+    if re.fullmatch("[0-9]{1,3}(,[0-9]{3})+", text):
+        return text.replace(",", "")
+    if re.fullmatch(r"[0-9.]+e[0-9]|[0-9]+\.0*", text, re.IGNORECASE) and float(text).is_integer():
+        return f"{float(text):.0f}"
     return ""
+
+
+def _meant_amount(text: str) -> str:
+    match = re.fullmatch(r"([0-9]*\.?[0-9]+) ?([a-z/]+|%)", text, re.IGNORECASE)
+    if match is None or match[2].lower() not in _UNITS_OF_AMOUNTS:
+        return ""
+    return f"{float(match[1]) * _UNITS_OF_AMOUNTS[match[2].lower()]:g}"
 
 
 def given_path(text: str) -> Path:
@@ -304,17 +326,24 @@ def refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
         if not unknown:
             raise ValueError("an argument is empty; is a variable of the shell not set?")
         near = did_you_mean(unknown, parser._option_string_actions) or _behind(unknown)
-    elif number := re.search(r"invalid (?:int|float) value: '(.+)'$", message):
-        message += _in_digits(number[1])
+        if not near:
+            message += f"; {parser.prog} --help lists the flags"
+    elif number := re.search(r"invalid (int|float) value: '(.+)'$", message):
+        message += _in_digits(number[2], int if number[1] == "int" else float)
     elif choice := re.search(r"invalid choice: '(.+?)' \(choose from (.+)\)", message):
         near = did_you_mean(choice[1], re.findall(r"[^', ]+", choice[2]))
     raise ValueError(f"{message} ({near})" if near else message)
 
 
 def _behind(word: str) -> str:
-    """Where the first such word of the command line stands that belongs to no flag; empty if it is itself one."""
-    before = sys.argv[sys.argv.index(word) - 1] if word in sys.argv[1:] else ""
-    return f"behind {before}" if before.startswith("--") and not word.startswith("-") else ""
+    """Where the first such word of the command line stands that belongs to no flag: behind which flag and its value;
+    empty if it is itself a flag, or if there is none."""
+    words = sys.argv[1:]
+    if word.startswith("-") or word not in words:
+        return ""
+    before = words[: words.index(word)]
+    flags = [place for place, earlier in enumerate(before) if earlier.startswith("--")]
+    return f"behind {' '.join(before[flags[-1] :])}" if flags else ""
 
 
 def check_needed(args: argparse.Namespace) -> None:

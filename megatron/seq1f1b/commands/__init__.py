@@ -72,7 +72,7 @@ def _run_command(words: list[str]) -> int | None:
     if name == "--print-completion":
         return _module("completion").main(words)
     if name not in COMMANDS:
-        way_out = did_you_mean(name, COMMANDS) or f"it has {', '.join(COMMANDS)}"
+        way_out = did_you_mean(name, [*COMMANDS, "--help", "--version"]) or f"it has {', '.join(COMMANDS)}"
         say(f"seq1f1b has no command {name!r}; {way_out}")
         return 2
     sys.argv[0] = f"seq1f1b {name}"  # for --help

@@ -71,7 +71,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def asked_cells(args: argparse.Namespace, machine: Machine) -> list[CellQuestion]:
     """The cells that the flags ask for."""
-    batches = sorted({max(1, round(tokens / args.seq_length)) for tokens in args.tokens})
+    if min(args.tokens) < args.seq_length:
+        raise ValueError(
+            f"--tokens {min(args.tokens):g} is a step of less than one sequence of --seq-length {args.seq_length}; "
+            "give more, such as 4e6"
+        )
+    batches = sorted({round(tokens / args.seq_length) for tokens in args.tokens})
     if batches[-1] > MOST_SEQUENCES:
         raise ValueError(
             f"--tokens {max(args.tokens):g} is a step of {batches[-1]:,} sequences of --seq-length {args.seq_length}; "

@@ -134,7 +134,7 @@ def output_path(*endings: str) -> Callable[[str], Path]:
 
     def path_of(text: str) -> Path:
         path = Path(text)
-        if not path.name.endswith(endings):
+        if not path.name.endswith(endings) or path.name in endings:
             raise argparse.ArgumentTypeError(f"{path}: expected a name that ends in {', '.join(endings)}")
         is_new = not path.exists()
         if not is_new and not path.is_file():  # a file would take its place; to open a pipe may take for ever

@@ -15,6 +15,7 @@ has ZB-2p, DualPipe and others.
 # Tested in commands/test_schedule_commands.py.
 
 import argparse
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from math import inf
 from typing import Any, NamedTuple
@@ -165,7 +166,13 @@ def _given_step(args: argparse.Namespace) -> _Step:
     costs, copy_time = read_costs(shape, text)
     family = args.pipeline_schedule or "1f1b"
     has_pairs = bool(args.overlap_moe_expert_parallel_comm)
-    built = build(family, shape, costs, args.memory_limit, has_pairs)
+    place: AbstractContextManager[None] = nullcontext()
+    if has_pairs:
+        place = named_by("--overlap-moe-expert-parallel-comm:")
+    elif args.memory_limit is not None:
+        place = named_by(f"--memory-limit {args.memory_limit:g}:")
+    with place:
+        built = build(family, shape, costs, args.memory_limit, has_pairs)
     return _Step(moved(built, args.offload_activations or 0.0), costs, copy_time)
 
 
@@ -183,7 +190,7 @@ def _simulated(args: argparse.Namespace, step: _Step) -> Timeline:
     name = own.name if own else args.pipeline_schedule or "1f1b"
     if args.overlap_moe_expert_parallel_comm:
         name += " in pairs"
-    return replace(timeline, meta={"schedule": name, "costs": text})
+    return replace(timeline, meta={"schedule": name, "costs": text}, time_unit="")  # --costs has no unit
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -124,6 +124,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     law = LAWS[args.critical_batch_law]
     parameters = parameters_of_model(model)
     largest = law.largest(parameters, args.tokens)
+    if largest < args.seq_length:
+        raise ValueError(
+            f"--tokens {args.tokens:g} allows a step of {largest:,.0f} tokens, less than one sequence of --seq-length "
+            f"{args.seq_length}; give more tokens, or shorter sequences"
+        )
     if largest / args.seq_length > MOST_SEQUENCES:
         raise ValueError(
             f"--tokens {args.tokens:g} allows a step of {largest / args.seq_length:,.0f} sequences of --seq-length "

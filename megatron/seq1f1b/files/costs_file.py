@@ -34,10 +34,13 @@ def read_costs(shape: Shape, text: str) -> tuple[Costs, float | None]:
         costs = read_json(text, _Costs)
     else:
         named: dict[str, Any] = {}
-        for name, _, number in (part.partition("=") for part in text.split(",")):
-            if name.strip() in named:
-                raise ValueError(f"--costs {text}: {name.strip()!r} is given twice")
-            named[name.strip()] = number.strip()
+        for part in text.split(","):
+            name, equals, number = (word.strip() for word in part.partition("="))
+            if not equals:
+                raise ValueError(f"--costs {text}: {name!r} has no value; write names with numbers, as in f=1,i=1,w=1")
+            if name in named:
+                raise ValueError(f"--costs {text}: {name!r} is given twice")
+            named[name] = number
         costs = converted(f"--costs {text}", named, _Costs, is_text=True)
     given = {name: value for name, value in structs.asdict(costs).items() if name != "move" and value is not UNSET}
     try:

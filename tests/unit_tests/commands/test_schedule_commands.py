@@ -58,6 +58,7 @@ def test_moves_to_the_host_have_spans_of_their_own(tmp_path):
     own = ["--pipeline-schedule-file", tmp_path / "a.csv", *words[len(SIZES) : -2]]
     assert seq1f1b("plot", *own, "--output", tmp_path / "b.json") == 0
     timeline = read_timeline(tmp_path / "a.json")
+    assert timeline.time_unit == "", "--costs has none"
     assert read_timeline(tmp_path / "b.json").ranks == timeline.ranks
     moves = [span for rank in timeline.ranks for span in rank if span.action.kind in MOVE_KINDS]
     assert moves and {round(span.end - span.start, 9) for span in moves} == {0.5}
