@@ -310,6 +310,7 @@ def paper_flops(model: ModelShape) -> PaperFlops:
     return PaperFlops(per_token, per_pair)
 
 
+@lru_cache
 def model_flops(model: ModelShape, sequence_length: int, batch: int) -> float:
     """FLOPs of `batch` sequences, forward and backward, without what is computed again."""
     layers = [*range(model.num_layers), *[model.num_layers - 1] * model.prediction_depth]

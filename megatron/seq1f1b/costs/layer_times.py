@@ -93,7 +93,7 @@ def layer_time(setup: TrainingSetup, machine: Machine, start: int, end: int, lay
     """The time of the tokens [start, end) of a micro-batch on a layer, without recomputation. Raises ValueError for an
     unknown layer."""
     blocks = setup.blocks(layer)
-    forward, back, weight = _dense_time(setup, machine, blocks, start, end, layer)
+    forward, back, weight = _dense_time_of_layer(setup.dense_setup, machine, start, end, layer)
     # Products that add to gradients also read and write these.
     weight = max(weight, machine.device.moving_time(2 * setup.gradient_bytes * setup.layer_parameters(layer).dense))
     # Tensor-parallel collectives run beside products of weight gradients, or beside all with --tp-comm-overlap.
@@ -116,6 +116,12 @@ def layer_times(setup: TrainingSetup, machine: Machine, layer: int) -> tuple[Lay
 def _layer_times(setup: TrainingSetup, machine: Machine, layer: int) -> tuple[LayerTime, ...]:
     """All recomputations share these."""
     return tuple(layer_time(setup, machine, *span, layer) for span in setup.spans)
+
+
+@lru_cache(maxsize=1 << 15)
+def _dense_time_of_layer(setup: TrainingSetup, machine: Machine, start: int, end: int, layer: int) -> LayerTime:
+    """`_dense_time` of all blocks of a layer; set-ups that differ in their experts share it."""
+    return _dense_time(setup, machine, setup.blocks(layer), start, end, layer)
 
 
 def _dense_time(

@@ -58,6 +58,18 @@ def _seconds_of_layer(setup: TrainingSetup, machine: Machine, layer: int) -> tup
     return tuple(Seconds(time.forward.total, time.input.total, time.weight) for time in times)
 
 
+@lru_cache(maxsize=8192)
+def _seconds_of_embedding(setup: TrainingSetup, machine: Machine) -> tuple[Seconds, ...]:
+    """The seconds of the embedding, by segment."""
+    return tuple(embedding_time(setup, machine, *span) for span in setup.spans)
+
+
+@lru_cache(maxsize=8192)
+def _seconds_of_head(setup: TrainingSetup, machine: Machine) -> tuple[Seconds, ...]:
+    """The seconds of the projection to the vocabulary and the loss, by segment."""
+    return tuple(head_time(setup, machine, *span) for span in setup.spans)
+
+
 def launch_times(setup: TrainingSetup, machine: Machine, stage: StageLayers) -> BothPasses:
     """What the host needs for the kernels of a stage; graphs take it no time."""
     num_layers = 0 if setup.replays_layers else sum(count for _, count in stage.layers)
@@ -110,52 +122,61 @@ class _Passes(NamedTuple):
 
 def _passes_of_stage(setup: TrainingSetup, machine: Machine, stage: StageLayers) -> Iterator[_Passes]:
     """The passes of each segment, without what the host needs for an action."""
-    num_layers = sum(count for _, count in stage.layers)
-    of_layers = [(count, _seconds_of_layer(setup, machine, layer)) for layer, count in stage.layers]
+    parts = [(count, _seconds_of_layer(setup, machine, layer)) for layer, count in stage.layers]
+    if stage.is_first:
+        parts.append((1, _seconds_of_embedding(setup.activation_setup, machine)))
+    if stage.is_last:
+        parts.append((1, _seconds_of_head(setup.activation_setup, machine)))
     launching = launch_times(setup, machine, stage)
-    # Sharded parameters are gathered in both directions, and sharded gradients reduced, beside compute.
-    reduce = gather = 0.0
-    if setup.shards_gradients:
-        reduce, gather = replica_times(setup, machine, setup.stage_parameters(stage))
-    if not setup.shards_parameters:
-        gather = 0.0
+    collectives = _collectives_of_stage(setup, machine, stage)
     for index, span in enumerate(setup.spans):
         forward = back = weight = 0.0
-        for count, of_segments in of_layers:
+        for count, of_segments in parts:
             seconds = of_segments[index]
             forward += count * seconds.forward
             back += count * seconds.input
             weight += count * seconds.weight
-        ends = []
-        if stage.is_first:
-            ends.append(embedding_time(setup, machine, *span))
-        if stage.is_last:
-            ends.append(head_time(setup, machine, *span))
-        for seconds in ends:
-            forward += seconds.forward
-            back += seconds.input
-            weight += seconds.weight
-        copied = stage_moved(setup, stage, *span) if setup.moves_parts else 0.0
-        copying = copied / machine.device.host_bandwidth if copied else 0.0
-        # A forward waits for the copies of all layers but the last two, which may be on their way at its end; for those
-        # of whole layers, all: Transformer Engine frees a layer only when it has moved.
-        on_their_way = 0.0 if setup.moves is Moves.LAYERS else min(1.0, 2 / max(1, num_layers))
-        leaving = copying * (1 - on_their_way)
+        copies = _copies_of_stage(setup, machine, stage, span)
         yield _Passes(
             forward=_Work(
                 compute=forward,
                 launches=launching.forward,
-                copies=leaving,
-                collectives=gather,
+                copies=copies.forward,
+                collectives=collectives.forward,
             ),
             backward=_Work(
                 compute=back + weight,
                 launches=launching.backward,
-                copies=copying,
-                collectives=gather + reduce,
+                copies=copies.backward,
+                collectives=collectives.backward,
             ),
             weight=weight,
         )
+
+
+def _collectives_of_stage(setup: TrainingSetup, machine: Machine, stage: StageLayers) -> BothPasses:
+    """Seconds in which sharded parameters are gathered, in both directions, and sharded gradients reduced."""
+    if not setup.shards_gradients:
+        return BothPasses(0.0, 0.0)
+    reduce, gather = replica_times(setup, machine, setup.stage_parameters(stage))
+    if not setup.shards_parameters:
+        gather = 0.0
+    return BothPasses(gather, gather + reduce)
+
+
+def _copies_of_stage(
+    setup: TrainingSetup, machine: Machine, stage: StageLayers, span: tuple[int, int]
+) -> BothPasses:
+    """Seconds of the copies that a segment waits for, of what Megatron moves of every unit. A forward waits for those of
+    all layers but the last two, which may be on their way at its end; for those of whole layers, all: Transformer
+    Engine frees a layer only when it has moved."""
+    copied = stage_moved(setup, stage, *span) if setup.moves_parts else 0.0
+    if not copied:
+        return BothPasses(0.0, 0.0)
+    copying = copied / machine.device.host_bandwidth
+    num_layers = sum(count for _, count in stage.layers)
+    on_their_way = 0.0 if setup.moves is Moves.LAYERS else min(1.0, 2 / max(1, num_layers))
+    return BothPasses(copying * (1 - on_their_way), copying)
 
 
 @lru_cache(maxsize=1 << 14)
@@ -199,16 +220,67 @@ class StageSums(NamedTuple):
 def sums_of_stage(setup: TrainingSetup, machine: Machine, stage: StageLayers) -> StageSums:
     """The sums over the segments of a stage. The longest entry is a lower bound for every cut into as many segments: in
     another cut the device may compute longer than the host launches in all segments, here in some."""
-    passes = [*_passes_of_stage(setup, machine, stage)]
-    actions = len(passes) * machine.host.action
-
-    def summed(works: Sequence[_Work]) -> Row:
-        return tuple(sum(seconds) + actions for seconds in zip(*works, strict=True))
-
+    parts = [(count, _sum_of_layer(setup, machine, layer)) for layer, count in stage.layers]
+    if stage.is_first:
+        parts.append((1, _sum_of_embedding(setup.activation_setup, machine)))
+    if stage.is_last:
+        parts.append((1, _sum_of_head(setup.activation_setup, machine)))
+    forward = backward = 0.0
+    for count, seconds in parts:
+        forward += count * seconds.forward
+        backward += count * (seconds.input + seconds.weight)
+    launching = launch_times(setup, machine, stage)
+    collectives = _collectives_of_stage(setup, machine, stage)
+    copies_forward = copies_backward = 0.0
+    if setup.moves_parts:
+        for span in setup.spans:
+            copies = _copies_of_stage(setup, machine, stage, span)
+            copies_forward += copies.forward
+            copies_backward += copies.backward
+    segments = len(setup.segments)
+    actions = segments * machine.host.action
     return StageSums(
-        forward=summed([of_segment.forward for of_segment in passes]),
-        backward=summed([of_segment.backward for of_segment in passes]),
+        forward=(
+            actions + forward,
+            actions + segments * launching.forward,
+            actions + copies_forward,
+            actions + segments * collectives.forward,
+        ),
+        backward=(
+            actions + backward,
+            actions + segments * launching.backward,
+            actions + copies_backward,
+            actions + segments * collectives.backward,
+        ),
     )
+
+
+@lru_cache(maxsize=1 << 14)
+def _sum_of_layer(setup: TrainingSetup, machine: Machine, layer: int) -> Seconds:
+    """The seconds of all segments in a layer; stages share them."""
+    return _summed(_seconds_of_layer(setup, machine, layer))
+
+
+@lru_cache(maxsize=1 << 14)
+def _sum_of_embedding(setup: TrainingSetup, machine: Machine) -> Seconds:
+    return _summed(_seconds_of_embedding(setup, machine))
+
+
+@lru_cache(maxsize=1 << 14)
+def _sum_of_head(setup: TrainingSetup, machine: Machine) -> Seconds:
+    return _summed(_seconds_of_head(setup, machine))
+
+
+def _summed(of_segments: Iterable[Seconds]) -> Seconds:
+    return Seconds(*map(sum, zip(*of_segments, strict=True)))
+
+
+@lru_cache(maxsize=1 << 15)
+def first_passes(setup: TrainingSetup, machine: Machine, stage: StageLayers) -> BothPasses:
+    """Seconds of the forward and of the backward of the first segment on a stage."""
+    first = next(_passes_of_stage(setup, machine, stage))
+    action = machine.host.action
+    return BothPasses(max(first.forward) + action, max(first.backward) + action)
 
 
 def stage_rows(setup: TrainingSetup, machine: Machine) -> Sequence[StageRows]:

@@ -334,6 +334,34 @@ class TrainingSetup:
         return found
 
     @cached_property
+    def dense_setup(self) -> Self:
+        """As `layer_setup`, with a fixed value of all that does not matter to the time of a layer's dense blocks."""
+        alike = self.activation_setup.but(recompute="none", recomputed_share=1.0, keeps_logits=False, fuses_loss=False)
+        found: Self = _shared(alike)
+        return found
+
+    @cached_property
+    def activation_setup(self) -> Self:
+        """As `layer_setup`, with a fixed value of all that does not matter to the activations that units keep if none
+        of them move, nor to the embedding and the loss."""
+        alike = self.layer_setup.but(
+            data_parallel=1,
+            expert_parallel=1,
+            fsdp=Fsdp.OFF,
+            family="1f1b",
+            partitions_state=False,
+            dispatches_once=False,
+            hides_experts=False,
+            hides_tensor_exchange=False,
+            replays_layers=False,
+            offloads=0.0,
+            moves=Moves.UNITS,
+            parts=tuple(part.activation_setup for part in self.parts),
+        )
+        found: Self = _shared(alike)
+        return found
+
+    @cached_property
     def state_setup(self) -> Self:
         """As `layer_setup`, with a fixed value of all that does not matter to parameters, gradients and the optimizer
         of ranks."""

@@ -11,8 +11,8 @@ from ..costs.machine import Machine, without_tiles
 from ..costs.pair_times import pair_times
 from ..costs.rank_without_messages import seconds_without_messages
 from ..costs.simulator import is_extended
-from ..costs.stage_times import rows_of_stages, step_costs, step_end, sums_of_stage
-from ..costs.training_setup import TrainingSetup, of_stages
+from ..costs.stage_times import first_passes, rows_of_stages, step_costs, step_end, sums_of_stage
+from ..costs.training_setup import TrainingSetup, of_stages, stages_of
 from ..schedule import Placement
 from .pair_bounds import most_hidden
 from .rank_ends import CopyTimes, rank_ends
@@ -68,12 +68,15 @@ def least_compute_of_ranks(
     layer_setup: TrainingSetup, machine: Machine, placement: Placement, layers_per_stage: tuple[int, ...]
 ) -> Sequence[_RankCompute]:
     """Seconds at least for every cut into as many segments, by an even one: no first segment is shorter there."""
-    of_ranks = _compute_by_placement(layer_setup, machine, placement, layers_per_stage)
-    least = of_stages(
-        layer_setup.model, layers_per_stage, lambda stage: sum(map(max, sums_of_stage(layer_setup, machine, stage)))
-    )
-    works = [sum(least[stage] for stage in placement.stages_of(rank)) for rank in range(placement.num_ranks)]
-    return [compute._replace(work=work) for compute, work in zip(of_ranks, works, strict=True)]
+    model = layer_setup.model
+    works = of_stages(model, layers_per_stage, lambda stage: sum(map(max, sums_of_stage(layer_setup, machine, stage))))
+    stages = stages_of(model, layers_per_stage)
+    found = []
+    for rank in range(placement.num_ranks):
+        of_rank = placement.stages_of(rank)
+        first = first_passes(layer_setup, machine, stages[of_rank[0]])
+        found.append(_RankCompute(sum(works[stage] for stage in of_rank), first.forward, first.backward))
+    return found
 
 
 def _least_step(

@@ -32,8 +32,8 @@ def may_fit(sizes: TrainingSetup, question: Question, segments: int, splits: boo
     the state under `breadth-first` alone, which runs all forwards before the first backward, and moves nothing
     either."""
     device, host, _ = question.budget
-    layer_setup = sizes.layer_setup
-    kept = sum(_kept(layer_setup, layer_setup.stages[0], segments)) / sizes.pipeline_parallel
+    activation_setup = sizes.activation_setup
+    kept = sum(_kept(activation_setup, activation_setup.stages[0], segments)) / sizes.pipeline_parallel
     state = _mean_state(sizes)
     if state <= device and state + kept <= device + (0.0 if splits else host):
         return True
@@ -77,10 +77,10 @@ def _least_bytes_of_others(setup: TrainingSetup, segments: float) -> float:
 
 def least_on_device(setup: TrainingSetup, segments: int, by_layer: bool) -> float:
     """A lower bound on the device of the fullest rank, whatever moves to its host: units as a whole, or `by_layer`."""
-    layer_setup = setup.layer_setup
+    activation_setup = setup.activation_setup
     of_ranks = []
     for rank in _states(setup.state_setup).ranks:
-        at_work = max(_at_work(layer_setup, stage, segments, by_layer) for stage in set(rank.stages))
+        at_work = max(_at_work(activation_setup, stage, segments, by_layer) for stage in set(rank.stages))
         of_ranks.append(rank.state + at_work)
     return max(of_ranks)
 
@@ -129,9 +129,9 @@ def _least_parts_of(setup: TrainingSetup, segments: float) -> _LeastParts:
 @lru_cache(maxsize=1 << 16)
 def _least_parts(setup: TrainingSetup, segments: float) -> _LeastParts:
     states = _states(setup.state_setup)
-    layer_setup = setup.layer_setup
+    activation_setup = setup.activation_setup
     stages = set(chain.from_iterable(rank.stages for rank in states.ranks))
-    kept = {stage: _kept(layer_setup, stage, segments) for stage in stages}
+    kept = {stage: _kept(activation_setup, stage, segments) for stage in stages}
     ranks = []
     for number, of_rank, state in states.ranks:
         ranks.append(_RankParts(number, state, tuple(kept[stage] for stage in of_rank)))
@@ -152,25 +152,24 @@ def _states(setup: TrainingSetup) -> _States:
 
 
 @lru_cache(maxsize=1 << 16)
-def _kept(layer_setup: TrainingSetup, stage: StageLayers, segments: float) -> tuple[float, ...]:
+def _kept(activation_setup: TrainingSetup, stage: StageLayers, segments: float) -> tuple[float, ...]:
     """What the units of a micro-batch keep on a stage in an even cut: its first units have no fewer tokens in any other
     cut. If `segments` is inf it is not cut; 0 where it cannot be."""
-    stays = layer_setup.but(offloads=0.0)
     if segments == inf:
-        return (float(unit_bytes(stays.but(segments=()), stage).sum()),)
-    evenly = evenly_cut(stays, int(segments))
+        return (float(unit_bytes(activation_setup.but(segments=()), stage).sum()),)
+    evenly = evenly_cut(activation_setup, int(segments))
     if evenly is None:
         return (0.0,) * int(segments)
     return tuple(unit_bytes(evenly, stage).sum(axis=1).tolist())
 
 
 @lru_cache(maxsize=1 << 16)
-def _at_work(layer_setup: TrainingSetup, stage: StageLayers, segments: int, by_layer: bool) -> float:
+def _at_work(activation_setup: TrainingSetup, stage: StageLayers, segments: int, by_layer: bool) -> float:
     """What a device has at least while backwards of a stage run: the gradients of the keys and values of all earlier
     segments, and either these keys and values, when the last segment is through, or what the first segment computes
     with, and keeps: the whole unit, or its keys and values, if units move `by_layer`. As in `_kept` an even cut has the
     fewest bytes."""
-    evenly = evenly_cut(layer_setup.but(offloads=0.0), segments)
+    evenly = evenly_cut(activation_setup, segments)
     if evenly is None:
         return 0.0
     gradients = sum(count * layer_keys_values_gradients(evenly, layer) for layer, count in stage.layers)

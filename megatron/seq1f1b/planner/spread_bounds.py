@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ..costs.machine import Machine
 from ..costs.pair_times import pair_row
-from ..costs.stage_times import rows_of_stage, step_end, sums_of_stage
+from ..costs.stage_times import first_passes, step_end, sums_of_stage
 from ..costs.training_setup import Fsdp, StageLayers, TrainingSetup, splits_backward, stages_of
 from ..schedule import Placement
 from .bounds import least_compute_of_ranks, of_any_cut
@@ -86,8 +86,8 @@ def _least_passing(layer_setup: TrainingSetup, machine: Machine, segments: int, 
         return 0.0
     passing = []
     for layer, _ in evenly.stages[0].layers:
-        f, i, w = rows_of_stage(evenly, of_any_cut(machine, segments), StageLayers.of_layer(layer))
-        passing.append(_passing(f[0], i[0] + w[0], splits))
+        first = first_passes(evenly, of_any_cut(machine, segments), StageLayers.of_layer(layer))
+        passing.append(_passing(first.forward, first.backward, splits))
     return min(passing)
 
 
