@@ -325,27 +325,29 @@ def unit_bytes(setup: TrainingSetup, stage: StageLayers, holds: Holds = Holds.AC
         # The last segment takes the keys and values of all along.
         sizes[-1, Use.KEYS_VALUES] -= sizes[:, Use.KEYS_VALUES].sum()
         return sizes
-    for segment, (start, end) in enumerate(setup.spans):
-        if stage.is_last:
+    if stage.is_last:
+        for segment, (start, end) in enumerate(setup.spans):
             of_head = head_kept(setup, end - start, for_weights=holds is Holds.FOR_WEIGHTS)
             sizes[segment, Use.ACTIVATIONS] = of_head.hidden_states
             sizes[segment, Use.LOGITS] = of_head.loss
-        for layer, count in stage.layers:
-            for use, size in _layer_kept(setup.layer_setup, layer, start, end, holds).items():
-                sizes[segment, use] += count * size
+    for layer, count in stage.layers:
+        sizes += count * _layer_kept(setup.layer_setup, layer, holds)
     return sizes
 
 
-@lru_cache(maxsize=1 << 16)
-def _layer_kept(setup: TrainingSetup, layer: int, start: int, end: int, holds: Holds) -> dict[Use, float]:
-    if holds is Holds.FOR_WEIGHTS:
-        return {Use.ACTIVATIONS: layer_kept_for_weights(setup, layer, start, end)}
-    moved = layer_moved(setup, layer, start, end)
-    return {
-        Use.ACTIVATIONS: layer_activation(setup, layer, start, end) - moved.activations,
-        Use.KEYS_VALUES: layer_keys_values(setup, layer, start, end) - moved.keys_values,
-        Use.STATES: layer_state(setup, layer) if end < setup.sequence_length else 0.0,
-    }
+@lru_cache(maxsize=1 << 14)
+def _layer_kept(setup: TrainingSetup, layer: int, holds: Holds) -> Sizes:
+    """What the units of a layer keep while they hold this. [segments, _KEPT_USES]."""
+    sizes = np.zeros((len(setup.segments), len(_KEPT_USES)))
+    for segment, (start, end) in enumerate(setup.spans):
+        if holds is Holds.FOR_WEIGHTS:
+            sizes[segment, Use.ACTIVATIONS] = layer_kept_for_weights(setup, layer, start, end)
+            continue
+        moved = layer_moved(setup, layer, start, end)
+        sizes[segment, Use.ACTIVATIONS] = layer_activation(setup, layer, start, end) - moved.activations
+        sizes[segment, Use.KEYS_VALUES] = layer_keys_values(setup, layer, start, end) - moved.keys_values
+        sizes[segment, Use.STATES] = layer_state(setup, layer) if end < setup.sequence_length else 0.0
+    return sizes
 
 
 @lru_cache(maxsize=1024)

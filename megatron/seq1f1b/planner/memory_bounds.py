@@ -122,14 +122,12 @@ class _LeastParts(NamedTuple):
 
 
 def _least_parts_of(setup: TrainingSetup, segments: float) -> _LeastParts:
-    # Whole states are all alike.
-    return _least_parts(setup if setup.partitions_state else setup.but(family="1f1b"), segments)
+    return _least_parts(setup.state_setup, setup.activation_setup, segments)
 
 
 @lru_cache(maxsize=1 << 16)
-def _least_parts(setup: TrainingSetup, segments: float) -> _LeastParts:
-    states = _states(setup.state_setup)
-    activation_setup = setup.activation_setup
+def _least_parts(state_setup: TrainingSetup, activation_setup: TrainingSetup, segments: float) -> _LeastParts:
+    states = _states(state_setup)
     stages = set(chain.from_iterable(rank.stages for rank in states.ranks))
     kept = {stage: _kept(activation_setup, stage, segments) for stage in stages}
     ranks = []

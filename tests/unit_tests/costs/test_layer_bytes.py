@@ -153,8 +153,8 @@ def test_of_layers_recomputed_in_part_the_rest_is_kept():
 
 
 def test_context_parallel_ranks_share_heads_of_segments():
-    layer_setup = replace(PLAIN, tensor_parallel=1)  # four KV heads
-    setups = [replace(layer_setup, context_parallel=size) for size in (1, 2, 4, 16)]
+    on_one_rank = replace(PLAIN, tensor_parallel=1)  # four KV heads
+    setups = [replace(on_one_rank, context_parallel=size) for size in (1, 2, 4, 16)]
     sizes = [layer_keys_values(each, 0, 0, LENGTH // 4) for each in setups]
     assert sizes == [sizes[0] / shares for shares in (1, 2, 4, 4)]
     assert layer_keys_values(replace(setups[3], segments=(LENGTH,)), 0, 0, LENGTH) == sizes[0] / 16

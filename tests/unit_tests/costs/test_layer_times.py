@@ -358,14 +358,14 @@ def test_presets_have_the_published_sizes_and_costs(name):
 def test_one_expert_for_all_tokens_is_a_feed_forward_block():
     """A single expert that every token goes through computes what a dense layer does, and leaves as much to W."""
     dense = replace(MIXTRAL.model, experts=None, expert_layers=())
-    layer_setup = replace(MIXTRAL.model, experts=Experts(1, 1, MIXTRAL.model.ffn_hidden_size))
-    setups = [replace(MIXTRAL, model=model, expert_parallel=1) for model in (dense, layer_setup)]
+    one_expert = replace(MIXTRAL.model, experts=Experts(1, 1, MIXTRAL.model.ffn_hidden_size))
+    setups = [replace(MIXTRAL, model=model, expert_parallel=1) for model in (dense, one_expert)]
     times = [layer_time(setup, MACHINE, 0, 8192) for setup in setups]
     assert times[1].forward.matmul == pytest.approx(times[0].forward.matmul, rel=0.01)
     assert times[1].weight == pytest.approx(times[0].weight, rel=0.01)
     kept = [layer_kept_for_weights(setup, 0, 0, 8192) for setup in setups]
     assert kept[1] == kept[0] < layer_activation(setups[1], 0, 0, 8192)
-    planned = [analytic_costs(model, (32,), MACHINE.device)[0].weight(0, 8192) for model in (dense, layer_setup)]
+    planned = [analytic_costs(model, (32,), MACHINE.device)[0].weight(0, 8192) for model in (dense, one_expert)]
     assert planned[1] == pytest.approx(planned[0], rel=0.01)
 
 
@@ -391,8 +391,8 @@ def test_experts_computed_again_cost_a_forward_of_theirs():
     setup, residual = replace(none, recompute="moe"), 2 * 8192 * none.model.hidden_size
     assert [repeated_time(each, MACHINE, 0, 8192, layer) for each, layer in ((none, 9), (setup, 0))] == [0, 0]
     assert layer_activation(setup, 0, 0, 8192) == layer_activation(none, 0, 0, 8192)
-    layer_setup = replace(none.model, num_layers=1, pattern="E")
-    of_experts, again = (replace(each, model=layer_setup, layers_per_stage=()) for each in (none, setup))
+    experts_alone = replace(none.model, num_layers=1, pattern="E")
+    of_experts, again = (replace(each, model=experts_alone, layers_per_stage=()) for each in (none, setup))
     assert layer_activation(again, 0, 0, 8192) == 2 * residual < 0.15 * layer_activation(of_experts, 0, 0, 8192)
     moving = replace(again, offloads=1.0, moves=Moves.MODULES)
     assert layer_moved(moving, 0, 0, 8192) == (residual, 0)

@@ -81,10 +81,10 @@ def test_tokens_travel_once_more_to_repeated_experts():
 
 @pytest.mark.parametrize("microbatches", [1, 2, 5])
 def test_without_a_pipeline_all_but_one_unit_is_in_a_pair(microbatches):
-    layer_setup = replace(MIXTURE, num_microbatches=microbatches)
-    shown, hidden = (predict(replace(layer_setup, hides_experts=hides), MACHINE) for hides in (False, True))
+    mixture = replace(MIXTURE, num_microbatches=microbatches)
+    shown, hidden = (predict(replace(mixture, hides_experts=hides), MACHINE) for hides in (False, True))
     saved = shown.seconds - hidden.seconds
-    ((forward, backward),) = pair_times(layer_setup, MACHINE).most_hidden
+    ((forward, backward),) = pair_times(mixture, MACHINE).most_hidden
     assert saved == pytest.approx((microbatches - 1) * (forward[0] + backward[0]))
 
 

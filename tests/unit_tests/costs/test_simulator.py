@@ -111,11 +111,11 @@ def test_full_recomputation_costs_time_and_saves_memory():
 
 
 def test_the_sharded_optimizer_takes_its_part_only():
-    layer_setup, sharded = (
+    whole, sharded = (
         predict(replace(SETUP, data_parallel=4, distributed_optimizer=flag), MACHINE) for flag in (False, True)
     )
-    assert sharded.memory[0].optimizer == pytest.approx(layer_setup.memory[0].optimizer / 4)
-    assert sharded.ends[0].update < layer_setup.ends[0].update
+    assert sharded.memory[0].optimizer == pytest.approx(whole.memory[0].optimizer / 4)
+    assert sharded.ends[0].update < whole.ends[0].update
 
 
 def measured(family, shape, costs):

@@ -157,8 +157,8 @@ def test_units_of_experts_run_beside_each_other():
     found = search(HISTOGRAM, model=MIXTURE, machine=apart, global_batch_size=64)
     plain = candidate(found, 2048, (1, 1, 2, 2), expert_parallel=2)
     paired = replace(plain, setup=replace(plain.setup, hides_experts=True))
-    layer_setup, beside = map(found.predict, (plain, paired))
-    assert beside.seconds < 0.98 * layer_setup.seconds and beside.memory_gib > layer_setup.memory_gib
+    alone, beside = map(found.predict, (plain, paired))
+    assert beside.seconds < 0.98 * alone.seconds and beside.memory_gib > alone.memory_gib
     bounds = found.bounds(paired)
     for orders, of_step in zip(found.packed(paired).steps, beside.steps, strict=True):
         compute = max(bounds.by_compute(paired.setup, order) for order in orders)
