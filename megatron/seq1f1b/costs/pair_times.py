@@ -115,7 +115,7 @@ def pair_row(setup: TrainingSetup, machine: Machine, stage: StageLayers) -> Pair
         of_parts = [pair_row(part.layer_setup, machine, stage) for part in setup.parts]
         return PairRow(*joined_rows(of_parts))
     hidden = machine.device.hidden_exchange
-    of_layers = [(count, layer_times(setup, machine, layer)) for layer, count in stage.layers]
+    of_layers = [(count, _overlaps_of_layer(setup, machine, layer)) for layer, count in stage.layers]
     launching = launch_times(setup, machine, stage)
     launch_f = launching.forward + machine.host.action
     launch_b = launching.backward + machine.host.action
@@ -123,17 +123,45 @@ def pair_row(setup: TrainingSetup, machine: Machine, stage: StageLayers) -> Pair
     waits_again = waits if setup.repeats("E") else 0.0
     rows: dict[str, list[float]] = {name: [] for name in PairRow._fields}
     for segment, (f, i, w) in enumerate(zip(*rows_of_stage(setup, machine, stage), strict=True)):
-        times = [(count, of_segments[segment]) for count, of_segments in of_layers]
-        exchange_f = sum(count * time.forward.dispatch for count, time in times)
-        exchange_b = sum(count * _exchanged_back(setup, time) for count, time in times)
+        exchange_f = compute_f = exchange_b = compute_b = 0.0
+        for count, of_segments in of_layers:
+            of_layer = of_segments[segment]
+            exchange_f += count * of_layer.exchange_f
+            compute_f += count * of_layer.compute_f
+            exchange_b += count * of_layer.exchange_b
+            compute_b += count * of_layer.compute_b
         rows["exchange_f"].append(hidden * exchange_f + waits)
-        rows["compute_f"].append(sum(count * _computing(time.forward) for count, time in times))
+        rows["compute_f"].append(compute_f)
         rows["exchange_b"].append(hidden * exchange_b + waits_again)
-        rows["compute_b"].append(sum(count * (_computing(time.input) + time.weight) for count, time in times))
+        rows["compute_b"].append(compute_b)
         rows["beyond_launch_f"].append(f - launch_f)
         rows["beyond_launch_b"].append(i + w - launch_b)
     columns = {name: tuple(values) for name, values in rows.items()}
     return PairRow(**columns)
+
+
+class _Overlaps(NamedTuple):
+    """Seconds of a segment in a layer: on the way to experts and back, and of compute, forward and backward."""
+
+    exchange_f: float
+    compute_f: float
+    exchange_b: float
+    compute_b: float
+
+
+@lru_cache(maxsize=8192)
+def _overlaps_of_layer(setup: TrainingSetup, machine: Machine, layer: int) -> tuple[_Overlaps, ...]:
+    """Those of each segment; stages share them."""
+    found = []
+    for time in layer_times(setup, machine, layer):
+        of_segment = _Overlaps(
+            exchange_f=time.forward.dispatch,
+            compute_f=_computing(time.forward),
+            exchange_b=_exchanged_back(setup, time),
+            compute_b=_computing(time.input) + time.weight,
+        )
+        found.append(of_segment)
+    return tuple(found)
 
 
 def _exchanged_back(setup: TrainingSetup, time: LayerTime) -> float:

@@ -164,11 +164,9 @@ def _collectives_of_stage(setup: TrainingSetup, machine: Machine, stage: StageLa
     return BothPasses(gather, gather + reduce)
 
 
-def _copies_of_stage(
-    setup: TrainingSetup, machine: Machine, stage: StageLayers, span: tuple[int, int]
-) -> BothPasses:
-    """Seconds of the copies that a segment waits for, of what Megatron moves of every unit. A forward waits for those of
-    all layers but the last two, which may be on their way at its end; for those of whole layers, all: Transformer
+def _copies_of_stage(setup: TrainingSetup, machine: Machine, stage: StageLayers, span: tuple[int, int]) -> BothPasses:
+    """Seconds of the copies that a segment waits for, of what Megatron moves of every unit. A forward waits for those
+    of all layers but the last two, which may be on their way at its end; for those of whole layers, all: Transformer
     Engine frees a layer only when it has moved."""
     copied = stage_moved(setup, stage, *span) if setup.moves_parts else 0.0
     if not copied:
