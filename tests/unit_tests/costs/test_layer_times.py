@@ -23,9 +23,15 @@ from megatron.seq1f1b.costs.machine import Machine, read_machine
 from megatron.seq1f1b.costs.model_shape import Experts, ModelShape
 from megatron.seq1f1b.costs.simulator import predict
 from megatron.seq1f1b.costs.stage_costs import analytic_costs
-from megatron.seq1f1b.costs.stage_times import launch_times, rows_of_stage, waits_for_launches
+from megatron.seq1f1b.costs.stage_times import (
+    first_passes,
+    launch_times,
+    rows_of_stage,
+    sums_of_stage,
+    waits_for_launches,
+)
 from megatron.seq1f1b.costs.step_memory import rank_memory
-from megatron.seq1f1b.costs.training_setup import Moves, TrainingSetup
+from megatron.seq1f1b.costs.training_setup import Fsdp, Moves, TrainingSetup
 from megatron.seq1f1b.schedule import Placement, build
 
 MACHINE = read_machine("h100-80gb")
@@ -128,6 +134,29 @@ def test_the_device_hides_launches_of_experts():
             assert f[0] == pytest.approx(launch_times(setup, MACHINE, stage)[0] + MACHINE.host.action)
         else:
             assert f == free
+
+
+@pytest.mark.parametrize("segments", [(16384,), (8192, 4096, 4096)])
+def test_sums_of_stages_are_those_of_their_segments(segments):
+    """Here one of device, host, copies and collectives takes longest in all segments."""
+    setup = TrainingSetup(preset("qwen3-30b-a3b"), 16384, 8, expert_parallel=8, data_parallel=8, segments=segments)
+    placement = Placement(3)
+    at_once = replace(MACHINE, host=structs.replace(MACHINE.host, layer_forward=0.0, layer_backward=0.0, expert=0.0))
+    slow_host = replace(MACHINE, host=structs.replace(MACHINE.host, layer_forward=1.0, layer_backward=1.0))
+    slow_copies = replace(MACHINE, device=structs.replace(MACHINE.device, host_bandwidth=1e8))
+    slow_links = replace(MACHINE, node=structs.replace(MACHINE.node, bandwidth=1e6))  # replicas are in one node
+    for of_machine, machine in (
+        (setup, at_once),
+        (setup, slow_host),
+        (setup.but(offloads=0.5, moves=Moves.MODULES), slow_copies),
+        (setup.but(expert_parallel=1, fsdp=Fsdp.PARAMETERS), slow_links),
+    ):
+        for stage in of_machine.but(placement=placement, layers_per_stage=(15, 17, 16)).stages:
+            f, i, w = rows_of_stage(of_machine.layer_setup, machine, stage)
+            forward, backward = sums_of_stage(of_machine.layer_setup, machine, stage)
+            assert max(forward) == pytest.approx(sum(f))
+            assert max(backward) == pytest.approx(sum(i) + sum(w))
+            assert first_passes(of_machine.layer_setup, machine, stage) == pytest.approx((f[0], i[0] + w[0]))
 
 
 def test_graphs_leave_the_launches_of_experts_to_the_host():

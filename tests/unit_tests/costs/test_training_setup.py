@@ -3,11 +3,16 @@
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+from megatron.seq1f1b.commands.model_flags import preset
+from megatron.seq1f1b.costs import layer_times
+from megatron.seq1f1b.costs.layer_bytes import unit_bytes
+from megatron.seq1f1b.costs.layer_times import embedding_time, head_time
 from megatron.seq1f1b.costs.machine import read_machine
 from megatron.seq1f1b.costs.stage_times import step_end
-from megatron.seq1f1b.costs.training_setup import Moves, choices_of
+from megatron.seq1f1b.costs.training_setup import ALL_BUT_ATTENTION, FULL, Fsdp, Moves, TrainingSetup, choices_of
 from unit_tests.planner.question import candidates, small
 
 
@@ -56,3 +61,73 @@ def test_set_ups_alike_in_their_state_end_a_step_alike():
             assert end == step_end(setup.but(**changes), machine, rank)
             ends.add(end)
     assert len(ends) > 1
+
+
+MIXTURES = [
+    TrainingSetup(
+        preset(name),
+        16384,
+        num_microbatches=4,
+        micro_batch_size=2,
+        tensor_parallel=2,
+        context_parallel=2,
+        segments=segments,
+        sequence_parallel=True,
+        distributed_optimizer=True,
+        recompute=recompute,
+    )
+    for name in ("deepseek-v3", "qwen3-next-80b", "gpt-oss-120b")
+    for segments in ((16384,), (8192, 4096, 4096))
+    for recompute in ("none", "layernorm mlp", "moe", FULL, ALL_BUT_ATTENTION)
+]
+BESIDE_ACTIVATIONS = {
+    "data_parallel": 2,
+    "expert_parallel": 8,
+    "fsdp": Fsdp.PARAMETERS,
+    "dispatches_once": True,
+    "hides_experts": True,
+    "hides_tensor_exchange": True,
+    "replays_layers": True,
+}
+
+
+@pytest.mark.parametrize("name, value", BESIDE_ACTIVATIONS.items())
+def test_set_ups_alike_in_activations_keep_as_much(name, value):
+    machine = read_machine("h100-80gb")
+    for setup in MIXTURES:
+        other = setup.but(**{name: value})
+        assert other.activation_setup is setup.activation_setup
+        for stage in setup.stages:
+            kept = unit_bytes(setup, stage)
+            assert np.array_equal(kept, unit_bytes(other, stage))
+            assert np.array_equal(kept, unit_bytes(setup.activation_setup, stage))
+        for span in setup.spans:
+            for time in (embedding_time, head_time):
+                seconds = time(setup, machine, *span)
+                assert seconds == time(other, machine, *span) == time(setup.activation_setup, machine, *span)
+
+
+BESIDE_DENSE_BLOCKS = BESIDE_ACTIVATIONS | {"recompute": "core_attn", "keeps_logits": True, "fuses_loss": True}
+
+
+@pytest.mark.parametrize("name, value", BESIDE_DENSE_BLOCKS.items())
+def test_set_ups_alike_in_dense_blocks_take_as_long(name, value):
+    machine = read_machine("h100-80gb")
+    for setup in MIXTURES:
+        other = setup.but(**{name: value})
+        assert other.dense_setup is setup.dense_setup
+        for layer, _ in setup.stages[0].layers:
+            for start, end in setup.spans:
+                times = [
+                    layer_times._dense_time(alike, machine, alike.blocks(layer), start, end, layer)
+                    for alike in (setup, other, setup.dense_setup)
+                ]
+                assert times[0] == times[1] == times[2]
+
+
+def test_changes_beside_the_state_keep_its_set_up():
+    setup = MIXTURES[0]
+    state = setup.state_setup
+    assert setup.but(recompute=FULL, segments=(8192, 8192)).state_setup is state
+    assert setup.but(fsdp=setup.fsdp, family="zb-h1").state_setup is state
+    assert setup.but(fsdp=Fsdp.OPTIMIZER).state_setup == state.but(fsdp=Fsdp.OPTIMIZER)
