@@ -65,6 +65,8 @@ show_progress() {
     done
 }
 
+# Of other programs, before ours start.
+load=$(cut -d ' ' -f 1 /proc/loadavg 2>/dev/null || echo 0)
 bash scripts/setup.sh
 mkdir -p "$OUTPUT/data"
 ((traced = TRAIN_ITERS < 6 ? TRAIN_ITERS : 6))
@@ -82,4 +84,6 @@ train seq1f1b --sequence-splits "$SEQUENCE_SPLITS"
 
 echo "== Side by side"
 .venv/bin/seq1f1b compare "$OUTPUT/megatron" "$OUTPUT/seq1f1b" --output "$OUTPUT/timelines.png"
+[ "${load%.*}" -eq 0 ] ||
+    echo "Other programs were at work at the start (load $load): take seconds and bubbles from an idle machine."
 echo "Curves of both: .venv/bin/tensorboard --logdir $OUTPUT"
