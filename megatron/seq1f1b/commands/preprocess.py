@@ -28,6 +28,7 @@ from .parsing import Parser
 from .trained_tokenizer import CONFIG, FEWEST_TOKENS, TOKENIZER, train_tokenizer
 
 _MOST_TOKENS = 10_000_000  # of a vocabulary
+_USUAL_TOKENIZER = "HuggingFaceTokenizer"
 
 
 def make_parser() -> Parser:
@@ -52,9 +53,13 @@ def make_parser() -> Parser:
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Our own flags, with those of Megatron's tokenizers."""
+    """Our own flags, with those of Megatron's tokenizers; the `files` of the input, and the `pair` to be written. What
+    is wrong with the former shows before Megatron is imported, which takes seconds."""
     own = make_parser()
     args, of_tokenizer = own.parse_known_args(argv)
+    args.pair = [Path(f"{args.output_prefix}{ending}") for ending in (".bin", ".idx")]
+    check_flags(named_tokenizer(args, of_tokenizer))
+    args.files = find_files(args.input, args.glob)
     # Megatron's imports warn of optional packages and of a missing GPU; neither is used here.
     warnings.simplefilter("ignore")
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
@@ -63,7 +68,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
     parser = Parser(None)
     ArgumentGroupFactory(TokenizerConfig).build_group(parser, "tokenizer")
-    parser.set_defaults(tokenizer_type="HuggingFaceTokenizer", pad_vocab_size=False)
+    parser.set_defaults(tokenizer_type=_USUAL_TOKENIZER, pad_vocab_size=False)
     own.refuse_stray(argv, parser)
     parsed = parser.parse_args(of_tokenizer, args)
     check_no_pipes(parsed)
@@ -72,56 +77,61 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
-    prefix = args.output_prefix
-    pair = [Path(f"{prefix}.bin"), Path(f"{prefix}.idx")]
-    check_flags(args, pair)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that unfinished files are deleted
-    files = find_files(args.input, args.glob)
     if args.train_tokenizer is None:
-        with written_together(*pair) as (binary, index):
-            counts = write_pair(args, files, Encoder(args), binary, index)
+        with written_together(*args.pair) as (binary, index):
+            counts = write_pair(args, Encoder(args), binary, index)
     else:
         folder = Path(args.tokenizer_model)
-        with written_together(folder / CONFIG, folder / TOKENIZER, *pair) as (config, tokenizer, binary, index):
+        with written_together(folder / CONFIG, folder / TOKENIZER, *args.pair) as (config, tokenizer, binary, index):
             size = train_tokenizer(
-                texts(files, args.json_key, skips_bad=args.on_error == "skip"),  # reported when they are tokenized
+                texts(args.files, args.json_key, skips_bad=args.on_error == "skip"),  # reported when they are tokenized
                 args.train_tokenizer,
                 tokenizer,
                 config,
             )
             trained = argparse.Namespace(**vars(args) | {"tokenizer_model": str(tokenizer.parent)})
-            counts = write_pair(args, files, Encoder(trained), binary, index)
+            counts = write_pair(args, Encoder(trained), binary, index)
         print(f"Tokenizer of {size} tokens saved in {folder}.")
     print(counts)
-    print(f"Train on it with --data-path {prefix}")
+    print(f"Train on it with --data-path {args.output_prefix}")
 
 
-def check_flags(args: argparse.Namespace, pair: Sequence[Path]) -> None:
+def named_tokenizer(args: argparse.Namespace, of_tokenizer: Sequence[str]) -> argparse.Namespace:
+    """Our own flags in `args`, with the kind and the place of the tokenizer."""
+    parser = Parser(None, add_help=False)
+    parser.add_argument("--tokenizer-type", default=_USUAL_TOKENIZER)
+    parser.add_argument("--tokenizer-model")
+    named, _ = parser.parse_known_args(of_tokenizer, argparse.Namespace(**vars(args)))
+    return named
+
+
+def check_flags(args: argparse.Namespace) -> None:
     """Raise ValueError for flags that do not go together, or that name files which exist."""
     kind = args.tokenizer_type
     trains = args.train_tokenizer is not None
     if args.output_prefix.endswith("/"):
         raise ValueError(f"--output-prefix {args.output_prefix} is a folder; add a name, as in data/corpus")
-    if kind == "HuggingFaceTokenizer" and not args.tokenizer_model:
+    if kind == _USUAL_TOKENIZER and not args.tokenizer_model:
         raise ValueError("name a tokenizer's folder with --tokenizer-model DIR; --train-tokenizer makes one")
-    if kind != "HuggingFaceTokenizer" and trains:
+    if kind != _USUAL_TOKENIZER and trains:
         raise ValueError(f"--train-tokenizer makes a HuggingFaceTokenizer; drop --tokenizer-type {kind}")
-    written = [*pair, Path(args.tokenizer_model, TOKENIZER)] if trains else pair
+    written = [*args.pair, Path(args.tokenizer_model, TOKENIZER)] if trains else args.pair
     existing = [path for path in written if path.exists()]
     if existing and not args.overwrite:
         raise ValueError(f"{existing[0]} exists; choose another name, or add --overwrite")
 
 
-def write_pair(args: argparse.Namespace, files: Sequence[Path], encoder: Encoder, binary: Path, index: Path) -> str:
+def write_pair(args: argparse.Namespace, encoder: Encoder, binary: Path, index: Path) -> str:
     """Write the tokens of all documents and their index; returns a sentence with the numbers of both."""
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
     from tqdm import tqdm
 
     num_skipped = 0
-    num_bytes = sum(path.stat().st_size for path in files)
+    num_bytes = sum(path.stat().st_size for path in args.files)
     with tqdm(total=num_bytes, unit="B", unit_scale=True, desc=Path(args.output_prefix).name) as bar:
         builder = IndexedDatasetBuilder(str(binary), dtype=encoder.dtype)
-        for place, ids in encoded(documents(files, bar.update), encoder, args.workers):
+        for place, ids in encoded(documents(args.files, bar.update), encoder, args.workers):
             if not isinstance(ids, str):
                 builder.add_document(ids, [len(ids)])
             elif args.on_error == "stop":

@@ -253,3 +253,11 @@ def has_ended(process: multiprocessing.Process) -> bool:
 
 def workers_of(session: int) -> str:
     return subprocess.run(["ps", "-o", "pid=", "-s", str(session)], capture_output=True, text=True).stdout.strip()
+
+
+@pytest.mark.parametrize("flags, sentence", [([], "name a tokenizer's folder"), (["--tokenizer-model", "t"], "x does")])
+def test_mistakes_show_before_megatron_is_imported(flags, sentence, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "megatron.training.argument_utils", None)
+    assert run("preprocess", ["--input", "x", "--output-prefix", "out", *flags]) == 2
+    assert sentence in capsys.readouterr().err
