@@ -79,6 +79,7 @@ def folder(launch, tmp_path_factory):
     """Files of every kind, and a checkpoint in the folder `trained`."""
     folder = write_files(tmp_path_factory.mktemp("files"), FILES)
     os.mkfifo(folder / "pipe")
+    (folder / "list_of_one").write_text(f"{folder}/data")
     (folder / "list").write_text(f"0.5 {folder}/data 0.5 {folder}/short_data")
     saved = [*TINY_GPT, "--mock-data", "--train-iters", "1", "--save-interval", "1"]
     for name, flags in (("trained", ()), ("without_optimizer", ("--no-save-optim",))):

@@ -47,6 +47,8 @@ _REMOVED = (
     "--moe-load-balancing-loss-mode-for-chunked-sequence",
     "--no-async-tensor-model-parallel-allreduce",
 )
+# One of that pull request whose values have another form here.
+_LENGTHS_OF_SPLITS = "--chunked-pipeline-model-parallel-split-lengths"
 
 
 def number_type(
@@ -290,17 +292,29 @@ def _add_flags_of_rehearsals(add: Callable[..., Any]) -> None:
 
 
 def _add_removed_flags(add: Callable[..., Any], known: Collection[str]) -> None:
-    """Accept the flags of old launch scripts that this Megatron does not know; help does not list them."""
-    for flag in _REMOVED:
+    """Accept the flags of old launch scripts that this Megatron does not know, or say what takes their values; help
+    does not list them."""
+    actions: dict[str, type[argparse.Action]] = dict.fromkeys(_REMOVED, _Removed)
+    actions[_LENGTHS_OF_SPLITS] = _LengthsOfSplits
+    for flag, action in actions.items():
         if flag not in known:
             add(
                 flag,
-                action=_Removed,
+                action=action,
                 nargs="*",
                 dest=argparse.SUPPRESS,
                 default=argparse.SUPPRESS,
                 help=argparse.SUPPRESS,
             )
+
+
+class _LengthsOfSplits(argparse.Action):
+    """Refuses lengths on the command line with what takes them."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option: str | None = None) -> None:
+        raise argparse.ArgumentError(
+            None, f"{option}: put the lengths into a file, and give it to --sequence-split-file"
+        )
 
 
 class _Removed(argparse.Action):
@@ -311,11 +325,19 @@ class _Removed(argparse.Action):
 
 
 class _Splits(argparse.Action):
-    """Records whether a spelling was used that implies equal lengths."""
+    """Records whether a spelling was used that implies equal lengths. Of one spelling the last value counts, as of any
+    flag; two spellings may not contradict each other."""
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option: str | None = None) -> None:
+        before = getattr(namespace, self.dest, None)
+        means_equal_lengths = option in EQUAL_SPLITS
+        if before not in (None, values) and namespace.means_equal_lengths != means_equal_lengths:
+            spellings = ", ".join(self.option_strings)
+            raise argparse.ArgumentError(
+                None, f"{option} {values} contradicts the {before} of another spelling ({spellings}); drop one"
+            )
         setattr(namespace, self.dest, values)
-        namespace.means_equal_lengths = option in EQUAL_SPLITS
+        namespace.means_equal_lengths = means_equal_lengths
 
 
 def refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:

@@ -120,6 +120,10 @@ _PLAIN_WORDS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]
         "--use-checkpoint-opt-param-scheduler",
     ),
     (
+        re.compile("split must be provided when blend is not None"),
+        "--data-args-path needs --split; give the shares of training, validation and test, such as --split 969,30,1",
+    ),
+    (
         re.compile(r"Unable to find address for: (\S+)"),
         r"\1 (GLOO_SOCKET_IFNAME) is no network interface of this host; ip addr lists them",
     ),

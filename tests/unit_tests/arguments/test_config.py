@@ -138,6 +138,22 @@ def test_flags_of_older_code_keep_their_meaning_or_have_a_note(caplog):
     assert caplog.text.count("has no effect and can be dropped") == 4
 
 
+def test_spellings_of_one_flag_do_not_contradict_each_other():
+    assert parsed("--sequence-splits", "2", "--sequence-splits", "4").sequence_splits == 4
+    assert parsed("--pipe-sp-splits", "4", "--sequence-splits", "4").sequence_splits == 4
+    for flags in (
+        ("--pipe-sp-splits", "4", "--sequence-splits", "2"),
+        ("--sequence-splits", "2", "--pipe-sp-splits", "4"),
+    ):
+        with pytest.raises(ValueError, match="contradicts the . of another spelling .*; drop one"):
+            parsed(*flags)
+
+
+def test_lengths_on_the_command_line_are_refused_with_what_takes_them():
+    with pytest.raises(ValueError, match="put the lengths into a file, and give it to --sequence-split-file"):
+        parsed("--chunked-pipeline-model-parallel-split-lengths", "20", "44")
+
+
 AUTO = ("--sequence-splits", "auto", "--device", "cuda", "--dry-run")
 
 
