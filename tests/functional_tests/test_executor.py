@@ -20,11 +20,12 @@ from megatron.core.rerun_state_machine import (
     get_rerun_state_machine,
     initialize_rerun_state_machine,
 )
+from megatron.core.timers import Timers
 
 from megatron.seq1f1b.runtime import executor as executor_file
 from megatron.seq1f1b.runtime.communication import Communicator
 from megatron.seq1f1b.runtime.segments.segmentation import on_all_ranks
-from megatron.seq1f1b.schedule import Kind, Placement, ScheduleChoice, Shape, build
+from megatron.seq1f1b.schedule import Costs, Kind, Placement, ScheduleChoice, Shape, build
 from support.linear_stages import SEQUENCE, Stage, batches, call, configuration, executor, forward_step, sum_of_squares
 from support.on_ranks import on_ranks
 
@@ -198,6 +199,20 @@ def test_ranks_that_disagree_all_raise_before_a_message():
         assert "rank 0 has" not in str(refusal.value)
 
 
+@on_ranks(2)
+def test_ranks_that_plan_other_orders_all_raise():
+    """Their messages would be taken for one another: `auto` plans on every rank, for costs that it has there."""
+    collection, rank = groups(), dist.get_rank()
+
+    def costs(lengths):
+        shape = Shape(Placement(2), MICROBATCHES, len(lengths))
+        return Costs.uniform(shape, w=(1, 5)[rank], message=(0, 3)[rank])
+
+    with pytest.raises(ValueError, match=r"rank 1 has the order \w+ of 2 ranks, 3 micro-batches, 2 segments, planned"):
+        run(executor("auto", k=2, costs=costs), stage(), pg_collection=collection)
+    dist.barrier()
+
+
 def fails_at(rank: int, number: int, others_wait: bool = False):
     """A forward step that raises in its `number`-th call on a rank; the other one may be stuck."""
     calls = count(1)
@@ -240,6 +255,30 @@ def test_a_rank_that_cannot_run_its_model_tells_the_others():
         run(failing, model, pg_collection=collection)
     with pytest.raises(RuntimeError, match="an earlier step of this pipeline failed .*layer 3 caps its scores"):
         run(failing, model, pg_collection=collection)
+
+
+@on_ranks(2)
+def test_a_failed_step_of_one_rank_leaves_no_timer_running():
+    """It may take another step, as after an error in its data."""
+    if dist.get_rank() == 1:
+        return
+    alone, model, failing = groups(alone=True), stage(ranks=1), executor(k=2)
+    model.config.barrier_with_L1_time = False
+    model.config.timers = timers = Timers(2, "minmax")
+    with patch.object(torch.cuda, "synchronize", lambda *_: None):
+        timers("interval-time", log_level=0).start()
+        for step in (fails_at(0, 2), forward_step_that_fails_in_the_loss):
+            with pytest.raises(KeyError):
+                run(failing, model, step, pg_collection=alone)
+            run(failing, model, pg_collection=alone)
+        timers("interval-time").stop()
+
+
+def forward_step_that_fails_in_the_loss(data_iterator, model):
+    def fail(output):
+        raise KeyError("no labels")
+
+    return model(next(data_iterator)), fail
 
 
 def larger(data_iterator, model):

@@ -52,14 +52,16 @@ class Outcome:
         return self._result
 
 
-def check_agreement(plan: str) -> None:
-    """Raise ValueError on all ranks if their plans differ: the step would hang, or compute something else."""
+def check_agreement(plan: str, group: Any = None) -> None:
+    """Raise ValueError on all ranks of a process group, by default of the world, if their plans differ: the step would
+    hang, or compute something else."""
     import torch.distributed as dist
 
-    plans: list[str] = [plan] * dist.get_world_size()
-    dist.all_gather_object(plans, plan)
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    plans: list[str] = [plan] * len(ranks)
+    dist.all_gather_object(plans, plan, group=group)
     usual, _ = Counter(plans).most_common(1)[0]
-    others = [f"rank {rank} has {other}" for rank, other in enumerate(plans) if other != usual]
+    others = [f"rank {rank} has {other}" for rank, other in zip(ranks, plans, strict=True) if other != usual]
     if others:
         raise ValueError(
             f"the ranks disagree on what to run: {'; '.join(others)}; the other ranks have {usual}. Start all ranks "

@@ -226,14 +226,19 @@ class PipelineExecutor:
             self.context.clear()
 
     def _rank_schedule(self, step: Step, in_turn: bool) -> RankSchedule:
-        return self._rank_schedules.of_step(
+        lengths = step.longest_lengths
+        schedule = self._rank_schedules.of_step(
             step.shape,
-            step.longest_lengths,
+            lengths,
             rank=step.rank,
             forward_only=step.forward_only,
             in_turn=in_turn,
             is_partitioned=is_partitioned(step.chunks),
         )
+        if schedule.planned and not step.is_alone:  # each rank for costs of its own, which must be the same
+            plan = f"the order {schedule.planned} of {step.shape}, planned for segments of {list(lengths)} tokens"
+            self._check_agreement(plan, step.pipeline)
+        return schedule
 
     def _run_actions(
         self, step: Step, calls: Calls | None, schedule: RankSchedule, communicator: Communicator
@@ -345,9 +350,22 @@ def refuse_uncut(step: Step) -> None:
 
 @contextmanager
 def timed(config: Any) -> Iterator[None]:
-    """Megatron's timer of a step, which a failure leaves running."""
-    if config.timers:
+    """Megatron's timer of a step. Of the timers that a failed step has started none runs on: nothing could start it
+    again."""
+    if not config.timers:
+        yield
+        return
+    ran_before = running_timers(config.timers)
+    try:
         config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
-    yield
-    if config.timers:
-        config.timers("forward-backward").stop()
+        yield
+    except BaseException:
+        for timer in running_timers(config.timers) - ran_before:
+            timer.reset()  # to stop it would wait for a GPU that may have failed
+        raise
+    config.timers("forward-backward").stop()
+
+
+def running_timers(timers: Any) -> set[Any]:
+    """Those of Megatron's timers that run."""
+    return {timer for timer in getattr(timers, "_timers", {}).values() if timer._started}

@@ -15,6 +15,7 @@ from ..schedule import (
     Action,
     CostsOfLengths,
     Kind,
+    Schedule,
     ScheduleChoice,
     Shape,
     lower_rank,
@@ -31,14 +32,20 @@ class RankSchedule:
     """The lowered actions of one rank; with `is_partitioned` they gather and release the parameters of chunks.
 
     - `paired`: the forwards that run beside the backward after them.
+    - `planned`: a digest of the order of all ranks, if every rank has planned it by itself, else empty.
     - `moved`: the units, as (stage, micro-batch, segment), that go to the memory of the host and back.
     - `last_input_gradients`, `last_weight_gradients`: of each chunk, the last action that gives such gradients.
     """
 
     def __init__(
-        self, actions: Sequence[Action], is_partitioned: bool = False, paired: frozenset[Action] = frozenset()
+        self,
+        actions: Sequence[Action],
+        is_partitioned: bool = False,
+        paired: frozenset[Action] = frozenset(),
+        planned: str = "",
     ) -> None:
         self.paired = paired
+        self.planned = planned
         self.actions = tuple(partition_state(actions) if is_partitioned else actions)
         self.splits_backwards = any(action.kind is Kind.W for action in self.actions)
         self.moved = frozenset(action.unit for action in self.actions if action.kind is Kind.OFFLOAD)
@@ -95,7 +102,8 @@ class RankSchedules:
             if self._offloaded:
                 units = units_to_move(order, self._offloaded, paired, self._by_layer)
                 actions = with_moves(actions, units, paired, self._by_layer)
-            return RankSchedule(actions, is_partitioned, paired)
+            planned = schedule.digest if self._choice.is_auto and isinstance(schedule, Schedule) else ""
+            return RankSchedule(actions, is_partitioned, paired, planned)
 
     def _forwards_of_evaluation(
         self, shape: Shape, lengths: tuple[int, ...], rank: int, in_turn: bool

@@ -3,7 +3,6 @@
 Tested in arguments/test_config.py.
 """
 
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -59,8 +58,7 @@ class ScheduleChoice:
     @classmethod
     def of(cls, given: Schedule) -> Self:
         """A whole schedule, for steps of its own shape only. Different schedules have different names."""
-        digest = hashlib.sha256(str(given).encode()).hexdigest()[:16]
-        name = f"a schedule of its own ({digest})"
+        name = f"a schedule of its own ({given.digest})"
         return cls(name, given.shape.placement.style, pairs=bool(given.paired), given=given)
 
     @property

@@ -1,5 +1,6 @@
 """Which rank holds which stage, the sizes of a schedule, and the schedule itself."""
 
+import hashlib
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -174,6 +175,11 @@ class Schedule:
     def places(self, rank: int) -> list[Place]:
         """The actions of a rank, those of a pair together."""
         return places(self.ranks[rank], self.paired)
+
+    @cached_property
+    def digest(self) -> str:
+        """A short text, another one for every other schedule."""
+        return hashlib.sha256(str(self).encode()).hexdigest()[:16]
 
     def __str__(self) -> str:
         return "\n".join(f"rank {rank}: " + " ".join(self.texts(rank)) for rank in range(len(self.ranks)))

@@ -2,6 +2,7 @@
 
 import weakref
 from contextlib import nullcontext
+from threading import get_ident
 from unittest.mock import Mock
 
 import pytest
@@ -178,6 +179,31 @@ def test_a_copy_that_fails_ends_the_wait(monkeypatch):
     memory.clear()
     memory.assert_empty()
     del output
+
+
+def test_a_step_after_failed_copies_finds_nothing_of_them(monkeypatch):
+    """Neither units of the failed step, nor the errors of its copies, of which here all come back in vain."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    is_down, threads = [True], []
+
+    def copy(pairs, after, span):
+        threads.append(get_ident())  # first that of copies to the host
+        if is_down and threads[-1] != threads[0]:
+            raise RuntimeError("the link is down")
+        copies.copy_pairs(pairs, after, span)
+
+    memory, x = HostMemory(copy=copy), torch.randn(SIZE, SIZE, dtype=torch.float64, requires_grad=True)
+    outputs = [left(memory, unit, x) for unit in ("first", "second")]
+    for move in (memory.offload, memory.reload):
+        for unit in ("first", "second"):
+            move(unit, nullcontext())
+    memory.clear()
+    memory.assert_empty()
+    assert memory.num_bytes == 0
+    outputs.clear()
+    is_down.clear()
+    went_away_and_back(memory, [x, x])
+    assert torch.allclose(x.grad, (2 * x.exp() * (x.cos() - x.sin())).detach())
 
 
 class Detached(torch.autograd.Function):

@@ -10,8 +10,9 @@ from megatron.seq1f1b.process.ranks import Outcome, check_agreement
 
 def test_the_ranks_that_differ_from_most_are_named(monkeypatch):
     def agree(*plans: str) -> None:
-        monkeypatch.setattr(dist, "get_world_size", lambda: len(plans))
-        monkeypatch.setattr(dist, "all_gather_object", lambda into, own: into.__setitem__(slice(None), plans))
+        gather = lambda into, own, group: into.__setitem__(slice(None), plans)  # noqa: E731
+        monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: list(range(len(plans))))
+        monkeypatch.setattr(dist, "all_gather_object", gather)
         check_agreement("a")
 
     agree("a", "a", "a")

@@ -219,6 +219,26 @@ def test_a_failure_ends_suspended_programs():
     assert ended == [True] and call.dead
 
 
+def test_a_program_that_ends_the_process_at_its_end_is_undone():
+    """All programs end, and calls of the model are intercepted no longer."""
+    ended = []
+
+    def program(model):
+        try:
+            return model(1), None
+        finally:
+            ended.append(True)
+            raise SystemExit(3)
+
+    with pytest.raises(SystemExit), started(program) as calls:
+        model = calls.models[0]
+        assert "forward" in vars(model)
+        suspended = [calls.at(0, microbatch) for microbatch in (0, 1)]
+        raise KeyError
+    assert ended == [True, True] and all(call.dead for call in suspended)
+    assert "forward" not in vars(model)
+
+
 def failing(data_iterator, model):
     output = model(next(data_iterator))
     raise LookupError(f"no labels for {len(output)}")

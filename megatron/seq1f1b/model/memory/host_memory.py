@@ -14,7 +14,7 @@ backward reads what the layer behind it has saved.
 """
 
 from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -146,11 +146,12 @@ class HostMemory:
 
     def clear(self) -> None:
         """Forget everything but the blocks, at the end of a step, which may have failed."""
-        for away in self._away.values():
-            for group in away.groups:
-                self._transfers.forget(group)
+        groups = [group for away in self._away.values() for group in away.groups]
         self._saved.clear()
         self._away.clear()
+        for group in groups:  # there are some after a failure only, which is the one to report
+            with suppress(Exception):
+                self._transfers.forget(group)
         self._transfers.end_step()
 
     def assert_empty(self) -> None:

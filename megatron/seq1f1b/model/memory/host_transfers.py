@@ -115,15 +115,15 @@ class HostTransfers:
         self._from_host.copy([], None, span)
 
     def forget(self, group: MovedGroup) -> None:
-        """Give up a group that nobody reads any more."""
+        """Give up a group that nobody reads any more. Raises the error of a copy that has failed."""
+        for storage in group.storages:
+            storage.bring = None
         if group.arrival is None:
             # Copies to the host run one after another, so later ones need not wait.
             self._remove(group)
             self.blocks.give_back(group.blocks)
         else:
             group.arrive()  # else a late copy might overwrite later results
-        for storage in group.storages:
-            storage.bring = None
 
     def _remove(self, group: MovedGroup) -> None:
         """A group is on the host no more."""

@@ -152,13 +152,15 @@ class Call(greenlet):
     def close(self) -> None:
         """End a program that is suspended, after a failure elsewhere: its `finally` blocks run."""
         own = ThreadState.now()
-        for _ in range(_PATIENCE):
-            if not self:  # not started, or at its end
-                break
-            self.parent = getcurrent()
-            with suppress(Exception):  # the failure itself is the one to report
-                self.throw()
-        own.make_current(instead_of=ThreadState.now())
+        try:
+            for _ in range(_PATIENCE):
+                if not self:  # not started, or at its end
+                    break
+                self.parent = getcurrent()
+                with suppress(Exception):  # the failure itself is the one to report
+                    self.throw()
+        finally:
+            own.make_current(instead_of=ThreadState.now())
 
     def _switch(self, *given: Any) -> Any:
         """Go on with the program until it calls its model or ends; the state of this thread is that of whoever runs."""

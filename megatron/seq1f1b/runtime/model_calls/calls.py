@@ -38,13 +38,15 @@ class Calls:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        # Programs end before the interception does: one that catches every exception must not run its model then.
-        for calls in self._started:
-            for call in calls:
-                call.close()
-        self._interception.close()
-        self._started.clear()
         self._running = None
+        # The stack does all of it, last first, also if a program ends by SystemExit. Programs end before the
+        # interception does: one that catches every exception must not run its model then.
+        with ExitStack() as undo:
+            undo.callback(self._started.clear)
+            undo.enter_context(self._interception)
+            for calls in reversed(self._started):
+                for call in reversed(calls):
+                    undo.callback(call.close)
 
     @property
     def running(self) -> Call:
