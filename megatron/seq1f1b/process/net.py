@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from argparse import ArgumentParser
 from collections.abc import Mapping
@@ -26,6 +27,7 @@ from .ranks import is_rank_0, rank
 from .scarce_memory import lacks_memory, let_go
 from .sentences import is_mistake, say, sentence_of
 
+_START_OF_OTHERS = 5.0  # seconds by which ranks start one after another
 _PATIENCE = 120  # seconds that a failed process may take to say why, and to end
 
 
@@ -103,7 +105,9 @@ class Net:
         own = self._described(error)
         sys.unraisablehook = lambda unraisable: None  # half-built objects fail once more when they are deleted
         first = own
-        if self._peers is not None:
+        if self._peers is None:
+            _let_others_speak()
+        else:
             first = json.loads(self._peers.report(json.dumps(own)))
         is_first = first == own
         if is_first and own["is_late"]:
@@ -167,6 +171,16 @@ def _failure_of(error: BaseException, flags: Mapping[str, str]) -> dict[str, Any
         "traceback": None if is_ours else "".join(traceback.format_exception(error)),
         "is_late": _first_step_is_over() and not is_said_by_a_sentence,
     }
+
+
+def _let_others_speak() -> None:
+    """Wait before the words of a rank that has joined no others: for rank 0, and for the first rank of this host. Of a
+    mistake that all have made, such as a wrong MASTER_PORT, they have said the same by then, and what started the ranks
+    has ended this one."""
+    if rank() > 0:
+        time.sleep(_START_OF_OTHERS)
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(_START_OF_OTHERS)
 
 
 def _end_soon() -> None:

@@ -3,6 +3,7 @@
 import re
 import sys
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -117,6 +118,17 @@ def test_version_4_only_by_the_flag_else_3_else_2(monkeypatch, caplog, tmp_path,
     assert activated == (["FA3"] if used == 3 else []) and {*activated} <= known
     assert len(caplog.messages) == (warning is not None)
     assert warning is None or re.search(f"FlashAttention-{warning}", caplog.text)
+
+
+def test_version_3_refuses_dropout_before_it_is_activated(monkeypatch):
+    """PyTorch's operators would refuse it in the first step."""
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", Mock(side_effect=AssertionError))
+    kernels = KernelChoice(flash_attention_version=3, has_dropout=True)
+    rule = AttentionRule(0.1, dropout=0.1)
+    with pytest.raises(ValueError, match="--flash-attention-version 3 has no attention dropout"):
+        kernels.name(rule, True, torch.bfloat16, 64, 64)
+    with pytest.raises(ValueError, match="--flash-attention-version 3 has no attention dropout"):
+        kernels.kernel(rule, tensor(64), tensor(64))
 
 
 def test_version_4_refuses_dropout_that_it_would_leave_out(monkeypatch):

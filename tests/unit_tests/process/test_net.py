@@ -14,6 +14,7 @@ import pytest
 from megatron.seq1f1b.arguments import parse_options
 from megatron.seq1f1b.process import causes, net, sentences
 from megatron.seq1f1b.process.causes import in_plain_words
+from megatron.seq1f1b.process.job_variables import check_job_variables
 from megatron.seq1f1b.process.net import Net
 from megatron.seq1f1b.process.sentences import sentence_of
 
@@ -186,6 +187,26 @@ def caught(error) -> int:
     with pytest.raises(SystemExit) as end:
         Net().caught(type(error), error, error.__traceback__)
     return end.value.code
+
+
+@pytest.mark.parametrize("rank, local_rank, seconds", [("0", "0", 0), ("8", "0", 5), ("9", "1", 10), (None, "1", 5)])
+def test_a_rank_that_has_joined_nobody_speaks_last(monkeypatch, capfd, rank, local_rank, seconds):
+    """Meanwhile what started all of them ends it, if the first rank has made the same mistake."""
+    waited = []
+
+    def sleep(time: float) -> None:
+        assert capfd.readouterr().err == ""
+        waited.append(time)
+
+    monkeypatch.setattr(net.time, "sleep", sleep)
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
+    wrong = {"WORLD_SIZE": "16", "RANK": rank or "0", "MASTER_PORT": "x"}
+    assert caught(raised(check_job_variables, wrong, [])) == 2
+    assert sum(waited) == seconds
+    assert capfd.readouterr().err.startswith("error: MASTER_PORT=x in the environment is not a whole number")
 
 
 ERROR = raised(load_checkpoint, ARGS, KeyError("args"))

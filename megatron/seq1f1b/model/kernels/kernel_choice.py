@@ -95,8 +95,11 @@ class KernelChoice:
         return FlashAttention4(rule) if self._version() == 4 and rule.window is None else CudaFlash(rule)
 
     def _best_version(self) -> int:
-        """The version for this process; switches its operators."""
+        """The version for this process; switches its operators. Raises ValueError for 3 with dropout, which PyTorch's
+        operators refuse on it, and which the functions of the package itself do not take."""
         version = self._given_version or 2
+        if version == 3 and self._has_dropout:
+            raise ValueError("--flash-attention-version 3 has no attention dropout; drop it or --attention-dropout")
         if self._given_version is None and not self._has_dropout and torch.cuda.get_device_capability()[0] == 9:
             reason = why_not_3()
             if reason is None:
