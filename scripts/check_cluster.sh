@@ -11,6 +11,7 @@ set -euo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
 # shellcheck source=scripts/checks.sh
 source scripts/checks.sh
+help_if_asked scripts/check_cluster.sh "$@"
 if [ -n "${CONTAINER_IMAGE:-}" ]; then
     [ -n "${SLURM_JOB_NODELIST:-}" ] || die "CONTAINER_IMAGE is for an allocation of Slurm: start this with salloc."
     : "${PYTHON:=python3}" # the container's

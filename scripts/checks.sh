@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# What the scripts share: the end with one sentence, checks of numbers and switches, folders of their own. Sourced at the
-# root of the repository.
+# What the scripts share: their help, the end with one sentence, checks of numbers and switches, folders of their own.
+# Sourced at the root of the repository.
 
 # Python's words to start ranks on this machine alone: --nproc-per-node and a script follow. torchrun would have them meet
 # at the name of the machine, and wait for minutes in a container, or behind a VPN, where that name leads nowhere.
@@ -10,6 +10,22 @@ torchrun=(-m torch.distributed.run --standalone --local-addr localhost)
 die() {
     echo "error: $*" >&2
     exit 1
+}
+
+# help_if_asked SCRIPT WORD...: if the first of its words is --help, print the comment at the head of SCRIPT, and end.
+help_if_asked() {
+    [[ ${2:-} == --help || ${2:-} == -h ]] || return 0
+    awk 'NR > 1 && !/^#/ { exit } !/^#(!|SBATCH)/ { sub(/^# ?/, ""); print }' "$1"
+    exit
+}
+
+# check_words SCRIPT MOST WORD...: SCRIPT has no options, and at most MOST words.
+check_words() {
+    local word
+    for word in "${@:3}"; do
+        [[ $word != -* ]] || die "$word is no argument of $1: bash $1 --help lists them."
+    done
+    (($# - 2 <= $2)) || die "${*:$#} is one word too many: bash $1 --help lists the arguments."
 }
 
 # check_numbers LARGEST NAME...: every variable holds an integer from 1 to LARGEST. Bash computes in 64 bits, which hold

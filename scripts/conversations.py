@@ -1,10 +1,10 @@
 """Write conversations of very unequal lengths, made of the standard library: a function or a module is described, and
 the answer is its source. FOLDER/chats.jsonl for Megatron's --sft, FOLDER/text.jsonl to train a tokenizer."""
 
+import argparse
 import ast
 import json
 import random
-import sys
 import sysconfig
 from pathlib import Path
 
@@ -39,4 +39,6 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", metavar="FOLDER", type=Path)
+    main(parser.parse_args().folder)

@@ -15,6 +15,8 @@ unset PYTHONDONTWRITEBYTECODE
 
 # shellcheck source=scripts/checks.sh
 source scripts/checks.sh
+help_if_asked scripts/finetune.sh "$@"
+check_words scripts/finetune.sh 0 "$@"
 check_numbers 999999999 TRAIN_ITERS SEQ_LENGTH UNIT_TOKENS
 [[ $OUTPUT != -* ]] || OUTPUT=./$OUTPUT # else an option of what it is handed to
 own_folder "$OUTPUT"

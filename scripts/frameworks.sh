@@ -9,6 +9,7 @@ set -euo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
 # shellcheck source=scripts/checks.sh
 source scripts/checks.sh
+help_if_asked scripts/frameworks.sh "$@"
 
 name=${1:-}
 versions=tests/frameworks/$name.txt

@@ -9,6 +9,7 @@ set -euo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
 # shellcheck source=scripts/checks.sh
 source scripts/checks.sh
+help_if_asked scripts/gpu_test.sh "$@"
 # shellcheck source=scripts/python.sh
 source scripts/python.sh
 

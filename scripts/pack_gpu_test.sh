@@ -11,6 +11,8 @@ set -euo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
 # shellcheck source=scripts/checks.sh
 source scripts/checks.sh
+help_if_asked scripts/pack_gpu_test.sh "$@"
+check_words scripts/pack_gpu_test.sh 1 "$@"
 
 PYTHON=${PYTHON:-python3}
 NCCL=${NCCL:-nvidia-nccl-cu13==2.30.7}

@@ -8,10 +8,14 @@
 #   SCRIPT=pretrain_gpt.py bash scripts/pretrain.sh           # Megatron's GPTModel in place of its HybridModel
 #   MODEL_SIZE=2.7b DATA_PATH=data/corpus TOKENIZER_MODEL=data/tokenizer bash scripts/pretrain.sh
 #
-# scripts/models.sh lists the sizes and all variables. Arguments go to the training script:
+# scripts/models.sh lists the sizes and all variables. Arguments go to the training script, whose
+# own --help lists them (python pretrain_hybrid.py --help):
 #   bash scripts/pretrain.sh --train-iters 5
 set -euo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
+# shellcheck source=scripts/checks.sh
+source scripts/checks.sh
+help_if_asked scripts/pretrain.sh "$@"
 
 # shellcheck source=scripts/models.sh
 source scripts/models.sh

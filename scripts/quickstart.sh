@@ -20,6 +20,8 @@ unset PYTHONDONTWRITEBYTECODE
 
 # shellcheck source=scripts/checks.sh
 source scripts/checks.sh
+help_if_asked scripts/quickstart.sh "$@"
+check_words scripts/quickstart.sh 0 "$@"
 check_numbers 999999999 TRAIN_ITERS SEQ_LENGTH NUM_MICRO_BATCHES SEQUENCE_SPLITS VOCAB_SIZE
 [[ $OUTPUT != -* ]] || OUTPUT=./$OUTPUT # else an option of what it is handed to
 own_folder "$OUTPUT"

@@ -10,6 +10,8 @@ set -euo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
 # shellcheck source=scripts/checks.sh
 source scripts/checks.sh
+help_if_asked scripts/setup.sh "$@"
+check_words scripts/setup.sh 1 "$@"
 
 # Whether a command is a Python >= 3.12. A pyenv shim can exist and fail, so it is really run.
 is_python() {
@@ -47,6 +49,8 @@ find_uv() {
 }
 
 torch=${1:-}
+[[ $torch =~ ^([0-9]+\.[0-9]+(\.[0-9]+)?((a|b|rc|\.dev|\+)[0-9A-Za-z.]+)?)?$ ]] ||
+    die "$torch is no version of PyTorch, such as 2.11.0."
 folder=.venv${torch:+-torch-$torch}
 
 # What the environment is made of and where. The last line of this script writes it, so that what was cut short is made

@@ -9,6 +9,8 @@ cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
 version=314.0.7
 # shellcheck source=scripts/checks.sh
 source scripts/checks.sh
+help_if_asked scripts/site.sh "$@"
+check_words scripts/site.sh 1 "$@"
 # shellcheck source=scripts/python.sh
 source scripts/python.sh
 check_modules mkdocs material mkdocs_glightbox mkdocstrings

@@ -6,6 +6,9 @@
 #   bash scripts/test.sh --exhaustive     # every case of every matrix
 set -euo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
+# shellcheck source=scripts/checks.sh
+source scripts/checks.sh
+help_if_asked scripts/test.sh "$@"
 
 case "${1:-}" in
     '') set -- -m 'not exhaustive' ;;

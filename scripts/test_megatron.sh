@@ -10,6 +10,8 @@ set -euo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
 # shellcheck source=scripts/checks.sh
 source scripts/checks.sh
+help_if_asked scripts/test_megatron.sh "$@"
+check_words scripts/test_megatron.sh 1 "$@"
 
 [ $# -eq 1 ] && [ -f "$1/megatron/core/package_info.py" ] ||
     die "name a clone of Megatron-LM: bash scripts/test_megatron.sh ../Megatron-LM"

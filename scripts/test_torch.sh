@@ -8,8 +8,10 @@ set -euo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
 # shellcheck source=scripts/checks.sh
 source scripts/checks.sh
+help_if_asked scripts/test_torch.sh "$@"
+check_words scripts/test_torch.sh 1 "$@"
 
-[ $# -eq 1 ] || die "name one version of PyTorch: bash scripts/test_torch.sh 2.11.0"
+[ -n "${1:-}" ] || die "name one version of PyTorch: bash scripts/test_torch.sh 2.11.0"
 version=$1
 python=.venv-torch-$version/bin/python
 row="| $version |"

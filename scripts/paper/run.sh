@@ -16,6 +16,11 @@ check_numbers 9999 GPUS_PER_NODE
 
 run_table() {
     local table=$1 mode=${2:-} pattern=.
+    help_if_asked "scripts/paper/$table.sh" "${@:2}"
+    case $mode in
+        --predict | --dry-run) check_words "scripts/paper/$table.sh" 1 "${@:3}" ;;
+        *) check_words "scripts/paper/$table.sh" 1 "${@:2}" ;;
+    esac
     check_modules megatron.seq1f1b
     if [ "$mode" = --predict ]; then
         exec "$PYTHON" tools/paper_launches.py "$table" --predict

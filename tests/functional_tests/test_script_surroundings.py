@@ -24,6 +24,56 @@ def all_scripts(place: Path) -> list[str]:
     return sorted(str(path.relative_to(place)) for path in paths if path.name not in sourced)
 
 
+def files(place: Path) -> dict[Path, float]:
+    return {path: path.stat().st_mtime for path in place.parent.rglob("*")}
+
+
+def test_every_script_answers_help_before_any_work(place):
+    """By the comment at its head, which shows how it is started. test.sh, too, and where there is no Slurm."""
+    before = files(place)
+    scripts = [*all_scripts(place), "scripts/test.sh"]
+    scripts.remove("scripts/other_versions.sh")  # which others source
+    assert len(scripts) > 15
+    for script in scripts:
+        for word in ("--help", "-h"):
+            answer = run(place, script, word, SLURM_JOB_ID="", SLURM_JOB_NODELIST="")
+            assert (answer.returncode, answer.stderr) == (0, ""), script
+            assert Path(script).name in answer.stdout and "SBATCH" not in answer.stdout, answer.stdout
+            assert (place / script).read_text().count("# " + answer.stdout.splitlines()[0]) == 1
+    assert files(place) == before
+
+
+@pytest.mark.parametrize(
+    "command, sentence",
+    [
+        ("setup.sh banana", "banana is no version of PyTorch, such as 2.11.0."),
+        ("setup.sh 2.11.0/..", "2.11.0/.. is no version of PyTorch, such as 2.11.0."),
+        ("test_torch.sh 2", "2 is no version of PyTorch, such as 2.11.0."),
+        ("setup.sh --fast", "--fast is no argument of scripts/setup.sh: bash scripts/setup.sh --help lists them."),
+        ("setup.sh 2.11.0 3", "3 is one word too many: bash scripts/setup.sh --help lists the arguments."),
+        ("quickstart.sh 80", "80 is one word too many: bash scripts/quickstart.sh --help lists the arguments."),
+        ("finetune.sh --fast", "--fast is no argument of scripts/finetune.sh: "),
+        ("site.sh one two", "two is one word too many: "),
+        ("pack_gpu_test.sh --fast", "--fast is no argument of scripts/pack_gpu_test.sh: "),
+        ("test_megatron.sh --fast", "--fast is no argument of scripts/test_megatron.sh: "),
+        ("test_torch.sh --fast", "--fast is no argument of scripts/test_torch.sh: "),
+        ("paper/terapipe.sh --predct", "--predct is no argument of scripts/paper/terapipe.sh: "),
+        ("paper/terapipe.sh --dry-run a b", "b is one word too many: "),
+    ],
+)
+def test_words_that_a_script_does_not_know_are_refused(command, sentence, place):
+    before = files(place)
+    script, *words = command.split()
+    answer = run(place, f"scripts/{script}", *words)
+    assert answer.returncode == 1 and answer.stderr.startswith(f"error: {sentence}"), answer.stderr
+    assert answer.stdout == "" and answer.stderr.count("\n") == 1 and files(place) == before
+
+
+def test_versions_of_pytorch_are_taken_as_they_are_written(place):
+    for version in ("2.11", "2.13.0", "2.14.0.dev20260101", "2.13.0+cpu", "2.12.0rc3"):
+        assert "is no version" not in run(place, "scripts/setup.sh", version).stderr
+
+
 def test_cdpath_leads_no_script_elsewhere(place):
     """To another copy, whose scripts would leave a file."""
     other = place.parent / "elsewhere" / "repository"
@@ -143,11 +193,12 @@ def test_a_python_without_what_a_script_needs_is_one_sentence(script, missing, p
     bare.write_text(f'#!/usr/bin/env bash\nexec {sys.executable} -S "$@"\n')
     bare.chmod(0o755)
     (place / "megatron" / "seq1f1b").mkdir()
-    done = run(place, script, "--predict", PYTHON=str(bare))
+    words = ("--predict",) if script.startswith("scripts/paper") else ()
+    done = run(place, script, *words, PYTHON=str(bare))
     sentence = f"error: {bare} has no {missing}: run bash scripts/setup.sh, or set PYTHON.\n"
     assert (done.returncode, done.stderr) == (1, sentence)
     bare.write_text("#!/usr/bin/env bash\nexit 1\n")  # as one that is too old answers
-    done = run(place, script, "--predict", PYTHON=str(bare))
+    done = run(place, script, *words, PYTHON=str(bare))
     assert done.returncode == 1 and done.stderr.startswith(f"error: PYTHON={bare} does not run, or is older than 3.12")
 
 
