@@ -148,7 +148,9 @@ def check_sizes(args: Namespace) -> None:
     that does not divide: Megatron would blame the data, divide by 0, name no flag, or not end."""
     _check_ranges(args)
     _check_empty_values(args)
+    _check_query_groups(args)
     replicas = _replicas_of(args)
+    _check_ranks_of_experts(args)
     _check_virtual_stages(args)
     _check_batch(args, replicas)
 
@@ -187,6 +189,31 @@ def _replicas_of(args: Namespace) -> int:
         )
     replicas: int = args.world_size // model_ranks
     return replicas
+
+
+def _check_query_groups(args: Namespace) -> None:
+    """Raise ValueError for KV heads that do not divide the heads: Megatron fails in its first step. Other layers than
+    those of plain attention may not read these flags."""
+    is_plain = not args.multi_latent_attention and getattr(args, "heterogeneous_layers_config_path", None) is None
+    heads = args.num_attention_heads
+    if args.group_query_attention and is_plain and heads and heads % args.num_query_groups:
+        raise ValueError(
+            f"--num-attention-heads {heads} is no multiple of --num-query-groups {args.num_query_groups}; change one"
+        )
+
+
+def _check_ranks_of_experts(args: Namespace) -> None:
+    """Raise ValueError if the parallel sizes of experts do not divide the ranks."""
+    experts = args.expert_model_parallel_size
+    tensor = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+    pipeline = args.pipeline_model_parallel_size
+    ranks = experts * tensor * pipeline
+    if args.world_size % ranks:
+        raise ValueError(
+            f"--expert-model-parallel-size {experts} times --expert-tensor-parallel-size {tensor} times "
+            f"--pipeline-model-parallel-size {pipeline} is {ranks}, which does not divide the number of ranks, "
+            f"{args.world_size}; change one"
+        )
 
 
 def _check_batch(args: Namespace, replicas: int) -> None:
