@@ -38,6 +38,17 @@ _NEEDED: Mapping[str, str] = MappingProxyType(
     }
 )
 
+# Schedules by their names in papers, without dashes, and how they are called here; docs/schedules.md has more.
+_NAMES_FROM_PAPERS = MappingProxyType(
+    {
+        "seq1f1b": "that is 1f1b with --sequence-splits",
+        "interleaved": "that is 1f1b with several model chunks",
+        "interleaved1f1b": "that is 1f1b with several model chunks",
+        "terapipe": "that is gpipe with --sequence-splits and --sequence-split-strategy terapipe",
+        "zbv": "that is auto with two model chunks and --pipeline-placement v",
+    }
+)
+
 # Flags of the authors' Megatron and of Megatron-LM's pull request 3116: those that mean equal lengths by default, and
 # those that Megatron lacks.
 EQUAL_SPLITS = ("--pipe-sp-splits", "--chunked-pipeline-model-parallel-splits")
@@ -352,8 +363,12 @@ def refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
             message += f"; {parser.prog} --help lists the flags"
     elif number := re.search(r"invalid (int|float) value: '(.+)'$", message):
         message += _in_digits(number[2], int if number[1] == "int" else float)
+    elif "ignored explicit argument" in message:
+        near = "it takes no value; drop that"
     elif choice := re.search(r"invalid choice: '(.+?)' \(choose from (.+)\)", message):
         near = did_you_mean(choice[1], re.findall(r"[^', ]+", choice[2]))
+        if message.startswith("argument --pipeline-schedule:"):
+            near = _NAMES_FROM_PAPERS.get(choice[1].lower().replace("-", ""), near)
     raise ValueError(f"{message} ({near})" if near else message)
 
 

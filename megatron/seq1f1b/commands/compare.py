@@ -78,6 +78,8 @@ def main(argv: list[str] | None = None) -> None:
 
 def read_training_log(path: Path) -> TrainingLog:
     """Read a log that was written with --log-interval 1. Raises ValueError if it holds no iteration."""
+    if not path.is_file():
+        raise ValueError(f"{path}: there is no such file; name the folder of a run, which holds {path.name} and trace")
     text = read_bytes(path).decode("utf-8", errors="replace")
     rows = [match.groupdict() for match in _ITERATION.finditer(text)]
     length = _SEQUENCE_LENGTH.search(text)

@@ -39,7 +39,12 @@ def read_segment_lengths(path: str | Path) -> tuple[int, ...]:
 def read_histogram(path: str | Path) -> Mapping[int, int]:
     """The number of sequences of each length in tokens, from the .idx file of a corpus, or from text with a line
     `tokens,sequences` or `tokens` for each. Raises ValueError for anything else."""
-    content = read_bytes(path, _MOST_OF_INDEX)
+    try:
+        content = read_bytes(path, _MOST_OF_INDEX)
+        if not content.startswith(INDEX):
+            read_text(path, content)
+    except ValueError as error:
+        raise with_way_out(error, "give a CSV of 'tokens,sequences', or the .idx of a corpus") from None
     if content.startswith(INDEX):
         return _histogram_of_index(path, content)
     return _histogram_of_text(path, content)
