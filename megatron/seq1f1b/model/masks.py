@@ -3,7 +3,7 @@
 Tested in runtime/test_masks.py.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,11 +16,18 @@ KEEP_APART = (
 _ROWS_AT_ONCE = 1024  # of a mask
 
 
+class _Comparison(NamedTuple):
+    """Whether a mask differs from causal attention, a boolean on its device, and its name in errors."""
+
+    differs: Tensor
+    where: str
+
+
 class MaskCheck:
     """Compares masks with causal attention; only `settle` reads results of a GPU, so nothing waits before."""
 
     def __init__(self) -> None:
-        self._doubts: list[tuple[Tensor, str]] = []
+        self._unread: list[_Comparison] = []
 
     def require_causal(self, mask: Any, length: int, where: str) -> None:
         """Raise ValueError unless a mask of sequences of `length` (s) tokens hides nothing but later tokens, booleans
@@ -29,23 +36,25 @@ class MaskCheck:
         if not isinstance(mask, Tensor) or mask.shape[-1] != length:
             return
         if mask.dim() > 2 and mask.shape[-2] == length:
-            doubt = differs(mask.bool().reshape(-1, length, length))
+            is_other = differs(mask.bool().reshape(-1, length, length))
         else:
             is_padding = ~mask.bool() if mask.dim() == 2 else mask.bool()
-            doubt = (is_padding[..., :-1] & ~is_padding[..., 1:]).any()
-        self._doubts.append((doubt, where))
+            is_other = (is_padding[..., :-1] & ~is_padding[..., 1:]).any()
+        self._unread.append(_Comparison(is_other, where))
         if not mask.is_cuda:
             self.settle()
 
     def settle(self) -> None:
         """Raise ValueError for a mask that is not causal; waits for the GPU if any mask was on it."""
-        doubts = self._doubts
-        self._doubts = []
-        if doubts and torch.stack([doubt for doubt, _ in doubts]).any():
-            raise ValueError(
-                f"{next(where for doubt, where in doubts if doubt)} is not plain causal attention, with padding at the "
-                f"end, and segments of a sequence compute nothing else; {KEEP_APART}, or drop --sequence-splits"
-            )
+        comparisons = self._unread
+        self._unread = []
+        if not comparisons or not torch.stack([comparison.differs for comparison in comparisons]).any():
+            return
+        first = next(comparison.where for comparison in comparisons if comparison.differs)
+        raise ValueError(
+            f"{first} is not plain causal attention, with padding at the end, and segments of a sequence compute "
+            f"nothing else; {KEEP_APART}, or drop --sequence-splits"
+        )
 
 
 def starts_of_documents(hidden: Tensor, where: str) -> Tensor:

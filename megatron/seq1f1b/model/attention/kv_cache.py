@@ -149,19 +149,24 @@ class KVCache(Carried):
         self.rows = (_rows(length, window), _rows(length, window))  # of keys, and of values
         self.prefix: Tensor | None = None  # that of the running segment if it is a part of the graph, to get gradients
         self._length = length
-        self._waits_for_place = side_by_side and window is None
+        self._shares_buffer = side_by_side and window is None
+        self._has_buffer = False
 
     def write(self, start: int, end: int, key: Tensor, value: Tensor) -> None:
         """Store the keys [n, b, g, d] and values [n, b, g, e] of a segment, again if its forward is repeated."""
-        if self._waits_for_place:
-            keys, values = self.rows
-            size = key.shape[3]
-            both = key.new_empty((self._length, *key.shape[1:3], size + value.shape[3]))
-            keys.place(both[..., :size])
-            values.place(both[..., size:])
-            self._waits_for_place = False
+        if self._shares_buffer and not self._has_buffer:
+            self._make_buffer(key, value)
         for rows, of_segment in zip(self.rows, (key, value), strict=True):
             rows.write(start, end, of_segment)
+
+    def _make_buffer(self, key: Tensor, value: Tensor) -> None:
+        """Place the rows of keys and of values side by side in one buffer, for heads like these."""
+        keys, values = self.rows
+        size = key.shape[3]
+        both = key.new_empty((self._length, *key.shape[1:3], size + value.shape[3]))
+        keys.place(both[..., :size])
+        values.place(both[..., size:])
+        self._has_buffer = True
 
     def read(self, start: int, end: int) -> tuple[Tensor, Tensor]:
         """The keys and values [m, b, g, ...] that the segment sees; its own are the last."""

@@ -81,7 +81,10 @@ class CutArguments:
             embeddings = arguments.embeddings()
             if embeddings is not None:
                 self._divided = [place for place, leaf in enumerate(self._leaves) if leaf is embeddings]
-        self.gradients = self._end_graphs()
+        self.gradients = ArgumentGradients.of(self._leaves)
+        if self.gradients is not None:
+            self._leaves = self.gradients.with_ends(self._leaves)
+            self._whole = self._with(self._leaves)
         self._cuts: list[tuple[int, Sequence[int]]] = []  # the places of what is cut, and along which dimensions
         for place, leaf in enumerate(self._leaves):
             dimensions = token_dimensions(leaf, num_sequences, length)
@@ -108,17 +111,6 @@ class CutArguments:
     def _with(self, leaves: list[Any]) -> Arguments:
         positional, named = tree_unflatten(leaves, self._tree)
         return Arguments(positional, named, self._whole.names)
-
-    def _end_graphs(self) -> ArgumentGradients | None:
-        """Put leaves in the place of arguments with a gradient."""
-        places = [place for place, leaf in enumerate(self._leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        if not places:
-            return None
-        gradients = ArgumentGradients([self._leaves[place] for place in places])
-        for place, leaf in zip(places, gradients.leaves, strict=True):
-            self._leaves[place] = leaf
-        self._whole = self._with(self._leaves)
-        return gradients
 
 
 def _without_masks(arguments: Arguments) -> Arguments:
