@@ -1,6 +1,7 @@
 """The model's outputs for the segments of a micro-batch, joined for the program, and their gradient, cut again."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,6 +10,22 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ...model import PieceLogits, Segment
+
+
+@dataclass(slots=True)
+class _Leaf:
+    """One leaf of the output for a micro-batch.
+
+    - `whole`: of all its segments, or what is no tensor with values for each token, as the first segment has it.
+    - `dimension`: that of the tokens, if it has values for each.
+    - `logits`: of the first segment, if they are computed in pieces; the leaf is then their hidden states.
+    """
+
+    whole: Any
+    dimension: int | None
+    has_gradient: bool
+    logits: PieceLogits | None
+    gradient: Tensor | None = None
 
 
 class Outputs:
@@ -27,91 +44,96 @@ class Outputs:
         self._num_shares = num_shares
         self._rearranged = rearranged
         self._tree: TreeSpec | None = None
-        self._logits: dict[int, PieceLogits] = {}  # of the first segment, by the places of their hidden states
-        self._leaves: list[Any] = []  # of the last segment, but buffers in place of tensors
-        self._dimensions: list[int | None] = []  # of the tokens in each leaf
-        self._differentiable: list[int] = []  # the places of the leaves that have a gradient
-        self._gradients: list[Tensor | None] = []  # of these
+        self._leaves: list[_Leaf] = []
+        self._with_gradient: list[_Leaf] = []  # those of them that have one
 
     def add(self, output: Any, segment: Segment) -> Tensor:
         """Take the output for a segment, in order; the scalar that stands for it in the backward. Raises ValueError for
         a tensor with no dimension that counts the tokens, and for a number that differs from segment to segment."""
         start = segment.start // self._num_shares
         length = segment.length // self._num_shares
-        leaves, tree = tree_flatten(output)
-        logits = {place: leaf for place, leaf in enumerate(leaves) if isinstance(leaf, PieceLogits)}
-        for place, leaf in logits.items():
-            leaves[place] = leaf.hidden
+        values, tree = tree_flatten(output)
+        logits = [value if isinstance(value, PieceLogits) else None for value in values]
+        values = [value if pieces is None else pieces.hidden for value, pieces in zip(values, logits, strict=True)]
         if segment.is_first:
             self._tree = tree
-            self._logits = logits
-            self._dimensions = [_token_dimension(leaf, length, segment.is_whole_sequence) for leaf in leaves]
-            pairs = zip(leaves, self._dimensions, strict=True)
-            self._leaves = [self._buffer(leaf, dimension) for leaf, dimension in pairs]
-            self._differentiable = [place for place, leaf in enumerate(leaves) if _has_gradient(leaf)]
+            pairs = zip(values, logits, strict=True)
+            self._leaves = [self._first(value, pieces, length, segment.is_whole_sequence) for value, pieces in pairs]
+            self._with_gradient = [leaf for leaf in self._leaves if leaf.has_gradient]
         else:
-            self._require_equal_numbers(leaves)
-            self._require_tokens(leaves, length)
+            for leaf, value in zip(self._leaves, values, strict=True):
+                _require_equal(leaf, value)
+            for leaf, value in zip(self._leaves, values, strict=True):
+                _require_tokens(leaf, value, length)
         if not segment.is_whole_sequence:
-            for buffer, leaf, dimension in zip(self._leaves, leaves, self._dimensions, strict=True):
-                if dimension is not None:
-                    buffer.narrow(dimension, start, length).copy_(leaf.detach())
-        return _StandIn.apply(self, start, length, *(leaves[place] for place in self._differentiable))
+            for leaf, value in zip(self._leaves, values, strict=True):
+                if leaf.dimension is not None:
+                    leaf.whole.narrow(leaf.dimension, start, length).copy_(value.detach())
+        with_gradient = [value for leaf, value in zip(self._leaves, values, strict=True) if leaf.has_gradient]
+        return _StandIn.apply(self, start, length, *with_gradient)
 
     def joined(self) -> Any:
         """The output for the whole micro-batch, once. Its gradient ends here."""
-        leaves = self._leaves
-        self._leaves = []
-        if self._differentiable:
+        if self._with_gradient:
             anchor = torch.empty((), requires_grad=True)
-            tensors = _Joined.apply(anchor, [leaves[place] for place in self._differentiable], self)
-            for place, tensor in zip(self._differentiable, tensors, strict=True):
-                leaves[place] = tensor
-        if self._rearranged is not None:
-            for place, dimension in enumerate(self._dimensions):
-                if dimension is not None:
-                    leaves[place] = self._rearranged(leaves[place], dimension)
-        for place, logits in self._logits.items():
-            leaves[place] = logits.joined_as(leaves[place])
-        self._logits = {}
+            tensors = _Joined.apply(anchor, [leaf.whole for leaf in self._with_gradient], self)
+            for leaf, tensor in zip(self._with_gradient, tensors, strict=True):
+                leaf.whole = tensor
+        values = []
+        for leaf in self._leaves:
+            value = leaf.whole
+            leaf.whole = None  # from now on the program's
+            if self._rearranged is not None and leaf.dimension is not None:
+                value = self._rearranged(value, leaf.dimension)
+            if leaf.logits is not None:
+                value = leaf.logits.joined_as(value)
+                leaf.logits = None
+            values.append(value)
+        self._leaves = []
         assert self._tree is not None, "outputs are joined before there is one"
-        return tree_unflatten(leaves, self._tree)
+        return tree_unflatten(values, self._tree)
 
     def receive(self, gradients: tuple[Tensor | None, ...]) -> None:
         """Take the gradients of the joined tensors; None for one that the loss does not depend on."""
-        self._gradients = list(gradients)
+        for leaf, gradient in zip(self._with_gradient, gradients, strict=True):
+            leaf.gradient = gradient
 
     def gradients(self, start: int, length: int) -> list[Tensor | None]:
         """The gradients of the tensors of a segment."""
-        if not self._gradients:  # the loss has none
-            return [None] * len(self._differentiable)
-        dimensions = [self._dimensions[place] for place in self._differentiable]
-        return [
-            gradient if gradient is None or dimension is None else gradient.narrow(dimension, start, length)
-            for gradient, dimension in zip(self._gradients, dimensions, strict=True)
-        ]
+        return [_of_segment(leaf, start, length) for leaf in self._with_gradient]
 
-    def _require_equal_numbers(self, leaves: list[Any]) -> None:
-        for leaf, first in zip(leaves, self._leaves, strict=True):
-            if isinstance(leaf, (int, float)) and leaf != first:
-                raise ValueError(
-                    f"the model returns {first} for one segment and {leaf} for another, and only values for each token "
-                    "can be joined to those of the whole sequence; let it return such, or drop --sequence-splits"
-                )
+    def _first(self, value: Any, logits: PieceLogits | None, segment_length: int, is_whole: bool) -> _Leaf:
+        """A leaf, from its value for the first segment, with room for all segments."""
+        dimension = _token_dimension(value, segment_length, is_whole)
+        whole = value
+        if isinstance(value, Tensor):
+            if dimension is None or value.shape[dimension] == self._length:
+                whole = value.detach()
+            else:
+                whole = value.new_empty([*value.shape[:dimension], self._length, *value.shape[dimension + 1 :]])
+        return _Leaf(whole, dimension, _has_gradient(value), logits)
 
-    def _require_tokens(self, leaves: list[Any], segment_length: int) -> None:
-        """A size that was that of the first segment by chance is found here, if a later one has another length."""
-        for leaf, dimension in zip(leaves, self._dimensions, strict=True):
-            if dimension is not None and leaf.shape[dimension] != segment_length:
-                raise _no_values_of_tokens(leaf, segment_length)
 
-    def _buffer(self, leaf: Any, dimension: int | None) -> Any:
-        """Room for a leaf of all segments; one that is whole needs none."""
-        if not isinstance(leaf, Tensor):
-            return leaf
-        if dimension is None or leaf.shape[dimension] == self._length:
-            return leaf.detach()
-        return leaf.new_empty([*leaf.shape[:dimension], self._length, *leaf.shape[dimension + 1 :]])
+def _require_equal(leaf: _Leaf, value: Any) -> None:
+    """Raise ValueError for a number that is another one in the first segment."""
+    if isinstance(value, (int, float)) and value != leaf.whole:
+        raise ValueError(
+            f"the model returns {leaf.whole} for one segment and {value} for another, and only values for each token "
+            "can be joined to those of the whole sequence; let it return such, or drop --sequence-splits"
+        )
+
+
+def _require_tokens(leaf: _Leaf, value: Any, segment_length: int) -> None:
+    """A size that was that of the first segment by chance is found here, if a later one has another length."""
+    if leaf.dimension is not None and value.shape[leaf.dimension] != segment_length:
+        raise _no_values_of_tokens(value, segment_length)
+
+
+def _of_segment(leaf: _Leaf, start: int, length: int) -> Tensor | None:
+    """The gradient of a segment."""
+    if leaf.gradient is None or leaf.dimension is None:
+        return leaf.gradient
+    return leaf.gradient.narrow(leaf.dimension, start, length)
 
 
 class _StandIn(torch.autograd.Function):
