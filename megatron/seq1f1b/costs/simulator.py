@@ -22,6 +22,7 @@ from .training_setup import TrainingSetup
 
 _MOST_ACTIONS = 60_000  # longer steps are predicted from short ones
 _SHORT_STEP = 6  # groups of micro-batches after which the steady state is usually reached
+ERROR_OF_EXTENDED = 0.01  # the largest relative error of a step that is predicted from short ones
 
 
 @dataclass(frozen=True)
@@ -208,13 +209,13 @@ def _orders(schedule: Schedule, layers_leaving: int) -> tuple[RankOrder, ...]:
 
 def extended(shape: Shape, measured: Callable[[int], Sequence[float]]) -> Sequence[float]:
     """Times and memory of a step of this shape, as `measured(number of micro-batches)` gives them. A step with very
-    many actions is extrapolated from short ones, to within 1 %. In its steady state a schedule repeats itself with
-    every group of micro-batches that occupies all ranks, so times and memory grow by as much with each. Two steps give
-    that growth; longer ones are taken until it leads to a third step, twice as long."""
+    many actions is extrapolated from short ones, to within ERROR_OF_EXTENDED. In its steady state a schedule repeats
+    itself with every group of micro-batches that occupies all ranks, so times and memory grow by as much with each. Two
+    steps give that growth; longer ones are taken until it leads to a third step, twice as long."""
     group = _group(shape)
     groups, rest = divmod(shape.num_microbatches, group)
     short = _SHORT_STEP
-    while is_extended(shape) and groups > 2 * short:
+    while is_extended(shape) and groups > _groups_measured(short):
         first, second, third = (measured(count * group + rest) for count in (short, short + 1, 2 * short))
         growth = [later - earlier for earlier, later in zip(first, second, strict=True)]
         # In the steady state the third step is the first one and `short` times the growth.
@@ -227,9 +228,14 @@ def extended(shape: Shape, measured: Callable[[int], Sequence[float]]) -> Sequen
 
 
 def is_extended(shape: Shape) -> bool:
-    """Whether a step of this shape is predicted from short ones."""
+    """Whether a step of this shape is predicted from short ones, which have fewer micro-batches in all."""
     is_long = 2 * shape.num_units * shape.num_stages > _MOST_ACTIONS
-    return is_long and shape.num_microbatches // _group(shape) > 2 * _SHORT_STEP
+    return is_long and shape.num_microbatches // _group(shape) > _groups_measured(_SHORT_STEP)
+
+
+def _groups_measured(short: int) -> int:
+    """The groups of micro-batches in the three steps that `extended` takes."""
+    return short + (short + 1) + 2 * short
 
 
 def _group(shape: Shape) -> int:

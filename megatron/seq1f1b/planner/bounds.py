@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ..costs.machine import Machine, without_tiles
 from ..costs.pair_times import pair_times
 from ..costs.rank_without_messages import seconds_without_messages
-from ..costs.simulator import is_extended
+from ..costs.simulator import ERROR_OF_EXTENDED, extended, is_extended
 from ..costs.stage_times import first_passes, rows_of_stages, step_costs, step_end, sums_of_stage
 from ..costs.training_setup import TrainingSetup, of_stages, stages_of
 from ..schedule import Placement
@@ -133,11 +133,17 @@ def least_seconds_copying(setup: TrainingSetup, machine: Machine, rank: int) -> 
 
 def least_seconds_in_time(setup: TrainingSetup, machine: Machine, copies: CopyTimes | None = None) -> float:
     """A lower bound from compute and messages in simulated time: nothing moves to the host but `copies`, receives are
-    posted at once, and messages share no port. Steps that are predicted from short ones have no such bound."""
-    if is_extended(setup.shape):
-        return 0.0
+    posted at once, and messages share no port. Where a step is predicted from short ones, so is its bound, without
+    copies, which follow from all of its micro-batches."""
     stays = setup.but(offloads=0.0, layers_leaving=0) if setup.offloads and not setup.moves_parts else setup
-    return _least_seconds_in_time(stays, machine, copies)
+    if not is_extended(setup.shape):
+        return _least_seconds_in_time(stays, machine, copies)
+
+    def of_short(num_microbatches: int) -> list[float]:
+        return [_least_seconds_in_time(stays.but(num_microbatches=num_microbatches), machine, None)]
+
+    (seconds,) = extended(setup.shape, of_short)
+    return (1 - ERROR_OF_EXTENDED) * seconds
 
 
 @lru_cache(maxsize=1 << 14)

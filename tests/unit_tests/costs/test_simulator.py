@@ -12,7 +12,7 @@ from megatron.seq1f1b.costs.execution import execute_lowered
 from megatron.seq1f1b.costs.host_link import LayersOnLink
 from megatron.seq1f1b.costs.machine import read_machine
 from megatron.seq1f1b.costs.model_shape import ModelShape
-from megatron.seq1f1b.costs.simulator import extended, predict
+from megatron.seq1f1b.costs.simulator import extended, is_extended, predict
 from megatron.seq1f1b.costs.training_setup import TrainingSetup
 from megatron.seq1f1b.schedule import FAMILIES, MOVE_KINDS, Kind, Placement, Schedule, Shape, build, lower, moved
 from megatron.seq1f1b.schedule.cost_tables import Costs, peak_memory
@@ -124,7 +124,7 @@ def measured(family, shape, costs):
     return [timeline.makespan, timeline.bubble_ratio * timeline.makespan, *peak_memory(schedule, costs)]
 
 
-LONG = [(family, *sizes) for family in FAMILIES for sizes in ((4, 1, 37, 3), (3, 1, 41, 2), (2, 2, 23, 4))]
+LONG = [(family, *sizes) for family in FAMILIES for sizes in ((4, 1, 57, 3), (3, 1, 61, 2), (2, 2, 31, 4))]
 
 
 @pytest.mark.parametrize("family, ranks, chunks, microbatches, segments", LONG)
@@ -141,7 +141,23 @@ def test_a_long_step_is_as_simulated(family, ranks, chunks, microbatches, segmen
         return measured(family, Shape(shape.placement, count, segments), costs)
 
     found = extended(shape, short)
-    assert max(built) < microbatches and found == pytest.approx(measured(family, shape, costs))
+    assert max(built) < microbatches
+    assert found == pytest.approx(measured(family, shape, costs))
+
+
+def test_a_step_is_extended_only_where_that_takes_fewer_micro_batches(monkeypatch):
+    monkeypatch.setattr(simulator, "_MOST_ACTIONS", 0)
+    for microbatches in range(1, 80):
+        built: list[int] = []
+        shape = Shape(Placement(4), microbatches, 4)
+
+        def measured_in(count, built=built):
+            built.append(count)
+            return [1.0 + count]
+
+        assert extended(shape, measured_in) == pytest.approx([1.0 + microbatches])
+        assert sum(built) <= microbatches
+        assert is_extended(shape) == (built != [microbatches])
 
 
 @pytest.mark.parametrize("family", ["1f1b", "zb-h1"])

@@ -10,6 +10,7 @@ import pytest
 from msgspec import structs
 
 from megatron.seq1f1b.commands.model_flags import preset
+from megatron.seq1f1b.costs import simulator
 from megatron.seq1f1b.costs.execution import execute_lowered
 from megatron.seq1f1b.costs.model_shape import DeltaNet, Experts, Mamba
 from megatron.seq1f1b.costs.pair_times import PairRow, PairTimes
@@ -143,6 +144,28 @@ def test_bounds_are_bounds(everything):
                     for found in cuts(replace(setup, family=family), segments):
                         exact = bounds.least_seconds(found.setup, small().machine)
                         assert max(least, of_chunks, closer) <= exact * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("family", ["1f1b", "zb-h1"])
+def test_the_bound_of_a_long_step_follows_from_short_ones(family, monkeypatch):
+    """All ranks have four layers, but in stages of one and three, so that they wait for each other."""
+    monkeypatch.setattr(simulator, "_MOST_ACTIONS", 0)
+    machine = small(host_gib=100).machine
+    setup = TrainingSetup(
+        replace(MODEL, num_layers=16, vocab_size=1024),
+        8192,
+        64,
+        family=family,
+        placement=Placement(4, 2),
+        layers_per_stage=(3, 1, 3, 1, 1, 3, 1, 3),
+        segments=(4096, 4096),
+    )
+    offloads = (0.0, 0.5, 1.0) if family == "1f1b" else (0.0,)
+    for share in offloads:
+        moving = replace(setup, offloads=share)
+        assert simulator.is_extended(moving.shape)
+        by_order = bounds.least_seconds_in_time(moving, machine)
+        assert 1.1 * bounds.least_seconds(moving, machine) < by_order <= predict(moving, machine).seconds
 
 
 @pytest.mark.parametrize("launching", [2, 5, 10, 20, 40])
