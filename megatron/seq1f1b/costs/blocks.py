@@ -116,7 +116,10 @@ def _block(model: ModelShape, symbol: str) -> Block:
             return _delta_net(model.hidden_size, model.delta_net)
         case "M" if model.mamba is not None:
             return _mamba(model.hidden_size, model.mamba)
-    raise ValueError(f"--hybrid-layer-pattern has a layer {symbol} of unknown cost; use --sequence-split-strategy even")
+    raise ValueError(
+        f"--hybrid-layer-pattern has a layer {symbol} of unknown cost; give the flags of its sizes, such as "
+        "--num-experts of E and --mamba-num-heads of M, or train with --sequence-split-strategy even"
+    )
 
 
 def _attention(model: ModelShape) -> Block:

@@ -144,6 +144,10 @@ def _chunks_and_layers(launch: argparse.Namespace, ranks: int, num_layers: int) 
     sizes = {"pipeline_model_parallel_size": ranks, "virtual_pipeline_model_parallel_size": chunks}
     layers = layers_per_stage(vars(launch) | sizes | {"num_layers": num_layers})
     if len(layers) != ranks * chunks or sum(layers) != num_layers or min(layers) < 0:
-        put = f"these flags put {list(layers)} layers on {ranks * chunks} pipeline stages"
-        raise ValueError(f"{put}, which do not make {num_layers}; drop them to have the layers spread")
+        stages_of_flags = f"{list(layers)} layers on {ranks * chunks} pipeline stages, which do not make {num_layers}"
+        if layout is not None:
+            raise ValueError(
+                f"--pipeline-model-parallel-layout {layout} puts {stages_of_flags}; drop it to have the layers spread"
+            )
+        raise ValueError(f"these flags put {stages_of_flags}; drop them to have the layers spread")
     return chunks, layers
