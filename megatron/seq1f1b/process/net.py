@@ -28,6 +28,7 @@ from .scarce_memory import lacks_memory, let_go
 from .sentences import is_mistake, say, sentence_of
 
 _START_OF_OTHERS = 5.0  # seconds by which ranks start one after another
+_TRIES = 5  # to tell the others, a second apart
 _PATIENCE = 120  # seconds that a failed process may take to say why, and to end
 
 
@@ -91,9 +92,14 @@ class Net:
         """The last resort of a rank without memory: end the ranks by words that are there already."""
         rank_0_has_printed = False
         try:
-            if self._peers is not None:
-                self._peers.report(self._last_report)
-                rank_0_has_printed = self._peers.leave(wait=not is_rank_0())
+            for _ in range(_TRIES):
+                try:
+                    if self._peers is not None:
+                        self._peers.report(self._last_report)
+                        rank_0_has_printed = self._peers.leave(wait=not is_rank_0())
+                    break
+                except MemoryError:  # other threads may free some
+                    time.sleep(1)
         finally:
             try:
                 if not rank_0_has_printed:
