@@ -28,7 +28,8 @@ from .scarce_memory import lacks_memory, let_go
 from .sentences import is_mistake, say, sentence_of
 
 _START_OF_OTHERS = 5.0  # seconds by which ranks start one after another
-_TRIES = 5  # to tell the others, a second apart
+_TRIES = 100  # to tell the others of a lack of memory
+_PAUSE = 0.1  # seconds between two of these
 _PATIENCE = 120  # seconds that a failed process may take to say why, and to end
 
 
@@ -91,15 +92,19 @@ class Net:
     def _give_up(self) -> NoReturn:
         """The last resort of a rank without memory: end the ranks by words that are there already."""
         rank_0_has_printed = False
+        tries = 0
         try:
-            for _ in range(_TRIES):
+            while tries < _TRIES:
+                tries += 1
                 try:
+                    if tries > 1:
+                        time.sleep(_PAUSE)  # other threads may free some memory
                     if self._peers is not None:
                         self._peers.report(self._last_report)
                         rank_0_has_printed = self._peers.leave(wait=not is_rank_0())
                     break
-                except MemoryError:  # other threads may free some
-                    time.sleep(1)
+                except MemoryError:
+                    continue
         finally:
             try:
                 if not rank_0_has_printed:

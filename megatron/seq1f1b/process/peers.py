@@ -146,7 +146,6 @@ class Peers:
             try:
                 failure = self._look(store, farewell)
             except MemoryError:  # what takes it may be about to fail, and this thread must tell the others
-                time.sleep(_POLL)
                 continue
             if failure is not None:
                 self._on_failure(failure)
