@@ -99,6 +99,7 @@ class Net:
                 try:
                     if tries > 1:
                         time.sleep(_PAUSE)  # other threads may free some memory
+                    _end_soon()  # before what may wait: a lack of memory can leave a lock of Python's locked
                     if self._peers is not None:
                         self._peers.report(self._last_report)
                         rank_0_has_printed = self._peers.leave(wait=not is_rank_0())
