@@ -115,10 +115,13 @@ def test_the_page_of_a_package_index_has_no_path(program):
 
 @pytest.mark.parametrize(
     "words",
-    [["profile"], ["preprocess", "--input", ".", "--output-prefix", "text", "--tokenizer-model", "tokenizer"]],
+    [["profile"], ["preprocess", "--input", "pages", "--output-prefix", "text", "--tokenizer-model", "tokenizer"]],
     ids=lambda words: words[0],
 )
 def test_those_of_training_say_what_is_missing(program, words, tmp_path):
+    for folder in ("pages", "tokenizer"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "pages" / "page.txt").write_text("A page.")
     done = run(program, words, tmp_path)
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert done.stderr.startswith("error: the package ") and "; pip install '.[train]' in " in done.stderr

@@ -149,7 +149,7 @@ def test_spellings_of_one_flag_do_not_contradict_each_other():
             parsed(*flags)
 
 
-def test_lengths_on_the_command_line_are_refused_with_what_takes_them():
+def test_lengths_on_a_command_line_are_refused_with_a_way_out():
     with pytest.raises(ValueError, match="put the lengths into a file, and give it to --sequence-split-file"):
         parsed("--chunked-pipeline-model-parallel-split-lengths", "20", "44")
 

@@ -145,7 +145,7 @@ def test_a_long_step_is_as_simulated(family, ranks, chunks, microbatches, segmen
     assert found == pytest.approx(measured(family, shape, costs))
 
 
-def test_a_step_is_extended_only_where_that_takes_fewer_micro_batches(monkeypatch):
+def test_a_step_is_extended_only_where_that_is_shorter(monkeypatch):
     monkeypatch.setattr(simulator, "_MOST_ACTIONS", 0)
     for microbatches in range(1, 80):
         built: list[int] = []

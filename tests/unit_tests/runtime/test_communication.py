@@ -113,7 +113,7 @@ def test_a_message_that_gets_stuck_is_named(wires, text):
     assert work.timeout == TIMEOUT
 
 
-def test_a_thread_that_has_ended_without_a_word_is_not_waited_for(wires, monkeypatch):
+def test_nobody_waits_for_a_thread_that_ended_without_a_word(wires, monkeypatch):
     """Here the thread of sends: it has lacked the memory to say that a message has left."""
     monkeypatch.setattr(wires.communicator, "_wait_in_thread", lambda wait: Future())
     monkeypatch.setattr(wires.communicator, "_timeout", timedelta(0))

@@ -46,7 +46,8 @@ class Calls:
             undo.enter_context(self._interception)
             for calls in reversed(self._started):
                 for call in reversed(calls):
-                    undo.callback(call.close)
+                    if call:  # its program has not ended
+                        undo.callback(call.close)
 
     @property
     def running(self) -> Call:
