@@ -207,11 +207,10 @@ def rows_of_stage(setup: TrainingSetup, machine: Machine, stage: StageLayers) ->
 
 
 class StageSums(NamedTuple):
-    """Seconds of all segments on one stage, with an entry for each field of `_Work`. Each includes what the host needs
-    for the actions."""
+    """Seconds of all segments on one stage. Each field of both includes what the host needs for the actions."""
 
-    forward: Row
-    backward: Row
+    forward: _Work
+    backward: _Work
 
 
 @lru_cache(maxsize=1 << 15)
@@ -238,17 +237,17 @@ def sums_of_stage(setup: TrainingSetup, machine: Machine, stage: StageLayers) ->
     segments = len(setup.segments)
     actions = segments * machine.host.action
     return StageSums(
-        forward=(
-            actions + forward,
-            actions + segments * launching.forward,
-            actions + copies_forward,
-            actions + segments * collectives.forward,
+        forward=_Work(
+            compute=actions + forward,
+            launches=actions + segments * launching.forward,
+            copies=actions + copies_forward,
+            collectives=actions + segments * collectives.forward,
         ),
-        backward=(
-            actions + backward,
-            actions + segments * launching.backward,
-            actions + copies_backward,
-            actions + segments * collectives.backward,
+        backward=_Work(
+            compute=actions + backward,
+            launches=actions + segments * launching.backward,
+            copies=actions + copies_backward,
+            collectives=actions + segments * collectives.backward,
         ),
     )
 

@@ -141,7 +141,7 @@ def _least_loads(layer_setup: TrainingSetup, machine: Machine, segments: int) ->
     def passes(stage: StageLayers) -> list[_Pass]:
         """Forward and backward."""
         sums = sums_of_stage(evenly, of_any, stage)
-        return [_Pass(device - actions, host - actions) for device, host, *_ in sums]
+        return [_Pass(work.compute - actions, work.launches - actions) for work in sums]
 
     embedding = passes(StageLayers((), is_first=True, is_last=False))
     head = passes(StageLayers((), is_first=False, is_last=True))
