@@ -177,18 +177,22 @@ def _check_empty_values(args: Namespace) -> None:
 
 def _replicas_of(args: Namespace) -> int:
     """The number of data-parallel ranks. Raises ValueError if the other parallel sizes do not divide the ranks."""
-    tensor = args.tensor_model_parallel_size
-    pipeline = args.pipeline_model_parallel_size
-    context = args.context_parallel_size
-    model_ranks = tensor * pipeline * context
-    if args.world_size % model_ranks:
-        raise ValueError(
-            f"--tensor-model-parallel-size {tensor} times --pipeline-model-parallel-size {pipeline} times "
-            f"--context-parallel-size {context} is {model_ranks}, which does not divide the number of ranks, "
-            f"{args.world_size}; change one"
-        )
-    replicas: int = args.world_size // model_ranks
-    return replicas
+    sizes = {
+        "--tensor-model-parallel-size": args.tensor_model_parallel_size,
+        "--pipeline-model-parallel-size": args.pipeline_model_parallel_size,
+        "--context-parallel-size": args.context_parallel_size,
+    }
+    return _ranks_for_each(sizes, args.world_size)
+
+
+def _ranks_for_each(sizes: Mapping[str, int], ranks: int) -> int:
+    """The number of ranks by the product of parallel sizes, which are given by their flags. Raises ValueError if it
+    does not divide that."""
+    product = math.prod(sizes.values())
+    if ranks % product:
+        factors = " times ".join(f"{flag} {size}" for flag, size in sizes.items())
+        raise ValueError(f"{factors} is {product}, which does not divide the number of ranks, {ranks}; change one")
+    return ranks // product
 
 
 def _check_query_groups(args: Namespace) -> None:
@@ -204,16 +208,12 @@ def _check_query_groups(args: Namespace) -> None:
 
 def _check_ranks_of_experts(args: Namespace) -> None:
     """Raise ValueError if the parallel sizes of experts do not divide the ranks."""
-    experts = args.expert_model_parallel_size
-    tensor = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
-    pipeline = args.pipeline_model_parallel_size
-    ranks = experts * tensor * pipeline
-    if args.world_size % ranks:
-        raise ValueError(
-            f"--expert-model-parallel-size {experts} times --expert-tensor-parallel-size {tensor} times "
-            f"--pipeline-model-parallel-size {pipeline} is {ranks}, which does not divide the number of ranks, "
-            f"{args.world_size}; change one"
-        )
+    sizes = {
+        "--expert-model-parallel-size": args.expert_model_parallel_size,
+        "--expert-tensor-parallel-size": args.expert_tensor_parallel_size or args.tensor_model_parallel_size,
+        "--pipeline-model-parallel-size": args.pipeline_model_parallel_size,
+    }
+    _ranks_for_each(sizes, args.world_size)
 
 
 def _check_batch(args: Namespace, replicas: int) -> None:

@@ -215,8 +215,8 @@ def extended(shape: Shape, measured: Callable[[int], Sequence[float]]) -> Sequen
     group = _group(shape)
     groups, rest = divmod(shape.num_microbatches, group)
     short = _SHORT_STEP
-    while is_extended(shape) and groups > _groups_measured(short):
-        first, second, third = (measured(count * group + rest) for count in (short, short + 1, 2 * short))
+    while is_extended(shape) and groups > sum(_short_steps(short)):
+        first, second, third = (measured(count * group + rest) for count in _short_steps(short))
         growth = [later - earlier for earlier, later in zip(first, second, strict=True)]
         # In the steady state the third step is the first one and `short` times the growth.
         of_steps = zip(first, third, growth, strict=True)
@@ -230,12 +230,12 @@ def extended(shape: Shape, measured: Callable[[int], Sequence[float]]) -> Sequen
 def is_extended(shape: Shape) -> bool:
     """Whether a step of this shape is predicted from short ones, which have fewer micro-batches in all."""
     is_long = 2 * shape.num_units * shape.num_stages > _MOST_ACTIONS
-    return is_long and shape.num_microbatches // _group(shape) > _groups_measured(_SHORT_STEP)
+    return is_long and shape.num_microbatches // _group(shape) > sum(_short_steps(_SHORT_STEP))
 
 
-def _groups_measured(short: int) -> int:
-    """The groups of micro-batches in the three steps that `extended` takes."""
-    return short + (short + 1) + 2 * short
+def _short_steps(short: int) -> tuple[int, int, int]:
+    """The groups of micro-batches of the three steps that `extended` takes."""
+    return (short, short + 1, 2 * short)
 
 
 def _group(shape: Shape) -> int:

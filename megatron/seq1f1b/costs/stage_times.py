@@ -58,6 +58,18 @@ def _seconds_of_layer(setup: TrainingSetup, machine: Machine, layer: int) -> tup
     return tuple(Seconds(time.forward.total, time.input.total, time.weight) for time in times)
 
 
+def _seconds_of_parts(
+    setup: TrainingSetup, machine: Machine, stage: StageLayers
+) -> list[tuple[int, tuple[Seconds, ...]]]:
+    """The number and the seconds, by segment, of each kind of layer of a stage, of its embedding and of its loss."""
+    parts = [(count, _seconds_of_layer(setup, machine, layer)) for layer, count in stage.layers]
+    if stage.is_first:
+        parts.append((1, _seconds_of_embedding(setup.activation_setup, machine)))
+    if stage.is_last:
+        parts.append((1, _seconds_of_head(setup.activation_setup, machine)))
+    return parts
+
+
 @lru_cache(maxsize=8192)
 def _seconds_of_embedding(setup: TrainingSetup, machine: Machine) -> tuple[Seconds, ...]:
     """The seconds of the embedding, by segment."""
@@ -122,11 +134,7 @@ class _Passes(NamedTuple):
 
 def _passes_of_stage(setup: TrainingSetup, machine: Machine, stage: StageLayers) -> Iterator[_Passes]:
     """The passes of each segment, without what the host needs for an action."""
-    parts = [(count, _seconds_of_layer(setup, machine, layer)) for layer, count in stage.layers]
-    if stage.is_first:
-        parts.append((1, _seconds_of_embedding(setup.activation_setup, machine)))
-    if stage.is_last:
-        parts.append((1, _seconds_of_head(setup.activation_setup, machine)))
+    parts = _seconds_of_parts(setup, machine, stage)
     launching = launch_times(setup, machine, stage)
     collectives = _collectives_of_stage(setup, machine, stage)
     for index, span in enumerate(setup.spans):
@@ -217,13 +225,9 @@ class StageSums(NamedTuple):
 def sums_of_stage(setup: TrainingSetup, machine: Machine, stage: StageLayers) -> StageSums:
     """The sums over the segments of a stage. The longest entry is a lower bound for every cut into as many segments: in
     another cut the device may compute longer than the host launches in all segments, here in some."""
-    parts = [(count, _sum_of_layer(setup, machine, layer)) for layer, count in stage.layers]
-    if stage.is_first:
-        parts.append((1, _sum_of_embedding(setup.activation_setup, machine)))
-    if stage.is_last:
-        parts.append((1, _sum_of_head(setup.activation_setup, machine)))
     forward = backward = 0.0
-    for count, seconds in parts:
+    for count, of_segments in _seconds_of_parts(setup, machine, stage):
+        seconds = _summed(of_segments)
         forward += count * seconds.forward
         backward += count * (seconds.input + seconds.weight)
     launching = launch_times(setup, machine, stage)
@@ -253,22 +257,8 @@ def sums_of_stage(setup: TrainingSetup, machine: Machine, stage: StageLayers) ->
 
 
 @lru_cache(maxsize=1 << 14)
-def _sum_of_layer(setup: TrainingSetup, machine: Machine, layer: int) -> Seconds:
-    """The seconds of all segments in a layer; stages share them."""
-    return _summed(_seconds_of_layer(setup, machine, layer))
-
-
-@lru_cache(maxsize=1 << 14)
-def _sum_of_embedding(setup: TrainingSetup, machine: Machine) -> Seconds:
-    return _summed(_seconds_of_embedding(setup, machine))
-
-
-@lru_cache(maxsize=1 << 14)
-def _sum_of_head(setup: TrainingSetup, machine: Machine) -> Seconds:
-    return _summed(_seconds_of_head(setup, machine))
-
-
-def _summed(of_segments: Iterable[Seconds]) -> Seconds:
+def _summed(of_segments: tuple[Seconds, ...]) -> Seconds:
+    """The seconds of all segments; stages and set-ups share them."""
     return Seconds(*map(sum, zip(*of_segments, strict=True)))
 
 

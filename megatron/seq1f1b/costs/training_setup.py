@@ -204,10 +204,6 @@ class TrainingSetup:
             fields[name] = values[name]
         fields.update(changes)
         changed.__post_init__()
-        if "state_setup" in values:
-            changes_state = any(values[name] != changes[name] for name in changes.keys() - _BESIDE_STATE.keys())
-            if not changes_state:
-                fields["state_setup"] = values["state_setup"]
         return changed
 
     def without_recomputation(self) -> Self:
@@ -375,7 +371,25 @@ class TrainingSetup:
     def state_setup(self) -> Self:
         """As `layer_setup`, with a fixed value of all that does not matter to parameters, gradients and the optimizer
         of ranks."""
-        alike = self.but(**_BESIDE_STATE)
+        alike = self.but(
+            num_microbatches=1,
+            micro_batch_size=1,
+            family="1f1b",
+            segments=(),
+            recompute="none",
+            recomputed_share=1.0,
+            keeps_logits=False,
+            cp_comm_type=None,
+            hides_experts=False,
+            hides_tensor_exchange=False,
+            replays_layers=False,
+            offloads=0.0,
+            moves=Moves.UNITS,
+            layers_leaving=0,
+            seen=(),
+            longest=0,
+            parts=(),
+        )
         found: Self = _shared(alike)
         return found
 
@@ -443,28 +457,6 @@ class TrainingSetup:
         if stage.is_last and self.model.prediction_depth and not stage.is_first:
             number += 1
         return number
-
-
-# Fields with a fixed value in `state_setup`.
-_BESIDE_STATE: Mapping[str, Any] = {
-    "num_microbatches": 1,
-    "micro_batch_size": 1,
-    "family": "1f1b",
-    "segments": (),
-    "recompute": "none",
-    "recomputed_share": 1.0,
-    "keeps_logits": False,
-    "cp_comm_type": None,
-    "hides_experts": False,
-    "hides_tensor_exchange": False,
-    "replays_layers": False,
-    "offloads": 0.0,
-    "moves": Moves.UNITS,
-    "layers_leaving": 0,
-    "seen": (),
-    "longest": 0,
-    "parts": (),
-}
 
 
 @lru_cache(maxsize=1 << 16)

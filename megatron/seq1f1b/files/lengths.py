@@ -41,13 +41,11 @@ def read_histogram(path: str | Path) -> Mapping[int, int]:
     `tokens,sequences` or `tokens` for each. Raises ValueError for anything else."""
     try:
         content = read_bytes(path, _MOST_OF_INDEX)
-        if not content.startswith(INDEX):
-            read_text(path, content)
+        is_index = content.startswith(INDEX)
+        text = "" if is_index else read_text(path, content)
     except ValueError as error:
         raise with_way_out(error, "give a CSV of 'tokens,sequences', or the .idx of a corpus") from None
-    if content.startswith(INDEX):
-        return _histogram_of_index(path, content)
-    return _histogram_of_text(path, content)
+    return _histogram_of_index(path, content) if is_index else _histogram_of_text(path, text)
 
 
 def _histogram_of_index(path: str | Path, content: bytes) -> Mapping[int, int]:
@@ -64,9 +62,9 @@ def _histogram_of_index(path: str | Path, content: bytes) -> Mapping[int, int]:
     return counts
 
 
-def _histogram_of_text(path: str | Path, content: bytes) -> Mapping[int, int]:
+def _histogram_of_text(path: str | Path, text: str) -> Mapping[int, int]:
     counts = Counter[int]()
-    for number, line in enumerate(read_text(path, content).splitlines(), start=1):
+    for number, line in enumerate(text.splitlines(), start=1):
         words = line.replace(",", " ").split()
         is_comment = not words or words[0].startswith("#")
         is_heading = number == 1 and bool(words) and words[0].isalpha()

@@ -184,7 +184,8 @@ def test_a_copy_that_fails_ends_the_wait(monkeypatch):
 def test_a_step_after_failed_copies_finds_nothing_of_them(monkeypatch):
     """Neither units of the failed step, nor the errors of its copies, of which here all come back in vain."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
-    is_down, threads = [True], []
+    is_down = [True]
+    threads = []
 
     def copy(pairs, after, span):
         threads.append(get_ident())  # first that of copies to the host
@@ -192,7 +193,8 @@ def test_a_step_after_failed_copies_finds_nothing_of_them(monkeypatch):
             raise RuntimeError("the link is down")
         copies.copy_pairs(pairs, after, span)
 
-    memory, x = HostMemory(copy=copy), torch.randn(SIZE, SIZE, dtype=torch.float64, requires_grad=True)
+    memory = HostMemory(copy=copy)
+    x = torch.randn(SIZE, SIZE, dtype=torch.float64, requires_grad=True)
     outputs = [left(memory, unit, x) for unit in ("first", "second")]
     for move in (memory.offload, memory.reload):
         for unit in ("first", "second"):
