@@ -88,7 +88,7 @@ class Peers:
         self._wait_until_connected(timeout)
         if self._store is None:
             return text
-        return str(in_time(seconds + _PATIENCE, of_rank_0))
+        return str(in_time(seconds + _PATIENCE, of_rank_0, source="the store of the job"))
 
     def _wait_until_connected(self, timeout: timedelta) -> None:
         """Raises ValueError after `timeout`, or sooner if something other than the job's store answers at its

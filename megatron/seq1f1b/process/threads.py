@@ -29,15 +29,16 @@ def start_thread(run: Callable[[], Any], patience: float = _PATIENCE) -> None:
         raise RuntimeError("can't start new thread: it has no memory for its first lines")
 
 
-def in_time[T](seconds: float, call: Callable[[], T]) -> T:
-    """The result of `call()`, which a thread calls; raises RuntimeError if it takes longer, or if no thread can be
-    started."""
+def in_time[T](seconds: float, call: Callable[[], T], source: str = "") -> T:
+    """The result of `call()`, which a thread calls; raises RuntimeError, which names the `source` of the result, if it
+    takes longer, or if no thread can be started."""
     result: Future[T] = Future()
     start_thread(lambda: _resolve(result, call), seconds)
     try:
         return result.result(seconds)
     except TimeoutError:
-        raise RuntimeError(f"no answer for {seconds:g} s") from None
+        from_source = f" from {source}" if source else ""
+        raise RuntimeError(f"no answer{from_source} for {seconds:g} s") from None
 
 
 def one_after_another() -> Callable[[Callable[[], Any]], Future[Any]]:

@@ -28,6 +28,8 @@ def test_a_call_has_its_result_in_time_or_an_error():
         in_time(20, lambda: {}["mine"])
     with pytest.raises(RuntimeError, match="^no answer for 0.1 s$"):
         in_time(0.1, lambda: time.sleep(1))
+    with pytest.raises(RuntimeError, match="^no answer from the store for 0.1 s$"):
+        in_time(0.1, lambda: time.sleep(1), source="the store")
 
 
 def test_calls_of_one_thread_run_in_order_also_after_an_error():
