@@ -226,17 +226,18 @@ def plan_kind(args: argparse.Namespace, asked: Question, progress: Progress) -> 
 def answer_of(kind: PlanKind, rules: LaunchRules, args: argparse.Namespace) -> Answer:
     """The best plans of both sides, and the launch as given. Raises ValueError, with a way out, if nothing fits."""
     given = kind.as_given(args.launch)
-    ours = kind.search.best(args.best)
+    megatron = kind.search.megatron_baseline()
+    ours = kind.best(args.best, megatron)
     if not ours:
         raise kind.nothing_fits([*rules.left_out()])
-    megatron = kind.search.megatron_baseline()
     asked = kind.question
     gain = Gain(
         ours=ours[0].tokens_per_second,
         megatron=None if megatron is None else megatron.tokens_per_second,
         error=asked.machine.error_of(asked.model),
     )
-    return Answer(ours=ours, megatron=megatron, given=given, gain=gain)
+    least_seconds = min(ours[0].seconds, kind.least_seconds)
+    return Answer(ours=ours, least_seconds=least_seconds, megatron=megatron, given=given, gain=gain)
 
 
 def print_plans(kind: PlanKind, answer: Answer) -> None:

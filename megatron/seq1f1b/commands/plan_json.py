@@ -16,7 +16,9 @@ from .plan_answer import Answer
 
 def write_answer(path: Path, args: argparse.Namespace, answer: Answer, flags_of: Callable[[Plan], list[str]]) -> None:
     """Write what was asked and every plan that is shown: seconds of a step, tokens/s of all devices, GiB of the fullest
-    device and of its host, its bubble ratio, and its flags. `gain` is relative, None where only one side fits."""
+    device and of its host, its bubble ratio, and its flags. `gain` is relative, None where only one side fits.
+    `least_step_seconds`, what no plan of this package goes below, is less than the first of them takes where the search
+    ended early."""
 
     def as_json(plan: Plan) -> dict[str, Any]:
         return {
@@ -39,6 +41,7 @@ def write_answer(path: Path, args: argparse.Namespace, answer: Answer, flags_of:
         "gain": answer.gain.value,
         "error": answer.gain.error,
         "plans": [as_json(plan) for plan in answer.ours],
+        "least_step_seconds": answer.least_seconds,
         "megatron": None if megatron is None else as_json(megatron),
         "as_given": None if given is None else as_json(given),
     }

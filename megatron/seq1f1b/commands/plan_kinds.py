@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,15 @@ class PlanKind(ABC):
     @abstractmethod
     def as_given(self, launch: argparse.Namespace) -> Plan | None:
         """The launch itself, predicted; None if its flags lack what that needs. Raises ValueError for wrong ones."""
+
+    @abstractmethod
+    def best(self, number: int, megatron: Any) -> Sequence[Plan]:
+        """The best plans of this package; `megatron` is the best of Megatron's own schedules, None if none fits."""
+
+    @property
+    def least_seconds(self) -> float:
+        """What plans of this package take at least that the search has not found."""
+        return inf
 
     @abstractmethod
     def nothing_fits(self, left_out: Sequence[str]) -> ValueError:
@@ -87,6 +97,17 @@ class PlansOfSequences(PlanKind):
             fitting = first_that_fits(candidate, self.question.budget, predicted)
         return fitting or predicted(candidate)
 
+    def best(self, number: int, megatron: Plan | None) -> Sequence[Plan]:
+        """After a long search good plans are enough, if none gains more than the error of predictions."""
+        exact_below = inf
+        if megatron is not None:
+            exact_below = megatron.seconds / (1 + self.question.machine.error_of(self.question.model))
+        return self.search.best(number, exact_below=exact_below)
+
+    @property
+    def least_seconds(self) -> float:
+        return self.search.least_seconds
+
     def nothing_fits(self, left_out: Sequence[str]) -> ValueError:
         return way_out(self.question, left_out)
 
@@ -98,6 +119,8 @@ class PlansOfSequences(PlanKind):
 
     def verdict(self, answer: Answer) -> Iterator[str]:
         yield plan_text.verdict(answer.gain, answer.megatron)
+        if answer.least_seconds < answer.ours[0].seconds:
+            yield plan_text.ended_early(answer.least_seconds)
         if answer.megatron is not None:
             yield plan_text.reason(answer.ours[0], answer.megatron, answer.gain)
 
@@ -122,7 +145,7 @@ class PlansOfSequences(PlanKind):
         asked = self.question
         for share in (0.8, 0.6, 0.4, 0.2):
             with_less = replace(asked, memory_gib=share * asked.memory_limit)
-            Search(with_less, plans=self.search.plans, processes=self._processes).best(1)
+            Search(with_less, plans=self.search.plans, processes=self._processes).best(1, exact_below=0.0)
         groups: dict[str, list[Point]] = {name: [] for name in ("whole sequences", "segments", "recomputation")}
         for plan in self.search.plans.values():
             setup = plan.candidate.setup
@@ -151,6 +174,9 @@ class PlansInUnits(PlanKind):
             return None
         candidate = candidate_of_launch(launch, self.search.average(launch.unit_tokens))
         return None if candidate is None else self.search.predict(replace(candidate, unit_tokens=launch.unit_tokens))
+
+    def best(self, number: int, megatron: UnitPlan | None) -> Sequence[Plan]:
+        return self.search.best(number)
 
     def nothing_fits(self, left_out: Sequence[str]) -> ValueError:
         return self.search.way_out()

@@ -203,6 +203,14 @@ def verdict(gain: Gain, megatron: Plan | None) -> str:
     return f"Use Megatron's own schedules: they take {taken}, and the best plan of this package is {_pace(gain)}."
 
 
+def ended_early(least_seconds: float) -> str:
+    """That the best plan of this package may take less than the one shown."""
+    return (
+        "The search for the best plan of this package ended early, since none is faster than Megatron's own by more "
+        f"than predictions are off: none takes less than {least_seconds:.3f} s."
+    )
+
+
 def verdict_on_units(gain: Gain, megatron: Plan | None) -> str:
     """Whether Megatron's own schedules do as well on packs as long as the longest sequence."""
     packs = "packs as long as the longest sequence"

@@ -12,7 +12,7 @@ def hash_once(self: Any) -> int:
     """The `__hash__` of a frozen dataclass that is a key of caches."""
     values: dict[str, Any] = vars(self)
     if "_hash" not in values:
-        values["_hash"] = hash(_values_of_fields(self))
+        values["_hash"] = hash(values_of_fields(self))
     of_object: int = values["_hash"]
     return of_object
 
@@ -23,10 +23,10 @@ def equal_by_fields(self: Any, other: Any) -> Any:
         return True
     if type(self) is not type(other):
         return NotImplemented
-    return _values_of_fields(self) == _values_of_fields(other)
+    return values_of_fields(self) == values_of_fields(other)
 
 
-def _values_of_fields(self: Any) -> tuple[Any, ...]:
+def values_of_fields(self: Any) -> tuple[Any, ...]:
     """The values of the fields of a frozen dataclass, which keeps them for the next comparison."""
     values: dict[str, Any] = vars(self)
     if "_values" not in values:

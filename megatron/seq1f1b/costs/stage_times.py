@@ -300,24 +300,34 @@ def balanced_layers(setup: TrainingSetup, placement: Placement, machine: Machine
 @lru_cache(maxsize=1 << 16)
 def _balanced(layer_setup: TrainingSetup, placement: Placement, machine: Machine, least: int) -> tuple[int, ...]:
     seconds = _loads(layer_setup, machine)
-    stages = range(placement.num_stages)
-    counts = [least] * placement.num_stages
     loads = [least * seconds.layer] * placement.num_stages
     loads[0] += seconds.embedding
     loads[-1] += seconds.loss
-    ranks = [0.0] * placement.num_ranks
-    for stage in stages:
-        ranks[placement.rank_of(stage)] += loads[stage]
-    waiting = [(load, -rank) for rank, load in enumerate(ranks)]  # of equal ranks the last comes first
-    heapify(waiting)
-    stages_of = [placement.stages_of(rank)[::-1] for rank in range(placement.num_ranks)]
-    for _ in range(layer_setup.model.num_layers - least * placement.num_stages):
-        load, number = waiting[0]
-        stage = min(stages_of[-number], key=loads.__getitem__)
-        counts[stage] += 1
-        loads[stage] += seconds.layer
-        heapreplace(waiting, (load + seconds.layer, number))
+    loads_of_ranks = []
+    for rank in range(placement.num_ranks):
+        loads_of_ranks.append([loads[stage] for stage in placement.stages_of(rank)])
+    more = layer_setup.model.num_layers - least * placement.num_stages
+    more_of_ranks = _dealt(more, seconds.layer, [*map(sum, loads_of_ranks)])
+    counts = [least] * placement.num_stages
+    for rank, (more_of_rank, loads_of_rank) in enumerate(zip(more_of_ranks, loads_of_ranks, strict=True)):
+        for chunk, more_of_stage in enumerate(_dealt(more_of_rank, seconds.layer, loads_of_rank)):
+            counts[placement.stage_of(rank, chunk)] += more_of_stage
     return tuple(counts)
+
+
+def _dealt(number: int, layer: float, loads: Sequence[float]) -> list[int]:
+    """How many of so many layers, of `layer` seconds, come to each of some places with these loads: one after the other
+    to where the load is least, of equal places the last."""
+    if len(loads) == 1:
+        return [number]
+    counts = [0] * len(loads)
+    waiting = [(load, -place) for place, load in enumerate(loads)]
+    heapify(waiting)
+    for _ in range(number):
+        load, place = waiting[0]
+        counts[-place] += 1
+        heapreplace(waiting, (load + layer, place))
+    return counts
 
 
 class _Loads(NamedTuple):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from ..costs.blocks import BYTES
 from ..costs.layer_bytes import Use, layer_keys_values_gradients, running_bytes, unit_bytes
 from ..costs.step_memory import static_memory
-from ..costs.training_setup import StageLayers, TrainingSetup
+from ..costs.training_setup import Fsdp, StageLayers, TrainingSetup
 from ..schedule import Kind, Placement, Shape
 from .first_backward import backwards_like_the_first, of_first_units, units_at_first_backward
 from .space import MemoryBudget, Question, evenly_cut, may_move
@@ -25,26 +25,47 @@ def on_one_rank(sizes: TrainingSetup) -> TrainingSetup:
     return sizes.but(placement=Placement(1), layers_per_stage=(sizes.model.num_layers,))
 
 
-def may_fit(sizes: TrainingSetup, question: Question, segments: int, splits: bool) -> bool:
-    """Whether the mean rank has room for its share of the model's state and, with its host, for its share of what one
-    micro-batch keeps. All forwards of the first micro-batch come before its first backward, so each rank has all of
-    this at once, however layers are spread. Nothing moves to the host where backwards are split. A search partitions
-    the state under `breadth-first` alone, which runs all forwards before the first backward, and moves nothing
-    either."""
-    device, host, _ = question.budget
-    activation_setup = sizes.activation_setup
-    kept = sum(_kept(activation_setup, activation_setup.stages[0], segments)) / sizes.pipeline_parallel
-    state = _mean_state(sizes)
-    if state <= device and state + kept <= device + (0.0 if splits else host):
-        return True
-    if splits or question.partitions_state is not None or sizes.pipeline_parallel == 1:
-        return False
-    return _mean_state(sizes.but(partitions_state=True)) + sizes.num_microbatches * kept <= device
+class SizesMemory:
+    """The memory of set-ups with the same parallel sizes, in so many segments. They differ in what they compute again,
+    hide and shard, and share the bytes of what is alike in them."""
 
+    def __init__(self, question: Question, segments: int) -> None:
+        self._question = question
+        self._segments = segments
+        self._kept_by: dict[tuple[str, float, bool], float] = {}
+        self._state_of: dict[tuple[Fsdp, bool], float] = {}
 
-def _mean_state(sizes: TrainingSetup) -> float:
-    """The bytes of the model's state on the mean rank."""
-    return _whole_state(sizes.state_setup) / sizes.pipeline_parallel
+    def may_fit(self, setup: TrainingSetup, splits: bool) -> bool:
+        """Whether the mean rank has room for its share of the model's state and, with its host, for its share of what
+        one micro-batch keeps. All forwards of the first micro-batch come before its first backward, so each rank has
+        all of this at once, however layers are spread. Nothing moves to the host where backwards are split. A search
+        partitions the state under `breadth-first` alone, which runs all forwards before the first backward, and moves
+        nothing either."""
+        device, host, _ = self._question.budget
+        kept = self._kept(setup)
+        state = self._state(setup, setup.partitions_state)
+        if state <= device and state + kept <= device + (0.0 if splits else host):
+            return True
+        if splits or self._question.partitions_state is not None or setup.pipeline_parallel == 1:
+            return False
+        return self._state(setup, True) + setup.num_microbatches * kept <= device
+
+    def _kept(self, setup: TrainingSetup) -> float:
+        """The bytes that a micro-batch keeps on the mean rank."""
+        alike = (setup.recompute, setup.recomputed_share, setup.keeps_logits)
+        if alike not in self._kept_by:
+            activation_setup = setup.activation_setup
+            of_all = sum(_kept(activation_setup, activation_setup.stages[0], self._segments))
+            self._kept_by[alike] = of_all / setup.pipeline_parallel
+        return self._kept_by[alike]
+
+    def _state(self, setup: TrainingSetup, partitions_state: bool) -> float:
+        """The bytes of the model's state on the mean rank."""
+        alike = (setup.fsdp, partitions_state)
+        if alike not in self._state_of:
+            of_all = _whole_state(setup.but(partitions_state=partitions_state).state_setup)
+            self._state_of[alike] = of_all / setup.pipeline_parallel
+        return self._state_of[alike]
 
 
 @lru_cache(maxsize=1 << 14)

@@ -16,6 +16,7 @@ from ..costs.stage_costs import action_costs, setup_costs
 from ..costs.training_setup import Moves, TrainingSetup, splits_backward
 from ..schedule import build
 from . import moved_layers
+from . import search_items as items
 from .bounds import (
     least_seconds,
     least_seconds_copying,
@@ -25,8 +26,9 @@ from .bounds import (
 from .excess_bounds import copy_times, least_seconds_with_copies
 from .fitting import fits, fitted, host_in_flight, layers_leaving
 from .forked import merged
-from .memory_bounds import least_seconds_away, may_fit
+from .memory_bounds import SizesMemory, least_seconds_away
 from .rank_ends import CopyTimes
+from .search_order import ItemPlace, SearchOrder, WaitingItem
 from .space import (
     Candidate,
     MemoryBudget,
@@ -49,7 +51,7 @@ from .spread_bounds import least_seconds_in_chunks, least_seconds_of, least_seco
 # `auto` plans at the granularity of units, which takes too long beyond this many actions.
 MOST_ACTIONS_OF_AUTO = 30_000
 # Items that one process looks at, in some seconds, before others share the rest.
-_ALONE = 3000
+_ALONE = 5000
 
 
 @dataclass(frozen=True)
@@ -79,96 +81,13 @@ class Plan:
         return self.memory_gib * GIB <= budget.device and self.host_gib * GIB <= budget.host
 
 
-class _Sizes(NamedTuple):
-    """Parallel sizes, for all recomputations, and ascending numbers of segments, whose bound is that of the first."""
-
-    setup: TrainingSetup
-    segments: tuple[int, ...]
-
-
-class _Open(NamedTuple):
-    """Set-ups that differ in what they compute again alone. Their layers are not spread over stages yet, and they have
-    no family; it `splits` backwards, or does not."""
-
-    setups: tuple[TrainingSetup, ...]
-    segments: int
-    splits: bool
-
-
-class _OfChunks(NamedTuple):
-    """Those of `sizes` that have so many chunks a rank."""
-
-    sizes: _Open
-    chunks: int
-
-
-class _InChunks(NamedTuple):
-    """Set-ups that differ in what they compute again alone, with layers spread over stages, each with the families that
-    it may have."""
-
-    families_of: Mapping[TrainingSetup, Sequence[str]]
-    segments: int
-
-
-class _Spread(NamedTuple):
-    """Set-ups that differ in what they compute again alone, each with its seconds for copies at least. They have a
-    family, and are not cut yet."""
-
-    away: Mapping[TrainingSetup, float]
-    segments: int
-
-
-class _Cuts(NamedTuple):
-    """The cuts of a set-up, the fastest first, of which the memory is not known yet. Their copies take `away` seconds
-    at least: more than 0 if none fits with all of its activations on the device."""
-
-    ranked: tuple[Candidate, ...]
-    away: float
-
-
-class _AlikeCuts(NamedTuple):
-    """The cuts of set-ups that differ in what they compute again alone. `fastest` are those of them that compute
-    nothing again, whether or not they are among these."""
-
-    fastest: tuple[TrainingSetup, ...]
-    of_setups: tuple[_Cuts, ...]
-
-
-class _TooLarge(NamedTuple):
-    """Cuts, the fastest first, that do not fit, but may with activations on the host."""
-
-    ranked: tuple[Candidate, ...]
-
-
-class _Timed(NamedTuple):
-    """An item whose bound has its schedule in time."""
-
-    item: _AlikeCuts | _TooLarge | Candidate
-
-
-class _Place(NamedTuple):
-    """Where an item waits: by its bound in seconds, then, as a plan, by the place of its family among those of the
-    question. `path` decides between equal ones: by their numbers, the items from which it comes, and itself. So the
-    order is the same in every search, however many processes share it."""
-
-    bound: float
-    family: int  # -1: no plan, which comes first
-    path: tuple[int, ...]
-
-
-class _Waiting(NamedTuple):
-    """An item and its place, of which no two items have the same."""
-
-    place: _Place
-    item: Any
-
-
 class _Step(NamedTuple):
-    """An item was looked at by the process of this number: its place, the plan that it is, the plans that were
-    predicted for that, and the number of items that are left to the process."""
+    """An item was looked at by the process of this number: its place, the least seconds of all that are left to the
+    process, the plan that it is, the plans that were predicted for that, and how many items are left."""
 
     process: int
-    place: _Place
+    place: ItemPlace
+    least: float
     plan: Plan | None
     predicted: tuple[Plan, ...]
     left: int
@@ -181,7 +100,8 @@ class Search:
 
     Items wait in the order of a lower bound of their step: sizes and numbers of segments, from these numbers of chunks,
     from these schedules, from these cuts, then what is computed again, the best cut that fits, and its prediction, each
-    with a closer bound. The first item with its exact time is the fastest that is left.
+    with a closer bound. The first item with its exact time is the fastest that is left: what was not found yet takes
+    `least_seconds` at least.
     """
 
     def __init__(
@@ -196,13 +116,17 @@ class Search:
         self.plans: dict[Candidate, Plan] = {} if plans is None else plans
         self._predicted: list[Plan] = []  # since the last step
         self._processes = processes
+        self.least_seconds = 0.0
         self.too_long_for_auto: set[Candidate] = set()
 
-    def best(self, number: int = 5, below: float = inf) -> list[Plan]:
+    def best(self, number: int = 5, below: float = inf, exact_below: float = inf) -> list[Plan]:
         """The fastest configurations that fit and take less than `below` seconds, fastest first. Layers of the fastest
-        are moved between its stages, and `auto` is tried on all, where that is faster."""
-        with closing(self.fastest_first(below)) as fastest:
-            found = [*islice(fastest, number)]
+        are moved between its stages, and `auto` is tried on all, where that is faster.
+
+        After many items, configurations of `exact_below` seconds or more need not be the fastest. They take up to
+        `MOST_OVER` times as long as those, and are found sooner."""
+        with closing(self.fastest_first(below, exact_below)) as fastest:
+            found = sorted(islice(fastest, number), key=lambda plan: plan.seconds)
         if found:
             moved = moved_layers.improved(found[0].candidate, self.question, self.seconds_if_it_fits)
             found[0] = self._plan(moved)
@@ -219,60 +143,64 @@ class Search:
         search = Search(self.question.megatron_baseline(), self._progress, processes=self._processes)
         return next(iter(search.best(1)), None)
 
-    def fastest_first(self, below: float = inf) -> Generator[Plan]:
-        """All configurations of the named families that fit in less than `below` seconds."""
-        with closing(self.by_bounds()) as by_bounds:
+    def fastest_first(self, below: float = inf, exact_below: float = inf) -> Generator[Plan]:
+        """All configurations of the named families that fit in less than `below` seconds. Of those of `exact_below`
+        seconds or more faster ones may follow slower ones."""
+        with closing(self.by_bounds(exact_below)) as by_bounds:
             for least, plan in by_bounds:
                 if least >= below:
                     return
-                if plan is not None:
+                if plan is not None and plan.seconds < below:
                     yield plan
 
-    def by_bounds(self) -> Generator[tuple[float, Plan | None]]:
+    def by_bounds(self, exact_below: float = inf) -> Generator[tuple[float, Plan | None]]:
         """The seconds that all that is left takes at least, ascending, after each item; with a configuration where it
         takes them."""
         left = [0] * self._processes
-        with closing(self._steps()) as steps:
+        with closing(self._steps(exact_below)) as steps:
             for step in steps:
                 self.plans.update((plan.candidate, plan) for plan in step.predicted)
                 left[step.process] = step.left
                 self._progress(sum(left))
-                yield step.place.bound, step.plan
+                self.least_seconds = max(self.least_seconds, step.least)
+                yield self.least_seconds, step.plan
 
-    def _steps(self) -> Generator[_Step]:
+    def _steps(self, exact_below: float) -> Generator[_Step]:
         """The steps of the search: the first ones in this process, and then those of all processes."""
         waiting = self._first_waiting()
-        yield from islice(self._look_at(waiting), _ALONE)
-        in_order = sorted(waiting)
+        yield from islice(self._look_at(waiting, SearchOrder(inf)), _ALONE)
+        order = SearchOrder(exact_below)
+        in_order = sorted(map(order.placed, waiting))
         shares = (in_order[first :: self._processes] for first in range(self._processes))
-        steps = [self._look_at(share, process) for process, share in enumerate(shares) if share]
+        steps = [self._look_at(share, order, process) for process, share in enumerate(shares) if share]
         yield from merged(steps, attrgetter("place"), self._processes)
 
-    def _first_waiting(self) -> list[_Waiting]:
+    def _first_waiting(self) -> list[WaitingItem]:
         """The items of all parallel sizes, as a heap."""
         question = self.question
         first_ones = [first for sizes in parallel_sizes(question) for first in _first_ones(question, sizes)]
         waiting = []
         for number, first in enumerate(first_ones):
             bound = least_seconds_of_any(first.setup, question, first.segments[0])
-            waiting.append(_Waiting(_Place(bound, -1, (number,)), first))
+            has_pipeline = first.setup.pipeline_parallel > 1
+            waiting.append(WaitingItem(ItemPlace(bound, -1, (number,)), bound, has_pipeline, first))
         heapify(waiting)
         return waiting
 
-    def _look_at(self, waiting: list[_Waiting], process: int = 0) -> Iterator[_Step]:
-        """Look at the items of a heap, those with the least bounds first, and put what they are refined to in their
-        place."""
+    def _look_at(self, waiting: list[WaitingItem], order: SearchOrder, process: int = 0) -> Iterator[_Step]:
+        """Look at the items of a heap, the first ones first, and put what they are refined to in their place."""
         while waiting:
-            place, item = heappop(waiting)
+            place, bound, has_pipeline, item = heappop(waiting)
             plan = item if isinstance(item, Plan) else None
             if plan is None:
                 for number, (least, closer) in enumerate(self._closer(item)):
-                    bound = max(place.bound, least)
-                    of_closer = _Place(bound, self._place_of_family(closer), (*place.path, number))
-                    heappush(waiting, _Waiting(of_closer, closer))
+                    closer_bound = max(bound, least)
+                    seconds = order.seconds(closer_bound, has_pipeline, closer)
+                    of_closer = ItemPlace(seconds, self._place_of_family(closer), (*place.path, number))
+                    heappush(waiting, WaitingItem(of_closer, closer_bound, has_pipeline, closer))
             predicted = tuple(self._predicted)
             self._predicted.clear()
-            yield _Step(process, place, plan, predicted, len(waiting))
+            yield _Step(process, place, order.least_left(place), plan, predicted, len(waiting))
 
     def _place_of_family(self, item: Any) -> int:
         """Of plans that take equally long the simplest family comes first, whatever their bounds were."""
@@ -283,37 +211,41 @@ class Search:
         question = self.question
         machine = self.question.machine
         match item:
-            case _Sizes(sizes, (segments, *more)):
+            case items.Sizes(sizes, (segments, *more)):
                 if more:
-                    yield least_seconds_of_any(sizes, question, more[0]), _Sizes(sizes, tuple(more))
+                    yield least_seconds_of_any(sizes, question, more[0]), items.Sizes(sizes, tuple(more))
                 setups = tuple(recomputed(question, sizes, segments))
+                memory = SizesMemory(question, segments)
                 for splits in sorted(set(map(splits_backward, question.families))):
-                    for fastest, alike in _by_fastest(self._likely(setups, segments, splits)):
-                        yield least_seconds_of(fastest, machine, segments, splits), _Open(alike, segments, splits)
-            case _Open():
+                    for fastest, alike in _by_fastest(self._likely(setups, memory, splits)):
+                        yield least_seconds_of(fastest, machine, segments, splits), items.Open(alike, segments, splits)
+            case items.Open():
                 yield from self._numbers_of_chunks(item)
-            case _OfChunks(sizes, chunks):
+            case items.OfChunks(sizes, chunks):
                 yield from self._in_chunks(sizes, chunks)
-            case _InChunks(families_of, segments):
+            case items.InChunks(families_of, segments):
                 yield from self._spread(families_of, segments)
-            case _Spread(away, segments):
+            case items.Spread(away, segments):
                 for of_cuts in self._alike_cuts(away, segments):
                     yield min(least_seconds(setup, machine) for setup in of_cuts.fastest), of_cuts
-            case _AlikeCuts(fastest):
-                yield min(map(self._least_seconds_in_order, fastest)), _Timed(item)
-            case _Timed(_AlikeCuts(_, of_setups)):
+            case items.AlikeCuts(fastest):
+                yield min(map(self._least_seconds_in_order, fastest)), items.Timed(item)
+            case items.Timed(items.AlikeCuts(_, of_setups)):
                 for cut in of_setups:
                     least = min(least_seconds(candidate.setup, machine) for candidate in cut.ranked)
                     yield max(least, cut.away), cut
-            case _Cuts():
+            case items.Cuts():
                 yield from self._fitting(item)
-            case _TooLarge(ranked):
-                yield min(self._least_seconds_moving(candidate.setup) for candidate in ranked), _Timed(item)
-            case _Timed(_TooLarge(ranked)):
+            case items.TooLarge(ranked):
+                yield min(self._least_seconds_moving(candidate.setup) for candidate in ranked), items.Timed(item)
+            case items.Timed(items.TooLarge(ranked)):
                 yield from self._moved(ranked)
             case Candidate(setup):
-                yield max(self._least_seconds_in_order(setup), self._least_seconds_of_last_rank(setup)), _Timed(item)
-            case _Timed(Candidate() as candidate):
+                yield (
+                    max(self._least_seconds_in_order(setup), self._least_seconds_of_last_rank(setup)),
+                    items.Timed(item),
+                )
+            case items.Timed(Candidate() as candidate):
                 found = first_that_fits(candidate, question.budget, self._plan) if question.accepts(candidate) else None
                 if found is not None:
                     yield found.prediction.seconds, found
@@ -335,16 +267,15 @@ class Search:
         """A lower bound by the order of actions."""
         return least_seconds_in_time(setup, self.question.machine)
 
-    def _likely(self, setups: Iterable[TrainingSetup], segments: int, splits: bool) -> Iterator[TrainingSetup]:
+    def _likely(self, setups: Iterable[TrainingSetup], memory: SizesMemory, splits: bool) -> Iterator[TrainingSetup]:
         """The set-ups that may fit under schedules that split backwards, or under those that do not. Some of the latter
         depend on the number of chunks, so they are looked for later."""
-        question = self.question
         for setup in setups:
-            has_family = not splits or any(map(splits_backward, families(question, setup)))
-            if has_family and may_fit(setup, question, segments, splits):
+            has_family = not splits or any(map(splits_backward, families(self.question, setup)))
+            if has_family and memory.may_fit(setup, splits):
                 yield setup
 
-    def _numbers_of_chunks(self, item: _Open) -> Iterator[tuple[float, _OfChunks]]:
+    def _numbers_of_chunks(self, item: items.Open) -> Iterator[tuple[float, items.OfChunks]]:
         """Set-ups by the number of their chunks, with a bound from the layers of stages."""
         question = self.question
         of_chunks = defaultdict[int, list[TrainingSetup]](list)
@@ -355,9 +286,9 @@ class Search:
             spreads = {layers_in_chunks(question, setup, chunks) for setup in setups}
             fastest = setups[0].without_recomputation()
             least = least_seconds_in_chunks(fastest, question.machine, item.segments, item.splits, spreads)
-            yield least, _OfChunks(item._replace(setups=tuple(setups)), chunks)
+            yield least, items.OfChunks(item._replace(setups=tuple(setups)), chunks)
 
-    def _in_chunks(self, item: _Open, chunks: int) -> Iterator[tuple[float, _InChunks]]:
+    def _in_chunks(self, item: items.Open, chunks: int) -> Iterator[tuple[float, items.InChunks]]:
         """Set-ups with layers spread over the stages of so many chunks. The bound of one of their families is that of
         all."""
         question = self.question
@@ -371,11 +302,11 @@ class Search:
             if families_of:
                 name = next(iter(families_of.values()))[0]
                 least = least_seconds_cut(_of_family(fastest, name), question.machine, item.segments)
-                yield least, _InChunks(families_of, item.segments)
+                yield least, items.InChunks(families_of, item.segments)
 
     def _spread(
         self, families_of: Mapping[TrainingSetup, Sequence[str]], segments: int
-    ) -> Iterator[tuple[float, _Spread]]:
+    ) -> Iterator[tuple[float, items.Spread]]:
         """Set-ups with a family, those that may fit."""
         away: dict[TrainingSetup, float] = {}
         for setup, names in families_of.items():
@@ -390,21 +321,21 @@ class Search:
             if away.get(fastest) != 0:
                 bounds = (max(self._least_seconds_cut(setup, segments), away[setup]) for setup in alike)
                 least = min(bounds)
-            yield least, _Spread(of_alike, segments)
+            yield least, items.Spread(of_alike, segments)
 
-    def _alike_cuts(self, away: Mapping[TrainingSetup, float], segments: int) -> Iterator[_AlikeCuts]:
+    def _alike_cuts(self, away: Mapping[TrainingSetup, float], segments: int) -> Iterator[items.AlikeCuts]:
         """The cuts of set-ups. Cuts with tensor-parallel collectives beside products and cuts without are separate,
         since bounds do not rank them."""
-        by_fastest = defaultdict[tuple[TrainingSetup, ...], list[_Cuts]](list)
+        by_fastest = defaultdict[tuple[TrainingSetup, ...], list[items.Cuts]](list)
         for setup, seconds in away.items():
             ranked = self._ranked_cuts(setup, segments)
             for hides in (True, False):
                 alike = tuple(candidate for candidate in ranked if candidate.setup.hides_tensor_exchange == hides)
                 if alike:
                     fastest = tuple(dict.fromkeys(candidate.setup.without_recomputation() for candidate in alike))
-                    by_fastest[fastest].append(_Cuts(alike, seconds))
+                    by_fastest[fastest].append(items.Cuts(alike, seconds))
         for fastest, of_setups in by_fastest.items():
-            yield _AlikeCuts(fastest, tuple(of_setups))
+            yield items.AlikeCuts(fastest, tuple(of_setups))
 
     def _ranked_cuts(self, setup: TrainingSetup, segments: int) -> list[Candidate]:
         """The cuts of a set-up, the fastest first, with a partitioned state behind those without."""
@@ -412,7 +343,7 @@ class Search:
         shares = [replace(candidate, setup=partitioned(self.question, candidate.setup)) for candidate in even_last]
         return list(dict.fromkeys(even_last + shares))
 
-    def _fitting(self, found: _Cuts) -> Iterator[tuple[float, Any]]:
+    def _fitting(self, found: items.Cuts) -> Iterator[tuple[float, Any]]:
         """The first allowed cut that fits. Those before it come as one item, since they may fit with activations on the
         host."""
         question = self.question
@@ -428,7 +359,7 @@ class Search:
         if budget.host and may_move(found.ranked[0].setup):
             accepted = tuple(filter(question.accepts, too_large))
             if accepted:
-                yield self._least_seconds_too_large(accepted), _TooLarge(accepted)
+                yield self._least_seconds_too_large(accepted), items.TooLarge(accepted)
         if fitting is not None:
             yield self._least_seconds(fitting.setup), fitting
 
@@ -531,12 +462,12 @@ def _by_fastest(
         yield fastest, tuple(alike)
 
 
-def _first_ones(question: Question, sizes: TrainingSetup) -> Iterator[_Sizes]:
+def _first_ones(question: Question, sizes: TrainingSetup) -> Iterator[items.Sizes]:
     """Whole sequences, and segments, of which more never have a lower bound."""
     numbers = sorted(numbers_of_segments(question, sizes))
     for several in (False, True):
         if chosen := tuple(segments for segments in numbers if (segments > 1) == several):
-            yield _Sizes(sizes, chosen)
+            yield items.Sizes(sizes, chosen)
 
 
 def first_that_fits(candidate: Candidate, budget: MemoryBudget, predicted: Callable[[Candidate], Plan]) -> Plan | None:

@@ -42,10 +42,7 @@ def least_seconds_in_chunks(
     spreads: Iterable[tuple[int, ...]],
 ) -> float:
     """As `least_seconds_of`, if stages have the layers of one of some spreads. The mean rank and each single one wait
-    for the layers before them; sharded gradients are summed beside layers, so there only the single layers of
-    `least_seconds_of` count."""
-    if sizes.shards_gradients:
-        return least_seconds_of(sizes, machine, segments, splits)
+    for the layers before them."""
     return min(_least_of_spread(sizes, machine, segments, splits, layers) for layers in spreads)
 
 

@@ -26,7 +26,7 @@ def way_out(question: Question, left_out: Sequence[str] = ()) -> ValueError:
     """The error for a question without a plan: no layout, or none that fits, with the uses of the fullest rank. The
     sentences `left_out` name features that its flags exclude: the answer where a plan with these would fit."""
     model = question.model
-    if left_out and Search(replace(question, accepts=lambda candidate: True)).best(1):
+    if left_out and Search(replace(question, accepts=lambda candidate: True)).best(1, exact_below=0.0):
         return ValueError(
             f"a plan that fits {question.memory_limit:.3g} GiB a device needs what the flags of the launch exclude; "
             f"drop one of these. {' '.join(left_out)}"

@@ -21,7 +21,7 @@ from megatron.seq1f1b.costs.machine import read_machine
 from megatron.seq1f1b.costs.simulator import predict
 from megatron.seq1f1b.costs.training_setup import Fsdp, TrainingSetup
 from megatron.seq1f1b.files.lengths import read_histogram
-from megatron.seq1f1b.planner import breakdown
+from megatron.seq1f1b.planner import breakdown, search
 from megatron.seq1f1b.planner.gain import Gain
 from megatron.seq1f1b.planner.search import Search
 from megatron.seq1f1b.planner.unit_search import draw, in_bins
@@ -139,6 +139,21 @@ def test_plans_of_both_sides_say_why_one_wins_and_are_json(tmp_path, capsys):
     assert "GPU hours with this package" in printed and "The largest part of the difference: " in printed
 
 
+def test_a_search_that_ended_early_says_so(monkeypatch, tmp_path, capsys):
+    """The limit is a plan that gains more than the error: none does here, so that a good one is enough."""
+    monkeypatch.setattr(search, "_ALONE", 10)
+    words = [*SMALL.split(), "--best", "1", "--json", str(tmp_path / "plan.json")]
+    assert commands.main(["plan", *words]) == 0
+    printed = capsys.readouterr().out
+    answer = json.loads((tmp_path / "plan.json").read_text())
+    least = answer["least_step_seconds"]
+    (plan_of_ours,) = answer["plans"]
+    assert answer["gain"] < answer["error"]
+    assert answer["megatron"]["step_seconds"] / (1 + answer["error"]) <= least < plan_of_ours["step_seconds"]
+    assert "ended early, since none is faster than Megatron's own by more" in printed
+    assert f"none takes less than {least:.3f} s" in printed
+
+
 def test_what_would_help_is_known_by_the_names_of_parts():
     setup = TrainingSetup(preset("7b"), 2048, num_microbatches=2, placement=Placement(2))
     named = breakdown.breakdown(predict(setup, read_machine("a100-80gb")))
@@ -188,8 +203,8 @@ def test_what_needs_gpus_is_not_rehearsed(needs_gpus):
     setups = [TrainingSetup(MODEL, 8192, 4, **plain | choices) for choices in ({}, needs_gpus)]
     ours, megatron = (SimpleNamespace(prediction=SimpleNamespace(setup=setup)) for setup in setups)
     slower = SimpleNamespace(is_of_segments=False)
-    assert Answer([ours], megatron, None, slower).rehearsable is ours
-    assert Answer([megatron], ours, None, slower).rehearsable is ours
+    assert Answer([ours], 0.0, megatron, None, slower).rehearsable is ours
+    assert Answer([megatron], 0.0, ours, None, slower).rehearsable is ours
 
 
 LENGTHS = "tokens,sequences\n100,50\n\n# documents\n1500,10\n8192,1\n"

@@ -5,6 +5,7 @@ import os
 import signal
 from contextlib import closing
 from itertools import count, islice
+from math import inf
 
 import pytest
 
@@ -38,15 +39,17 @@ def test_a_killed_process_is_an_error():
     assert multiprocessing.active_children() == []
 
 
+@pytest.mark.parametrize("exact_below", [inf, 0.0], ids=["exact", "near"])
 @pytest.mark.parametrize("by_megatron", [False, True], ids=["ours", "megatron"])
-def test_processes_find_what_one_finds(monkeypatch, by_megatron):
+def test_processes_find_what_one_finds(monkeypatch, by_megatron, exact_below):
     question = small(memory_gib=2.5, host_gib=8)
     question = question.megatron_baseline() if by_megatron else question
-    alone = Search(question)
-    found = alone.best(5)
     monkeypatch.setattr(search, "_ALONE", 10)
+    alone = Search(question)
+    found = alone.best(5, exact_below=exact_below)
     left = []
     shared = Search(question, progress=left.append, processes=3)
-    assert shared.best(5) == found
+    assert shared.best(5, exact_below=exact_below) == found
+    assert shared.least_seconds == alone.least_seconds
     assert shared.plans.keys() == alone.plans.keys()
     assert len(left) > 10

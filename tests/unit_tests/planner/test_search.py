@@ -30,6 +30,7 @@ from megatron.seq1f1b.planner.fitting import fits, fitted, host_in_flight, layer
 from megatron.seq1f1b.planner.order_table import order_table
 from megatron.seq1f1b.planner.rank_ends import rank_ends
 from megatron.seq1f1b.planner.search import Search, first_that_fits, predict_candidate
+from megatron.seq1f1b.planner.search_order import MOST_OVER
 from megatron.seq1f1b.planner.space import (
     Candidate,
     cuts,
@@ -411,10 +412,28 @@ def test_what_the_bounds_leave_out_is_no_answer(monkeypatch, by_megatron, limit)
         "least_seconds_of_any",
     ):
         monkeypatch.setattr(search, name, lambda *sizes: 0.0)
-    monkeypatch.setattr(search, "may_fit", lambda sizes, question, segments, splits: True)
+    monkeypatch.setattr(search.SizesMemory, "may_fit", lambda memory, setup, splits: True)
     exhaustive = Search(question)
     assert [each.seconds for each in exhaustive.best(3)] == [each.seconds for each in found]
     assert len(pruned.plans) < len(exhaustive.plans)
+
+
+def test_steps_beyond_a_limit_need_not_be_the_fastest(monkeypatch):
+    """Plans that beat the limit are the exact ones. Others are found with less work, as close as is said."""
+    question = mixture(memory_gib=1.9)
+    exact = Search(question)
+    found = exact.best(3)
+    monkeypatch.setattr(search, "_ALONE", 10)
+    assert Search(question).best(3) == found
+    assert Search(question).best(1, exact_below=1.001 * found[0].seconds) == found[:1]
+    for limit in (0.0, 0.9 * found[0].seconds):
+        looked_at = []
+        rough = Search(question, progress=looked_at.append)
+        near = rough.best(3, exact_below=limit)
+        assert limit < found[0].seconds <= near[0].seconds <= MOST_OVER * found[0].seconds
+        assert near == sorted(near, key=lambda plan: plan.seconds)
+        assert near[0] == found[0] or limit <= rough.least_seconds <= found[0].seconds
+        assert len(rough.plans) <= len(exact.plans)
 
 
 def test_megatron_replays_layers_where_its_host_is_slow():
