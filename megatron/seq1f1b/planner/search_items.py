@@ -1,7 +1,7 @@
 """What waits in a search: configurations that are alike in all that is decided so far, from parallel sizes alone to one
 that is cut.
 
-Tested in planner/test_search.py.
+Tested in planner/test_search.py by test_what_the_bounds_leave_out_is_no_answer.
 """
 
 from collections.abc import Mapping, Sequence
