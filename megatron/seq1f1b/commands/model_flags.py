@@ -162,6 +162,8 @@ def settings_of(launch: argparse.Namespace) -> dict[str, Any]:
         raise ValueError(f"--num-attention-heads {heads} is no multiple of --num-query-groups {groups}; change one")
     if sizes.get("num_experts"):
         _check_experts(launch, sizes["num_layers"])
+    if "M" in (sizes.get("hybrid_layer_pattern") or ""):
+        _check_mamba(launch)
     usual_ffn_size = 4 * hidden
     if launch.swiglu:  # as Megatron rounds it
         usual_ffn_size = int(4 * hidden * 2 / 3) // 64 * 64
@@ -172,6 +174,21 @@ def settings_of(launch: argparse.Namespace) -> dict[str, Any]:
         # plan-split takes --num-query-groups alone.
         "group_query_attention": sizes.get("group_query_attention", groups is not None),
     }
+
+
+def _check_mamba(launch: argparse.Namespace) -> None:
+    """Raise ValueError for sizes of Mamba layers that do not go together."""
+    heads = launch.mamba_num_heads
+    groups = launch.mamba_num_groups
+    if heads is None:
+        heads, rest = divmod(2 * launch.hidden_size, launch.mamba_head_dim)  # Megatron expands by 2
+        if rest:
+            raise ValueError(
+                f"twice --hidden-size {launch.hidden_size} is no multiple of --mamba-head-dim {launch.mamba_head_dim}; "
+                "change one, or give --mamba-num-heads"
+            )
+    if heads % groups:
+        raise ValueError(f"{heads} heads of Mamba are no multiple of --mamba-num-groups {groups}; change one")
 
 
 def _check_experts(launch: argparse.Namespace, num_layers: int) -> None:
