@@ -7,6 +7,7 @@ still a sentence.
 """
 
 import atexit
+import gc
 import json
 import os
 import signal
@@ -197,7 +198,9 @@ def _let_others_speak() -> None:
 
 def _end_soon() -> None:
     """Let the system end this process, should it not end by itself: at its end a library may wait for a thread that
-    waits for another rank."""
+    waits for another rank. What is garbage by now stays where it is: to collect a buffer of a file in memory, as PyTorch
+    has one for each tensor of a checkpoint, crashes CPython 3.12.1 (github.com/python/cpython/issues/111049)."""
+    gc.freeze()
     if not sys.flags.interactive and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(_PATIENCE)

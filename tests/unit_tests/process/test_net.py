@@ -2,6 +2,7 @@
 
 import re
 import runpy
+import subprocess
 import sys
 import weakref
 from argparse import Namespace
@@ -283,6 +284,33 @@ def test_after_the_first_step_a_traceback_is_printed(monkeypatch, capfd):
     monkeypatch.setattr(net, "_first_step_is_over", lambda: True)
     Net().caught(type(ERROR), ERROR, ERROR.__traceback__)
     assert capfd.readouterr().err.startswith("Traceback (most recent call last)")
+
+
+FAILED_SAVE = """
+import io
+import sys
+from megatron.seq1f1b.process.net import Net
+
+def write():
+    tensor = io.BytesIO(b"0")
+    view = tensor.getbuffer()
+    try:
+        raise OSError(28, "No space left on device")
+    except OSError as error:
+        kept = error  # and its traceback keeps this frame
+
+sys.excepthook = Net().caught
+write()
+raise ValueError("the checkpoint was not saved")
+"""
+
+
+def test_garbage_that_python_cannot_collect_is_left_alone(tmp_path):
+    """Python 3.12.1 crashes where it collects such a view of a file in memory, at its end at the latest."""
+    (tmp_path / "save.py").write_text(FAILED_SAVE)
+    ended = subprocess.run([sys.executable, "save.py"], capture_output=True, text=True)
+    assert ended.stderr.startswith("error: the checkpoint was not saved")
+    assert ended.returncode == 2
 
 
 def test_a_rank_without_memory_lets_the_step_go_before_it_speaks(monkeypatch, capfd):
