@@ -198,8 +198,8 @@ def _let_others_speak() -> None:
 
 def _end_soon() -> None:
     """Let the system end this process, should it not end by itself: at its end a library may wait for a thread that
-    waits for another rank. What is garbage by now stays where it is: to collect a buffer of a file in memory, as PyTorch
-    has one for each tensor of a checkpoint, crashes CPython 3.12.1 (github.com/python/cpython/issues/111049)."""
+    waits for another rank. What is garbage by now stays where it is: CPython 3.12.1 crashes where it collects a buffer
+    of a file in memory (github.com/python/cpython/issues/111049), which a checkpoint has for each tensor."""
     gc.freeze()
     if not sys.flags.interactive and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
