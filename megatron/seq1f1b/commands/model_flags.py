@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ..arguments.megatron_run import hybrid_stages
-from ..costs.model_shape import ModelShape, model_shape
+from ..costs.model_shape import ModelShape, mamba_heads, model_shape
 from ..process.flag_names import flag_of
 from .parsing import MOST_LAYERS, Parser, count, count_up_to
 
@@ -178,15 +178,13 @@ def settings_of(launch: argparse.Namespace) -> dict[str, Any]:
 
 def _check_mamba(launch: argparse.Namespace) -> None:
     """Raise ValueError for sizes of Mamba layers that do not go together."""
-    heads = launch.mamba_num_heads
+    if launch.mamba_num_heads is None and 2 * launch.hidden_size % launch.mamba_head_dim:
+        raise ValueError(
+            f"twice --hidden-size {launch.hidden_size} is no multiple of --mamba-head-dim {launch.mamba_head_dim}; "
+            "change one, or give --mamba-num-heads"
+        )
+    heads = mamba_heads(vars(launch))
     groups = launch.mamba_num_groups
-    if heads is None:
-        heads, rest = divmod(2 * launch.hidden_size, launch.mamba_head_dim)  # Megatron expands by 2
-        if rest:
-            raise ValueError(
-                f"twice --hidden-size {launch.hidden_size} is no multiple of --mamba-head-dim {launch.mamba_head_dim}; "
-                "change one, or give --mamba-num-heads"
-            )
     if heads % groups:
         raise ValueError(f"{heads} heads of Mamba are no multiple of --mamba-num-groups {groups}; change one")
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..arguments.flags import AUTO
+from ..planner.gain import longest_that_gains
 from ..planner.launch_candidate import candidate_of_launch
 from ..planner.search import MOST_ACTIONS_OF_AUTO, Plan, Search, first_that_fits, predict_candidate
 from ..planner.space import Question
@@ -101,7 +102,7 @@ class PlansOfSequences(PlanKind):
         """After a long search good plans are enough, if none gains more than the error of predictions."""
         exact_below = inf
         if megatron is not None:
-            exact_below = megatron.seconds / (1 + self.question.machine.error_of(self.question.model))
+            exact_below = longest_that_gains(megatron.seconds, self.question.machine.error_of(self.question.model))
         return self.search.best(number, exact_below=exact_below)
 
     @property

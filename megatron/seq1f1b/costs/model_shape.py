@@ -210,11 +210,16 @@ def _delta_net(settings: Mapping[str, Any]) -> DeltaNet:
     )
 
 
+def mamba_heads(settings: Mapping[str, Any]) -> int:
+    """The heads of a Mamba layer: without their number those of twice the hidden size, by which Megatron expands."""
+    heads: int = settings["mamba_num_heads"] or 2 * settings["hidden_size"] // settings["mamba_head_dim"]
+    return heads
+
+
 def _mamba(settings: Mapping[str, Any]) -> Mamba:
-    head_dim = settings["mamba_head_dim"]
     return Mamba(
-        heads=settings["mamba_num_heads"] or 2 * settings["hidden_size"] // head_dim,  # Megatron expands by 2
-        head_dim=head_dim,
+        heads=mamba_heads(settings),
+        head_dim=settings["mamba_head_dim"],
         groups=settings["mamba_num_groups"],
         state_dim=settings["mamba_state_dim"],
     )

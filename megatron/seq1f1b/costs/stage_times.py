@@ -318,8 +318,6 @@ def _balanced(layer_setup: TrainingSetup, placement: Placement, machine: Machine
 def _dealt(number: int, layer: float, loads: Sequence[float]) -> list[int]:
     """How many of so many layers, of `layer` seconds, come to each of some places with these loads: one after the other
     to where the load is least, of equal places the last."""
-    if len(loads) == 1:
-        return [number]
     counts = [0] * len(loads)
     waiting = [(load, -place) for place, load in enumerate(loads)]
     heapify(waiting)

@@ -6,6 +6,11 @@ Tested in commands/test_plan.py.
 from typing import NamedTuple
 
 
+def longest_that_gains(seconds: float, error: float) -> float:
+    """Below so many seconds a step gains more than the error over one of `seconds`: see `Gain.is_of_segments`."""
+    return seconds / (1 + error)
+
+
 class Gain(NamedTuple):
     """The gain of segments over Megatron's own schedules: tokens/s of the fastest step of either, None where nothing
     fits, and the relative error of such predictions."""

@@ -42,15 +42,15 @@ class SizesMemory:
         partitions the state under `breadth-first` alone, which runs all forwards before the first backward, and moves
         nothing either."""
         device, host, _ = self._question.budget
-        kept = self._kept(setup)
-        state = self._state(setup, setup.partitions_state)
+        kept = self._mean_activations(setup)
+        state = self._mean_state(setup, setup.partitions_state)
         if state <= device and state + kept <= device + (0.0 if splits else host):
             return True
         if splits or self._question.partitions_state is not None or setup.pipeline_parallel == 1:
             return False
-        return self._state(setup, True) + setup.num_microbatches * kept <= device
+        return self._mean_state(setup, True) + setup.num_microbatches * kept <= device
 
-    def _kept(self, setup: TrainingSetup) -> float:
+    def _mean_activations(self, setup: TrainingSetup) -> float:
         """The bytes that a micro-batch keeps on the mean rank."""
         alike = (setup.recompute, setup.recomputed_share, setup.keeps_logits)
         if alike not in self._kept_by:
@@ -59,7 +59,7 @@ class SizesMemory:
             self._kept_by[alike] = of_all / setup.pipeline_parallel
         return self._kept_by[alike]
 
-    def _state(self, setup: TrainingSetup, partitions_state: bool) -> float:
+    def _mean_state(self, setup: TrainingSetup, partitions_state: bool) -> float:
         """The bytes of the model's state on the mean rank."""
         alike = (setup.fsdp, partitions_state)
         if alike not in self._state_of:

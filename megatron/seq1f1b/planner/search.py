@@ -154,8 +154,8 @@ class Search:
                     yield plan
 
     def by_bounds(self, exact_below: float = inf) -> Generator[tuple[float, Plan | None]]:
-        """The seconds that all that is left takes at least, ascending, after each item; with a configuration where it
-        takes them."""
+        """The seconds that all that is left takes at least, ascending, after each item; with the configuration that the
+        item is, if it is one."""
         left = [0] * self._processes
         with closing(self._steps(exact_below)) as steps:
             for step in steps:
@@ -195,9 +195,8 @@ class Search:
             if plan is None:
                 for number, (least, closer) in enumerate(self._closer(item)):
                     closer_bound = max(bound, least)
-                    seconds = order.seconds(closer_bound, has_pipeline, closer)
-                    of_closer = ItemPlace(seconds, self._place_of_family(closer), (*place.path, number))
-                    heappush(waiting, WaitingItem(of_closer, closer_bound, has_pipeline, closer))
+                    of_closer = ItemPlace(closer_bound, self._place_of_family(closer), (*place.path, number))
+                    heappush(waiting, order.placed(WaitingItem(of_closer, closer_bound, has_pipeline, closer)))
             predicted = tuple(self._predicted)
             self._predicted.clear()
             yield _Step(process, place, order.least_left(place), plan, predicted, len(waiting))

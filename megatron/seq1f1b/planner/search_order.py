@@ -52,16 +52,13 @@ class SearchOrder(NamedTuple):
 
     exact_below: float
 
-    def seconds(self, bound: float, has_pipeline: bool, item: Any) -> float:
-        """Those by which an item waits. Without a pipeline bounds are close, and plans take what they take."""
-        if not has_pipeline or bound < self.exact_below:
-            return bound
-        return bound * _EXPECTED.get(type(item), 1.0)
-
     def placed(self, waiting: WaitingItem) -> WaitingItem:
-        """An item that waited in another order, in this one."""
+        """An item whose place is that of its bound, in this order. Without a pipeline bounds are close, and plans take
+        what they take."""
         place, bound, has_pipeline, item = waiting
-        return waiting._replace(place=place._replace(seconds=self.seconds(bound, has_pipeline, item)))
+        if not has_pipeline or bound < self.exact_below or type(item) not in _EXPECTED:
+            return waiting
+        return waiting._replace(place=place._replace(seconds=bound * _EXPECTED[type(item)]))
 
     def least_left(self, place: ItemPlace) -> float:
         """The least that an item takes whose place is this one, or a later one."""
