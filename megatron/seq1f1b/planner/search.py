@@ -157,6 +157,7 @@ class Search:
         """The seconds that all that is left takes at least, ascending, after each item; with the configuration that the
         item is, if it is one."""
         left = [0] * self._processes
+        self.least_seconds = 0.0
         with closing(self._steps(exact_below)) as steps:
             for step in steps:
                 self.plans.update((plan.candidate, plan) for plan in step.predicted)
@@ -164,6 +165,7 @@ class Search:
                 self._progress(sum(left))
                 self.least_seconds = max(self.least_seconds, step.least)
                 yield self.least_seconds, step.plan
+        self.least_seconds = inf  # nothing is left
 
     def _steps(self, exact_below: float) -> Generator[_Step]:
         """The steps of the search: the first ones in this process, and then those of all processes."""

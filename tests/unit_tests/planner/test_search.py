@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import partial
 from itertools import chain, combinations, pairwise, product
+from math import inf
 from random import Random
 from statistics import median
 
@@ -434,6 +435,9 @@ def test_steps_beyond_a_limit_need_not_be_the_fastest(monkeypatch):
         assert near == sorted(near, key=lambda plan: plan.seconds)
         assert near[0] == found[0] or limit <= rough.least_seconds <= found[0].seconds
         assert len(rough.plans) <= len(exact.plans)
+    to_the_end = Search(question)
+    assert to_the_end.best(10**6, exact_below=0.0)[0] == found[0]
+    assert to_the_end.least_seconds == inf
 
 
 def test_megatron_replays_layers_where_its_host_is_slow():
