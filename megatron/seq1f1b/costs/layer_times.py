@@ -11,11 +11,12 @@ from math import ceil
 from operator import add
 from typing import NamedTuple
 
-from .blocks import BYTES, Block, Product, pairs
+from .blocks import BYTES, Block, Product, blocks_of, pairs
 from .context_exchange import BothPasses, comm_types, context_exchange
 from .layer_bytes import keeps_logits
 from .machine import ATTENTION_BLOCK, Group, Machine
-from .training_setup import ALL_BUT_ATTENTION, TrainingSetup
+from .model_shape import ModelShape
+from .training_setup import ALL_BUT_ATTENTION, StageLayers, TrainingSetup
 
 # Guesses: the share of the products of weight gradients that can hide a collective; the bytes that PyTorch's kernels
 # move for each logit of a loss in 32 bit.
@@ -92,7 +93,6 @@ class Seconds(NamedTuple):
 def layer_time(setup: TrainingSetup, machine: Machine, start: int, end: int, layer: int = 0) -> LayerTime:
     """The time of the tokens [start, end) of a micro-batch on a layer, without recomputation. Raises ValueError for an
     unknown layer."""
-    blocks = setup.blocks(layer)
     forward, back, weight = _dense_time_of_layer(setup.dense_setup, machine, start, end, layer)
     # Products that add to gradients also read and write these.
     weight = max(weight, machine.device.moving_time(2 * setup.gradient_bytes * setup.layer_parameters(layer).dense))
@@ -102,7 +102,7 @@ def layer_time(setup: TrainingSetup, machine: Machine, start: int, end: int, lay
         back = back.beside(exchange=back.matmul + weight)
     elif not setup.splits_backward:
         back = back.beside(exchange=min(forward.exchange, _HIDING * weight))
-    routed = _routed_time(setup, machine, blocks, end - start, layer)
+    routed = _routed_time_of_layer(setup, machine, end - start, layer)
     weight += routed.weight
     return LayerTime(Parts(*map(add, forward, routed.forward)), Parts(*map(add, back, routed.input)), weight)
 
@@ -225,6 +225,12 @@ def _computed_pairs(start: int, end: int, window: int | None) -> float:
     return min(pairs(start, end, None), seen * (window + 2 * ATTENTION_BLOCK) / window)
 
 
+@lru_cache(maxsize=1 << 14)
+def _routed_time_of_layer(setup: TrainingSetup, machine: Machine, length: int, layer: int) -> LayerTime:
+    """`_routed_time` of all blocks of a layer; segments of one length share it."""
+    return _routed_time(setup, machine, setup.blocks(layer), length, layer)
+
+
 def _routed_time(setup: TrainingSetup, machine: Machine, blocks: Sequence[Block], length: int, layer: int) -> LayerTime:
     """The time of the routed experts of blocks; at most one block has some."""
     block = next((block for block in blocks if block.expert), None)
@@ -294,9 +300,10 @@ def _kernel_times(
     return BothPasses(seconds(in_forward), seconds(in_backward))
 
 
-def has_experts(setup: TrainingSetup, layer: int) -> bool:
-    """Whether a layer has experts."""
-    return any(block.expert for block in setup.blocks(layer))
+@lru_cache(maxsize=4096)
+def layers_with_experts(model: ModelShape, stage: StageLayers) -> int:
+    """The number of layers of a stage that have experts."""
+    return sum(count for layer, count in stage.layers if any(block.expert for block in blocks_of(model, layer)))
 
 
 def _dispatch_time(setup: TrainingSetup, machine: Machine, tokens: float) -> float:

@@ -1,14 +1,15 @@
 """What a forward and a backward of two units save if a rank runs them beside each other: the exchange of experts of the
 one passes while the other computes (--overlap-moe-expert-parallel-comm). Seconds."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, chain
 from operator import add
 from typing import NamedTuple
 
 from ..schedule import Action
-from .layer_times import LayerTime, Parts, dispatched_again, has_experts, layer_times
+from .layer_times import LayerTime, Parts, dispatched_again, layer_times, layers_with_experts
 from .machine import Machine
 from .stage_times import joined_rows, launch_times, rows_of_stage
 from .training_setup import StageLayers, TrainingSetup, of_stages
@@ -16,16 +17,20 @@ from .training_setup import StageLayers, TrainingSetup, of_stages
 Row = tuple[float, ...]  # by segment
 
 
-class PairRow(NamedTuple):
+class ExchangeRow(NamedTuple):
     """Seconds of a pair's forward and backward on one stage, in the parts that can hide each other."""
 
     exchange_f: Row  # tokens on the way to experts and back, in a forward, as far as compute can hide them
     compute_f: Row  # what an exchange can pass behind
     exchange_b: Row
     compute_b: Row
-    # What the device takes longer than the host needs to launch all of it.
-    beyond_launch_f: Row
-    beyond_launch_b: Row
+
+
+class BeyondLaunch(NamedTuple):
+    """Seconds that a device takes longer for a forward and a backward of one stage than the host to launch them."""
+
+    forward: Row
+    backward: Row
 
 
 class Hidden(NamedTuple):
@@ -35,27 +40,17 @@ class Hidden(NamedTuple):
     backward: Row
 
 
-class PairTimes:
-    """What pairs of forwards and backwards save, from the rows of all stages."""
+class Exchanges:
+    """What forwards and backwards can hide of each other, from the rows of all stages."""
 
-    def __init__(self, rows: Sequence[PairRow]) -> None:
+    def __init__(self, rows: Sequence[ExchangeRow]) -> None:
         self.rows = rows
-
-    def saved(self, forward: Action, backward: Action) -> float:
-        """What the two take less beside each other than one after the other: each hides its exchange behind the compute
-        of the other, layer by layer. The host launches both, one after the other."""
-        row_f = self.rows[forward.stage]
-        row_b = self.rows[backward.stage]
-        hidden_f = min(row_f.exchange_f[forward.segment], row_b.compute_b[backward.segment])
-        hidden_b = min(row_b.exchange_b[backward.segment], row_f.compute_f[forward.segment])
-        beyond_launch = row_f.beyond_launch_f[forward.segment] + row_b.beyond_launch_b[backward.segment]
-        return min(hidden_f + hidden_b, beyond_launch)
 
     @cached_property
     def most_hidden(self) -> tuple[Hidden, ...]:
         """The most that forwards and backwards hide, by stage."""
         most = self._most
-        hidden_by: dict[PairRow, Hidden] = {}
+        hidden_by: dict[ExchangeRow, Hidden] = {}
         for row in set(self.rows):  # many stages are equal
             hidden_by[row] = Hidden(
                 forward=tuple(min(exchange, most.compute_b) for exchange in row.exchange_f),
@@ -94,6 +89,31 @@ class _Most(NamedTuple):
     compute_b: float
 
 
+@dataclass(frozen=True)
+class PairTimes:
+    """What pairs of forwards and backwards save, from the rows of all stages."""
+
+    exchanges: Exchanges
+    beyond_launch: Sequence[BeyondLaunch]
+
+    def saved(self, forward: Action, backward: Action) -> float:
+        """What the two take less beside each other than one after the other: each hides its exchange behind the compute
+        of the other, layer by layer. The host launches both, one after the other."""
+        row_f = self.exchanges.rows[forward.stage]
+        row_b = self.exchanges.rows[backward.stage]
+        hidden_f = min(row_f.exchange_f[forward.segment], row_b.compute_b[backward.segment])
+        hidden_b = min(row_b.exchange_b[backward.segment], row_f.compute_f[forward.segment])
+        beyond_f = self.beyond_launch[forward.stage].forward[forward.segment]
+        beyond_b = self.beyond_launch[backward.stage].backward[backward.segment]
+        return min(hidden_f + hidden_b, beyond_f + beyond_b)
+
+    def of_stages(self, stages: Iterable[int]) -> "PairTimes":
+        """What pairs save on some of the stages, in this order."""
+        chosen = tuple(stages)
+        rows = [self.exchanges.rows[stage] for stage in chosen]
+        return PairTimes(Exchanges(rows), [self.beyond_launch[stage] for stage in chosen])
+
+
 def pair_times(setup: TrainingSetup, machine: Machine) -> PairTimes:
     """What pairs save on all stages of a set-up."""
     return _pair_times(setup.layer_setup, machine, setup.layers_per_stage)
@@ -102,42 +122,61 @@ def pair_times(setup: TrainingSetup, machine: Machine) -> PairTimes:
 @lru_cache(maxsize=8192)
 def _pair_times(layer_setup: TrainingSetup, machine: Machine, layers_per_stage: tuple[int, ...]) -> PairTimes:
     return PairTimes(
-        of_stages(layer_setup.model, layers_per_stage, lambda stage: pair_row(layer_setup, machine, stage))
+        _exchanges(layer_setup, machine, layers_per_stage),
+        of_stages(layer_setup.model, layers_per_stage, lambda stage: _beyond_launch(layer_setup, machine, stage)),
+    )
+
+
+def exchanges(setup: TrainingSetup, machine: Machine) -> Exchanges:
+    """What can be hidden on all stages of a set-up."""
+    return _exchanges(setup.layer_setup, machine, setup.layers_per_stage)
+
+
+@lru_cache(maxsize=8192)
+def _exchanges(layer_setup: TrainingSetup, machine: Machine, layers_per_stage: tuple[int, ...]) -> Exchanges:
+    return Exchanges(
+        of_stages(layer_setup.model, layers_per_stage, lambda stage: exchange_row(layer_setup, machine, stage))
     )
 
 
 @lru_cache(maxsize=8192)
-def pair_row(setup: TrainingSetup, machine: Machine, stage: StageLayers) -> PairRow:
+def exchange_row(setup: TrainingSetup, machine: Machine, stage: StageLayers) -> ExchangeRow:
     """The row of one stage. Its embedding, its loss and what its backward computes again hide nothing; tokens that
     travel to experts once more are hidden. Of an exchange a share passes beside compute. While one of the two waits
     for its counts of tokens the other computes, so that nothing of this shows."""
     if setup.parts:
-        of_parts = [pair_row(part.layer_setup, machine, stage) for part in setup.parts]
-        return PairRow(*joined_rows(of_parts))
+        of_parts = [exchange_row(part.layer_setup, machine, stage) for part in setup.parts]
+        return ExchangeRow(*joined_rows(of_parts))
     hidden = machine.device.hidden_exchange
-    of_layers = [(count, _overlaps_of_layer(setup, machine, layer)) for layer, count in stage.layers]
+    of_layers = [(count, _overlaps_of_layer(setup.time_setup, machine, layer)) for layer, count in stage.layers]
+    waits = machine.host.counts * layers_with_experts(setup.model, stage)
+    waits_again = waits if setup.repeats("E") else 0.0
+    of_segments = []
+    for segment in range(len(setup.segments)):
+        exchange_f = compute_f = exchange_b = compute_b = 0.0
+        for count, of_layer in of_layers:
+            overlaps = of_layer[segment]
+            exchange_f += count * overlaps.exchange_f
+            compute_f += count * overlaps.compute_f
+            exchange_b += count * overlaps.exchange_b
+            compute_b += count * overlaps.compute_b
+        of_segments.append((hidden * exchange_f + waits, compute_f, hidden * exchange_b + waits_again, compute_b))
+    return ExchangeRow(*zip(*of_segments, strict=True))
+
+
+@lru_cache(maxsize=8192)
+def _beyond_launch(setup: TrainingSetup, machine: Machine, stage: StageLayers) -> BeyondLaunch:
+    if setup.parts:
+        of_parts = [_beyond_launch(part.layer_setup, machine, stage) for part in setup.parts]
+        return BeyondLaunch(*joined_rows(of_parts))
     launching = launch_times(setup, machine, stage)
     launch_f = launching.forward + machine.host.action
     launch_b = launching.backward + machine.host.action
-    waits = machine.host.counts * sum(count for layer, count in stage.layers if has_experts(setup, layer))
-    waits_again = waits if setup.repeats("E") else 0.0
-    rows: dict[str, list[float]] = {name: [] for name in PairRow._fields}
-    for segment, (f, i, w) in enumerate(zip(*rows_of_stage(setup, machine, stage), strict=True)):
-        exchange_f = compute_f = exchange_b = compute_b = 0.0
-        for count, of_segments in of_layers:
-            of_layer = of_segments[segment]
-            exchange_f += count * of_layer.exchange_f
-            compute_f += count * of_layer.compute_f
-            exchange_b += count * of_layer.exchange_b
-            compute_b += count * of_layer.compute_b
-        rows["exchange_f"].append(hidden * exchange_f + waits)
-        rows["compute_f"].append(compute_f)
-        rows["exchange_b"].append(hidden * exchange_b + waits_again)
-        rows["compute_b"].append(compute_b)
-        rows["beyond_launch_f"].append(f - launch_f)
-        rows["beyond_launch_b"].append(i + w - launch_b)
-    columns = {name: tuple(values) for name, values in rows.items()}
-    return PairRow(**columns)
+    rows = rows_of_stage(setup, machine, stage)
+    return BeyondLaunch(
+        forward=tuple(f - launch_f for f in rows.f),
+        backward=tuple(i + w - launch_b for i, w in zip(rows.i, rows.w, strict=True)),
+    )
 
 
 class _Overlaps(NamedTuple):

@@ -10,7 +10,7 @@ from ..schedule import MOVE_KINDS, Action, Costs, Placement, Schedule, Shape, cl
 from .execution import execute_lowered
 from .host_link import copy_seconds, layers_on_link
 from .machine import Machine
-from .pair_times import PairTimes, pair_times
+from .pair_times import pair_times
 from .stage_times import stage_rows
 from .training_setup import TrainingSetup
 
@@ -30,10 +30,7 @@ def seconds_without_messages(setup: TrainingSetup, machine: Machine, rank: int) 
         activation=nothing,
         activation_for_w=nothing,
     )
-    pairs = None
-    if setup.hides_experts:
-        of_stages = pair_times(setup, machine).rows
-        pairs = PairTimes([of_stages[stage] for stage in stages])
+    pairs = pair_times(setup, machine).of_stages(stages) if setup.hides_experts else None
     schedule = _schedule_of_rank(setup.family, setup.shape, rank, setup.offloads, setup.has_pairs, setup.moves_by_layer)
     copies = copy_seconds(setup, machine, stages)
     side_seconds = dict.fromkeys(MOVE_KINDS, copies)

@@ -16,7 +16,15 @@ from ..schedule.cost_tables import Table
 from .blocks import BYTES, Parameters
 from .context_exchange import BothPasses
 from .layer_bytes import stage_moved
-from .layer_times import LayerTime, Seconds, embedding_time, has_experts, head_time, layer_times, repeated_time
+from .layer_times import (
+    LayerTime,
+    Seconds,
+    embedding_time,
+    head_time,
+    layer_times,
+    layers_with_experts,
+    repeated_time,
+)
 from .machine import Machine
 from .training_setup import Fsdp, Moves, StageLayers, TrainingSetup, of_stages
 
@@ -62,7 +70,7 @@ def _seconds_of_parts(
     setup: TrainingSetup, machine: Machine, stage: StageLayers
 ) -> list[tuple[int, tuple[Seconds, ...]]]:
     """The number and the seconds, by segment, of each kind of layer of a stage, of its embedding and of its loss."""
-    parts = [(count, _seconds_of_layer(setup, machine, layer)) for layer, count in stage.layers]
+    parts = [(count, _seconds_of_layer(setup.time_setup, machine, layer)) for layer, count in stage.layers]
     if stage.is_first:
         parts.append((1, _seconds_of_embedding(setup.activation_setup, machine)))
     if stage.is_last:
@@ -100,7 +108,7 @@ def _launches_of_experts(setup: TrainingSetup, machine: Machine, stage: StageLay
     experts = setup.model.experts
     if experts is None:
         return BothPasses(0.0, 0.0)
-    layers = sum(count for layer, count in stage.layers if has_experts(setup, layer))
+    layers = layers_with_experts(setup.model, stage)
     forward = layers * experts.total / setup.expert_parallel * machine.host.expert
     backward = 2 * forward
     if setup.model.has_biases:
@@ -300,18 +308,22 @@ def balanced_layers(setup: TrainingSetup, placement: Placement, machine: Machine
 @lru_cache(maxsize=1 << 16)
 def _balanced(layer_setup: TrainingSetup, placement: Placement, machine: Machine, least: int) -> tuple[int, ...]:
     seconds = _loads(layer_setup, machine)
-    loads = [least * seconds.layer] * placement.num_stages
-    loads[0] += seconds.embedding
-    loads[-1] += seconds.loss
-    loads_of_ranks = []
-    for rank in range(placement.num_ranks):
-        loads_of_ranks.append([loads[stage] for stage in placement.stages_of(rank)])
+    loads_of_ranks = [(least * seconds.layer,) * placement.num_chunks] * placement.num_ranks
+    for stage, load in ((0, seconds.embedding), (placement.num_stages - 1, seconds.loss)):
+        rank = placement.rank_of(stage)
+        loads = list(loads_of_ranks[rank])
+        loads[placement.chunk_of(stage)] += load
+        loads_of_ranks[rank] = tuple(loads)
     more = layer_setup.model.num_layers - least * placement.num_stages
     more_of_ranks = _dealt(more, seconds.layer, [*map(sum, loads_of_ranks)])
     counts = [least] * placement.num_stages
+    dealt_to: dict[tuple[int, tuple[float, ...]], list[int]] = {}  # all ranks inside have the same loads
     for rank, (more_of_rank, loads_of_rank) in enumerate(zip(more_of_ranks, loads_of_ranks, strict=True)):
-        for chunk, more_of_stage in enumerate(_dealt(more_of_rank, seconds.layer, loads_of_rank)):
-            counts[placement.stage_of(rank, chunk)] += more_of_stage
+        alike = (more_of_rank, loads_of_rank)
+        if alike not in dealt_to:
+            dealt_to[alike] = _dealt(more_of_rank, seconds.layer, loads_of_rank)
+        for stage, more_of_stage in zip(placement.stages_of(rank), dealt_to[alike], strict=True):
+            counts[stage] += more_of_stage
     return tuple(counts)
 
 
@@ -338,16 +350,19 @@ class _Loads(NamedTuple):
 
 @lru_cache(maxsize=8192)
 def _loads(layer_setup: TrainingSetup, machine: Machine) -> _Loads:
-    def seconds(stage: StageLayers) -> float:
-        return sum(map(sum, rows_of_stage(layer_setup, machine, stage)))
-
     (whole_model,) = layer_setup.stages
-    all_layers = seconds(StageLayers(whole_model.layers, is_first=False, is_last=False))
+    all_layers = _seconds_of_rows(layer_setup, machine, StageLayers(whole_model.layers, is_first=False, is_last=False))
+    of_any = layer_setup.without_recomputation()  # embedding and loss are never computed again
     return _Loads(
         layer=all_layers / layer_setup.model.num_layers,
-        embedding=seconds(StageLayers((), is_first=True, is_last=False)),
-        loss=seconds(StageLayers((), is_first=False, is_last=True)),
+        embedding=_seconds_of_rows(of_any, machine, StageLayers((), is_first=True, is_last=False)),
+        loss=_seconds_of_rows(of_any, machine, StageLayers((), is_first=False, is_last=True)),
     )
+
+
+def _seconds_of_rows(setup: TrainingSetup, machine: Machine, stage: StageLayers) -> float:
+    """Seconds of all actions of a stage."""
+    return sum(map(sum, rows_of_stage(setup, machine, stage)))
 
 
 @singledispatch

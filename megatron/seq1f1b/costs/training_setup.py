@@ -3,7 +3,7 @@
 Tested in costs/test_training_setup.py and commands/test_launch_flags.py.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property, lru_cache
@@ -39,6 +39,10 @@ class Fsdp(StrEnum):
     OPTIMIZER = "optim"  # nothing else: whole weights are gathered, and whole gradients summed, once a step
     GRADIENTS = "optim_grads"  # every backward sums its gradients
     PARAMETERS = "optim_grads_params"  # and weights: every forward and every backward gathers them
+
+
+# Fields that do not matter to a single layer, unless a family splits backwards.
+_NOT_OF_LAYERS = frozenset(("family", "layers_per_stage", "num_microbatches", "partitions_state", "placement"))
 
 
 @lru_cache  # every set-up is checked, and a search makes many
@@ -203,7 +207,13 @@ class TrainingSetup:
         fields.update(zip(names, values_of_fields(self), strict=True))
         fields.update(changes)
         changed.__post_init__()
+        if "layer_setup" in vars(self) and self._shares_layers(changed, changes):
+            fields["layer_setup"] = self.layer_setup  # which is computed already
         return changed
+
+    def _shares_layers(self, changed: "TrainingSetup", names: Iterable[str]) -> bool:
+        """Whether a set-up that differs from this one in these fields alone has the same `layer_setup`."""
+        return _NOT_OF_LAYERS.issuperset(names) and not (self.splits_backward or changed.splits_backward)
 
     def without_recomputation(self) -> Self:
         """The set-up that computes nothing again, which takes the least time of all that differ in that alone."""
@@ -323,11 +333,31 @@ class TrainingSetup:
             layers_per_stage=(self.model.num_layers,),
             family=self.family if self.splits_backward else "1f1b",
             overlaps_data_parallel=False,
+            partitions_state=False,
             hides_experts=self.hides_experts and self.repeats("E"),
             offloads=self.offloads if self.moves_parts else 0.0,
             moves=self.moves if self.offloads else Moves.UNITS,
             layers_leaving=0,
             parts=tuple(part.layer_setup for part in self.parts),
+        )
+        found: Self = _shared(alike)
+        return found
+
+    @cached_property
+    def time_setup(self) -> Self:
+        """As `layer_setup`, with a fixed value of all that does not matter to what a single layer computes and
+        exchanges: what replicas shard, what the loss keeps, and who launches."""
+        of_layer = self.layer_setup
+        if of_layer is not self:
+            return of_layer.time_setup
+        alike = self.but(
+            data_parallel=1,
+            fsdp=Fsdp.OFF,
+            keeps_logits=False,
+            fuses_loss=False,
+            replays_layers=False,
+            offloads=0.0,
+            moves=Moves.UNITS,
         )
         found: Self = _shared(alike)
         return found

@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from ..costs.machine import Machine
-from ..costs.pair_times import pair_times
+from ..costs.pair_times import exchanges, pair_times
 from ..costs.stage_times import rows_of_stages, step_costs, step_end
 from ..costs.training_setup import TrainingSetup
 from .packed_steps import MicroBatchKind, Order, PackedSteps
@@ -132,7 +132,7 @@ class PackedBounds:
     def _find_most_saved(self, setup: TrainingSetup) -> float:
         """The most seconds that a pair of units of any kinds saves."""
         of_all_kinds = self._packed.setup_of(setup, tuple(range(len(self._packed.kinds))))
-        return pair_times(of_all_kinds, self._machine).most_saved
+        return exchanges(of_all_kinds, self._machine).most_saved
 
 
 packed_bounds = lru_cache(maxsize=256)(PackedBounds)

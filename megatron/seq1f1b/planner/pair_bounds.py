@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from ..costs.machine import Machine
-from ..costs.pair_times import pair_times
+from ..costs.pair_times import exchanges
 from ..costs.training_setup import TrainingSetup
 from ..schedule import Shape
 from ..schedule.clock import smallest_group
@@ -15,7 +15,7 @@ def most_hidden(setup: TrainingSetup, machine: Machine) -> list[float]:
     shape = setup.shape
     if not setup.has_pairs:
         return [0.0] * shape.num_ranks
-    hidden = pair_times(setup, machine).most_hidden_before
+    hidden = exchanges(setup, machine).most_hidden_before
     of_ranks = []
     for rank, alone in enumerate(units_alone(shape)):
         stages = zip(shape.placement.stages_of(rank), alone, strict=True)

@@ -58,6 +58,8 @@ class Placement:
 
     def stages_of(self, rank: int) -> list[int]:
         """The stages of a rank, from the first model chunk to the last."""
+        if self.style == "looped":
+            return list(range(rank, self.num_stages, self.num_ranks))
         return [self.stage_of(rank, chunk) for chunk in range(self.num_chunks)]
 
     def neighbours_of(self, rank: int) -> list[int]:

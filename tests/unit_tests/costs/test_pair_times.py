@@ -11,7 +11,7 @@ from megatron.seq1f1b.commands.model_flags import preset
 from megatron.seq1f1b.costs.layer_bytes import Use, moved_bytes, unit_bytes
 from megatron.seq1f1b.costs.layer_times import layer_time
 from megatron.seq1f1b.costs.machine import read_machine
-from megatron.seq1f1b.costs.pair_times import PairRow, PairTimes, pair_times
+from megatron.seq1f1b.costs.pair_times import BeyondLaunch, ExchangeRow, Exchanges, PairTimes, exchanges, pair_times
 from megatron.seq1f1b.costs.simulator import predict
 from megatron.seq1f1b.costs.stage_times import stage_rows
 from megatron.seq1f1b.costs.training_setup import Moves, TrainingSetup
@@ -33,14 +33,13 @@ MIXTURE = TrainingSetup(
 @pytest.mark.parametrize("exchange_f, hidden_f", [(2.0, 2.0), (9.0, 5.0)])
 @pytest.mark.parametrize("exchange_b, hidden_b", [(1.0, 1.0), (7.0, 3.0)])
 def test_an_exchange_is_hidden_up_to_the_compute_of_the_other(exchange_f, hidden_f, exchange_b, hidden_b):
-    any_time = {"beyond_launch_f": (9.0,), "beyond_launch_b": (9.0,)}
-    first = PairRow(exchange_f=(0.0,), compute_f=(0.0,), exchange_b=(exchange_b,), compute_b=(5.0,), **any_time)
-    last = PairRow(exchange_f=(exchange_f,), compute_f=(3.0,), exchange_b=(0.0,), compute_b=(0.0,), **any_time)
-    times = PairTimes([first, last])
+    first = ExchangeRow(exchange_f=(0.0,), compute_f=(0.0,), exchange_b=(exchange_b,), compute_b=(5.0,))
+    last = ExchangeRow(exchange_f=(exchange_f,), compute_f=(3.0,), exchange_b=(0.0,), compute_b=(0.0,))
+    times = PairTimes(Exchanges([first, last]), [BeyondLaunch(forward=(9.0,), backward=(9.0,))] * 2)
     assert times.saved(parse_action("1F2"), parse_action("0B1")) == hidden_f + hidden_b
     assert times.saved(parse_action("0F2"), parse_action("1B1")) == 0
-    assert times.most_hidden == (((0.0,), (min(exchange_b, 3.0),)), ((hidden_f,), (0.0,)))
-    assert times.most_saved == hidden_f + min(exchange_b, 3.0)
+    assert times.exchanges.most_hidden == (((0.0,), (min(exchange_b, 3.0),)), ((hidden_f,), (0.0,)))
+    assert times.exchanges.most_saved == hidden_f + min(exchange_b, 3.0)
 
 
 def test_a_pair_takes_as_long_as_its_launches():
@@ -48,9 +47,9 @@ def test_a_pair_takes_as_long_as_its_launches():
     units = tuple(map(parse_action, ("0F1", "0B0")))
     long, short = (replace(MIXTURE, sequence_length=tokens, segments=(tokens,)) for tokens in (4096, 128))
     times = pair_times(long, MACHINE)
-    assert times.saved(*units) == sum(chain.from_iterable(times.most_hidden[0]))
+    assert times.saved(*units) == sum(chain.from_iterable(times.exchanges.most_hidden[0]))
     times = pair_times(short, replace(MACHINE, host=structs.replace(MACHINE.host, counts=0.0)))
-    assert times.most_saved > 0 and times.saved(*units) == pytest.approx(0, abs=1e-9)
+    assert times.exchanges.most_saved > 0 and times.saved(*units) == pytest.approx(0, abs=1e-9)
 
 
 # The share of an exchange that passes beside compute.
@@ -58,7 +57,7 @@ HIDDEN = 0.37
 
 
 def test_products_and_attention_of_a_stage_hide():
-    (row,) = pair_times(MIXTURE, MACHINE).rows
+    (row,) = exchanges(MIXTURE, MACHINE).rows
     layer = layer_time(MIXTURE, MACHINE, 0, 4096)
     waits = 8 * MACHINE.host.counts  # for the counts of tokens, while the other computes
     assert row.exchange_f[0] == pytest.approx(HIDDEN * 8 * layer.forward.dispatch + waits)
@@ -76,7 +75,7 @@ def test_tokens_travel_once_more_to_repeated_experts():
     without, beside = (stage_rows(each, MACHINE)[0][1][0] for each in (again, in_pairs))
     assert without - beside == pytest.approx(8 * there)
     waits = 8 * MACHINE.host.counts
-    assert pair_times(in_pairs, MACHINE).rows[0].exchange_b[0] == pytest.approx(HIDDEN * 8 * 3 * there + waits)
+    assert exchanges(in_pairs, MACHINE).rows[0].exchange_b[0] == pytest.approx(HIDDEN * 8 * 3 * there + waits)
 
 
 @pytest.mark.parametrize("microbatches", [1, 2, 5])
@@ -84,7 +83,7 @@ def test_without_a_pipeline_all_but_one_unit_is_in_a_pair(microbatches):
     mixture = replace(MIXTURE, num_microbatches=microbatches)
     shown, hidden = (predict(replace(mixture, hides_experts=hides), MACHINE) for hides in (False, True))
     saved = shown.seconds - hidden.seconds
-    ((forward, backward),) = pair_times(mixture, MACHINE).most_hidden
+    ((forward, backward),) = exchanges(mixture, MACHINE).most_hidden
     assert saved == pytest.approx((microbatches - 1) * (forward[0] + backward[0]))
 
 
@@ -94,7 +93,7 @@ def test_few_units_of_a_pipeline_are_in_pairs(microbatches):
     setup = replace(MIXTURE, num_microbatches=microbatches, placement=Placement(2, 2), layers_per_stage=(2,) * 4)
     shown, hidden = (predict(replace(setup, hides_experts=hides), MACHINE) for hides in (False, True))
     pairs = 2 * microbatches - 3  # of the last rank: of two chunks the first goes ahead by two units
-    forward, backward = pair_times(setup, MACHINE).most_hidden[0]
+    forward, backward = exchanges(setup, MACHINE).most_hidden[0]
     assert 0 < shown.seconds - hidden.seconds <= pairs * (forward[0] + backward[0]) * (1 + 1e-9)
     assert least_seconds(replace(setup, hides_experts=True), MACHINE) <= hidden.seconds
 

@@ -1,6 +1,7 @@
 """Set-ups are keys of caches: equal by their fields, with shared set-ups of what matters to a part of their costs."""
 
 from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,6 +14,7 @@ from megatron.seq1f1b.costs.layer_times import embedding_time, head_time
 from megatron.seq1f1b.costs.machine import read_machine
 from megatron.seq1f1b.costs.stage_times import step_end
 from megatron.seq1f1b.costs.training_setup import ALL_BUT_ATTENTION, FULL, Fsdp, Moves, TrainingSetup, choices_of
+from megatron.seq1f1b.schedule import Placement
 from unit_tests.planner.question import candidates, small
 
 
@@ -105,6 +107,47 @@ def test_set_ups_alike_in_activations_keep_as_much(name, value):
             for time in (embedding_time, head_time):
                 seconds = time(setup, machine, *span)
                 assert seconds == time(other, machine, *span) == time(setup.activation_setup, machine, *span)
+
+
+BESIDE_TIMES = {
+    "data_parallel": 2,
+    "fsdp": Fsdp.PARAMETERS,
+    "keeps_logits": True,
+    "fuses_loss": True,
+    "replays_layers": True,
+    "num_microbatches": 7,
+}
+
+
+@pytest.mark.parametrize("name, value", BESIDE_TIMES.items())
+def test_set_ups_alike_in_the_time_of_a_layer_share_it(name, value):
+    machine = read_machine("h100-80gb")
+    for setup in MIXTURES:
+        for alike in (setup, setup.but(recompute="layernorm moe")):
+            other = alike.but(**{name: value})
+            assert other.time_setup is alike.time_setup
+            for layer, _ in setup.stages[0].layers:
+                times = [layer_times.layer_times(same, machine, layer) for same in (alike, other, alike.time_setup)]
+                again = [
+                    [layer_times.repeated_time(same, machine, *span, layer) for span in setup.spans]
+                    for same in (alike, other, alike.time_setup)
+                ]
+                assert times[0] == times[1] == times[2] and again[0] == again[1] == again[2]
+
+
+def test_a_changed_set_up_has_the_layers_of_its_own_fields():
+    """Whether or not it takes them from the one that it was made of."""
+    changes = [
+        {"family": "breadth-first"},
+        {"family": "zb-h1"},
+        {"num_microbatches": 7, "partitions_state": True},
+        {"recompute": "layernorm", "num_microbatches": 7},
+        {"placement": Placement(2), "layers_per_stage": ()},
+    ]
+    for setup, family, change in product(MIXTURES, ("1f1b", "zb-h1"), changes):
+        given = replace(setup, family=family)
+        assert given.layer_setup == replace(given).layer_setup
+        assert given.but(**change).layer_setup == replace(given, **change).layer_setup
 
 
 BESIDE_DENSE_BLOCKS = BESIDE_ACTIVATIONS | {"recompute": "core_attn", "keeps_logits": True, "fuses_loss": True}
