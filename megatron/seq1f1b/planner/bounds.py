@@ -75,7 +75,8 @@ def least_compute_of_ranks(
     for rank in range(placement.num_ranks):
         of_rank = placement.stages_of(rank)
         first = first_passes(layer_setup, machine, stages[of_rank[0]])
-        found.append(_RankCompute(sum(works[stage] for stage in of_rank), first.forward, first.backward))
+        work = sum(map(works.__getitem__, of_rank))
+        found.append(_RankCompute(work, first.forward, first.backward))
     return found
 
 
@@ -109,12 +110,14 @@ def _ends(setup: TrainingSetup, machine: Machine) -> tuple[dict[int, float], flo
 
 def least_seconds_cut(setup: TrainingSetup, machine: Machine, segments: int) -> float:
     """A lower bound for all cuts into this number of segments."""
-    evenly = evenly_cut(setup, segments)
+    evenly = evenly_cut(setup.layer_setup, segments)
     if evenly is None:
         return 0.0
     of_any = of_any_cut(machine, segments)
-    least = least_compute_of_ranks(evenly.layer_setup, of_any, evenly.placement, evenly.layers_per_stage)
-    return _least_by_compute(evenly, of_any, least)
+    least = least_compute_of_ranks(evenly.layer_setup, of_any, setup.placement, setup.layers_per_stage)
+    if setup.has_pairs:
+        setup = setup.but(segments=evenly.segments, cp_comm_type=evenly.cp_comm_type)
+    return _least_by_compute(setup, of_any, least)
 
 
 def of_any_cut(machine: Machine, segments: int) -> Machine:

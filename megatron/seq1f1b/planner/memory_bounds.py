@@ -14,7 +14,16 @@ from ..costs.step_memory import static_memory
 from ..costs.training_setup import Fsdp, StageLayers, TrainingSetup
 from ..schedule import Kind, Placement, Shape
 from .first_backward import backwards_like_the_first, of_first_units, units_at_first_backward
-from .space import MemoryBudget, Question, evenly_cut, may_move
+from .space import (
+    MemoryBudget,
+    Question,
+    evenly_cut,
+    may_be_partitioned,
+    may_move,
+    must_be_partitioned,
+    numbers_of_chunks,
+    ways_to_shard,
+)
 
 # Families that run all forwards before the first backward.
 _FORWARDS_FIRST = ("breadth-first", "gpipe")
@@ -25,15 +34,31 @@ def on_one_rank(sizes: TrainingSetup) -> TrainingSetup:
     return sizes.but(placement=Placement(1), layers_per_stage=(sizes.model.num_layers,))
 
 
-class SizesMemory:
-    """The memory of set-ups with the same parallel sizes, in so many segments. They differ in what they compute again,
-    hide and shard, and share the bytes of what is alike in them."""
+def with_room_for_state(question: Question, sizes: TrainingSetup) -> TrainingSetup | None:
+    """The sizes, if the mean rank has room for its share of the model's state, however layers are spread; with a
+    partitioned state if it has room for that alone; None if it has none."""
+    device = question.budget.device
+    ways = reversed(ways_to_shard(question, sizes))  # the least bytes first
+    if any(_mean_state(sizes.but(fsdp=fsdp)) <= device for fsdp in ways):
+        return sizes
+    if may_be_partitioned(question, sizes):
+        shares = sizes.but(partitions_state=True)
+        most_chunks = max(numbers_of_chunks(question, shares))
+        if _mean_state(shares) + _mean_whole_chunks(sizes, most_chunks) <= device:
+            return shares
+    return None
 
-    def __init__(self, question: Question, segments: int) -> None:
+
+class SizesMemory:
+    """The memory of set-ups of some parallel sizes, in so many segments. They differ in what they compute again, hide
+    and shard, and share the bytes of what is alike in them."""
+
+    def __init__(self, question: Question, sizes: TrainingSetup, segments: int) -> None:
         self._question = question
+        self._activation_setup = sizes.activation_setup
         self._segments = segments
-        self._kept_by: dict[tuple[str, float, bool], float] = {}
         self._state_of: dict[tuple[Fsdp, bool], float] = {}
+        self._may_be_partitioned = may_be_partitioned(question, sizes)
 
     def may_fit(self, setup: TrainingSetup, splits: bool) -> bool:
         """Whether the mean rank has room for its share of the model's state and, with its host, for its share of what
@@ -42,36 +67,54 @@ class SizesMemory:
         partitions the state under `breadth-first` alone, which runs all forwards before the first backward, and moves
         nothing either."""
         device, host, _ = self._question.budget
-        kept = self._mean_activations(setup)
-        state = self._mean_state(setup, setup.partitions_state)
-        if state <= device and state + kept <= device + (0.0 if splits else host):
-            return True
-        if splits or self._question.partitions_state is not None or setup.pipeline_parallel == 1:
-            return False
-        return self._mean_state(setup, True) + setup.num_microbatches * kept <= device
-
-    def _mean_activations(self, setup: TrainingSetup) -> float:
-        """The bytes that a micro-batch keeps on the mean rank."""
-        alike = (setup.recompute, setup.recomputed_share, setup.keeps_logits)
-        if alike not in self._kept_by:
-            activation_setup = setup.activation_setup
-            of_all = sum(_kept(activation_setup, activation_setup.stages[0], self._segments))
-            self._kept_by[alike] = of_all / setup.pipeline_parallel
-        return self._kept_by[alike]
+        of_all = _kept_of_all(
+            self._activation_setup, setup.recompute, setup.recomputed_share, setup.keeps_logits, self._segments
+        )
+        kept = of_all / setup.pipeline_parallel
+        must_be = must_be_partitioned(self._question, setup)
+        if not must_be:
+            state = self._mean_state(setup, setup.partitions_state)
+            if state <= device and state + kept <= device + (0.0 if splits else host):
+                return True
+        may_be = self._may_be_partitioned and not splits and not setup.hides_experts
+        if must_be or may_be:
+            return self._mean_state(setup, True) + setup.num_microbatches * kept <= device
+        return False
 
     def _mean_state(self, setup: TrainingSetup, partitions_state: bool) -> float:
-        """The bytes of the model's state on the mean rank."""
         alike = (setup.fsdp, partitions_state)
         if alike not in self._state_of:
-            of_all = _whole_state(setup.but(partitions_state=partitions_state).state_setup)
-            self._state_of[alike] = of_all / setup.pipeline_parallel
+            self._state_of[alike] = _mean_state(setup.but(partitions_state=partitions_state))
         return self._state_of[alike]
+
+
+def _mean_state(sizes: TrainingSetup) -> float:
+    """The bytes of the model's state on the mean rank."""
+    return _whole_state(sizes.state_setup) / sizes.pipeline_parallel
 
 
 @lru_cache(maxsize=1 << 14)
 def _whole_state(sizes: TrainingSetup) -> float:
     """The bytes of the model's state on all pipeline ranks."""
     return float(sum(static_memory(on_one_rank(sizes), 0)))
+
+
+def _mean_whole_chunks(sizes: TrainingSetup, most_chunks: int) -> float:
+    """The bytes of whole weights and gradients on the mean rank, at the backward of one of its chunks: no less than in
+    the mean over the backwards of all C chunks, in which (`_whole_chunks`) every chunk counts twice, but for the
+    weights of the last and the gradients of the first. These are no more than the whole bytes themselves, of which the
+    mean is therefore 2 / (C + 1) at least of those of all chunks."""
+    parameters = sum(map(sum, on_one_rank(sizes.state_setup).parameters)) / sizes.pipeline_parallel
+    return 2 * (BYTES + sizes.gradient_bytes) * parameters / (most_chunks + 1)
+
+
+@lru_cache(maxsize=1 << 16)
+def _kept_of_all(
+    activation_setup: TrainingSetup, recompute: str, recomputed_share: float, keeps_logits: bool, segments: int
+) -> float:
+    """The bytes that a micro-batch keeps on all ranks, if so much is computed again."""
+    setup = activation_setup.but(recompute=recompute, recomputed_share=recomputed_share, keeps_logits=keeps_logits)
+    return sum(_kept(setup, setup.stages[0], segments))
 
 
 def least_bytes(setup: TrainingSetup, segments: float = inf) -> float:

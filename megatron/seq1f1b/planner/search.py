@@ -1,7 +1,7 @@
 """The best configurations: those that fit, by throughput."""
 
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
@@ -26,7 +26,7 @@ from .bounds import (
 from .excess_bounds import copy_times, least_seconds_with_copies
 from .fitting import fits, fitted, host_in_flight, layers_leaving
 from .forked import merged
-from .memory_bounds import SizesMemory, least_seconds_away
+from .memory_bounds import SizesMemory, least_seconds_away, with_room_for_state
 from .rank_ends import CopyTimes
 from .search_order import ItemPlace, SearchOrder, WaitingItem
 from .space import (
@@ -180,7 +180,8 @@ class Search:
     def _first_waiting(self) -> list[WaitingItem]:
         """The items of all parallel sizes, as a heap."""
         question = self.question
-        first_ones = [first for sizes in parallel_sizes(question) for first in _first_ones(question, sizes)]
+        with_room = (with_room_for_state(question, sizes) for sizes in parallel_sizes(question))
+        first_ones = [first for sizes in filter(None, with_room) for first in _first_ones(question, sizes)]
         waiting = []
         for number, first in enumerate(first_ones):
             bound = least_seconds_of_any(first.setup, question, first.segments[0])
@@ -216,10 +217,11 @@ class Search:
                 if more:
                     yield least_seconds_of_any(sizes, question, more[0]), items.Sizes(sizes, tuple(more))
                 setups = tuple(recomputed(question, sizes, segments))
-                memory = SizesMemory(question, segments)
+                memory = SizesMemory(question, sizes, segments)
                 for splits in sorted(set(map(splits_backward, question.families))):
-                    for fastest, alike in _by_fastest(self._likely(setups, memory, splits)):
-                        yield least_seconds_of(fastest, machine, segments, splits), items.Open(alike, segments, splits)
+                    for alike in _groups(self._likely(setups, memory, splits), _HIDES_AND_SHARDS):
+                        bounds = (least_seconds_of(setup, machine, segments, splits) for setup in _fastest_of(alike))
+                        yield min(bounds), items.Open(alike, segments, splits)
             case items.Open():
                 yield from self._numbers_of_chunks(item)
             case items.OfChunks(sizes, chunks):
@@ -284,9 +286,13 @@ class Search:
             for chunks in numbers_of_chunks(question, setup):
                 of_chunks[chunks].append(setup)
         for chunks, setups in of_chunks.items():
-            spreads = {layers_in_chunks(question, setup, chunks) for setup in setups}
-            fastest = setups[0].without_recomputation()
-            least = least_seconds_in_chunks(fastest, question.machine, item.segments, item.splits, spreads)
+            spreads = {setup: layers_in_chunks(question, setup, chunks) for setup in setups}
+            least = inf
+            for setup in _fastest_of(setups):
+                stands_for_all = setup.recompute == "none"
+                of_these = set(spreads.values()) if stands_for_all else {spreads[setup]}
+                seconds = least_seconds_in_chunks(setup, question.machine, item.segments, item.splits, of_these)
+                least = min(least, seconds)
             yield least, items.OfChunks(item._replace(setups=tuple(setups)), chunks)
 
     def _in_chunks(self, item: items.Open, chunks: int) -> Iterator[tuple[float, items.InChunks]]:
@@ -294,7 +300,7 @@ class Search:
         all."""
         question = self.question
         spread_out = (spread_in_chunks(question, sizes, chunks) for sizes in item.setups)
-        for fastest, alike in _by_fastest(spread_out):
+        for alike in _groups(spread_out, _ALL_BUT_RECOMPUTATION):
             families_of = {}
             for setup in alike:
                 names = [name for name in families(question, setup) if splits_backward(name) == item.splits]
@@ -302,7 +308,8 @@ class Search:
                     families_of[setup] = names
             if families_of:
                 name = next(iter(families_of.values()))[0]
-                least = least_seconds_cut(_of_family(fastest, name), question.machine, item.segments)
+                fastest = [_of_family(setup, name) for setup in _fastest_of(tuple(families_of))]
+                least = min(least_seconds_cut(setup, question.machine, item.segments) for setup in fastest)
                 yield least, items.InChunks(families_of, item.segments)
 
     def _spread(
@@ -316,13 +323,10 @@ class Search:
                 seconds = self._least_seconds_away(of_family, segments)
                 if seconds < inf:
                     away[of_family] = seconds
-        for fastest, alike in _by_fastest(away):
+        for alike in _groups(away, _ALL_BUT_RECOMPUTATION):
             of_alike = {setup: away[setup] for setup in alike}
-            least = 0.0  # the bound so far is that of the fastest
-            if away.get(fastest) != 0:
-                bounds = (max(self._least_seconds_cut(setup, segments), away[setup]) for setup in alike)
-                least = min(bounds)
-            yield least, items.Spread(of_alike, segments)
+            bounds = (max(self._least_seconds_cut(setup, segments), away[setup]) for setup in alike)
+            yield min(bounds), items.Spread(of_alike, segments)
 
     def _alike_cuts(self, away: Mapping[TrainingSetup, float], segments: int) -> Iterator[items.AlikeCuts]:
         """The cuts of set-ups. Cuts with tensor-parallel collectives beside products and cuts without are separate,
@@ -451,16 +455,26 @@ def _of_family(setup: TrainingSetup, family: str) -> TrainingSetup:
     return setup if setup.family == family else setup.but(family=family)
 
 
-def _by_fastest(
-    setups: Iterable[TrainingSetup],
-) -> Iterator[tuple[TrainingSetup, tuple[TrainingSetup, ...]]]:
-    """Groups of set-ups that differ in what they compute again alone, each with the set-up that computes nothing again:
-    no other takes less time."""
-    groups = defaultdict[TrainingSetup, list[TrainingSetup]](list)
+# What the set-ups of a group have in common.
+_ALL_BUT_RECOMPUTATION = TrainingSetup.without_recomputation
+_HIDES_AND_SHARDS = attrgetter("hides_experts", "fsdp")  # of set-ups of the same sizes
+
+
+def _groups(
+    setups: Iterable[TrainingSetup], in_common: Callable[[TrainingSetup], Hashable]
+) -> Iterator[tuple[TrainingSetup, ...]]:
+    groups = defaultdict[Hashable, list[TrainingSetup]](list)
     for setup in setups:
-        groups[setup.without_recomputation()].append(setup)
-    for fastest, alike in groups.items():
-        yield fastest, tuple(alike)
+        groups[in_common(setup)].append(setup)
+    for alike in groups.values():
+        yield tuple(alike)
+
+
+def _fastest_of(alike: Sequence[TrainingSetup]) -> Sequence[TrainingSetup]:
+    """Those of a group among which the fastest is: the one that computes nothing again, not even logits if they may be
+    kept, or all if the group has none such."""
+    without = [setup for setup in alike if setup.recompute == "none"]
+    return [max(without, key=attrgetter("keeps_logits"))] if without else alike
 
 
 def _first_ones(question: Question, sizes: TrainingSetup) -> Iterator[items.Sizes]:

@@ -31,6 +31,8 @@ _FULL = 32768
 _VISIBLE = 0.05
 # The shares of the layers of a stage that Megatron may compute again.
 _SHARES = (0.25, 0.5, 0.75, 1.0)
+# So many chunks a rank has at least where its replicas keep shares of the state: two are whole while one of them runs.
+_CHUNKS_OF_PARTITIONED = 3
 # What a search may compute again, beside whole layers.
 _SELECTIVE = ("none", "layernorm mlp", "layernorm moe_act", "layernorm mlp moe")
 
@@ -165,12 +167,13 @@ def parallel_sizes(question: Question) -> Iterator[TrainingSetup]:
 def recomputed(question: Question, sizes: TrainingSetup, segments: int = 1) -> Iterator[TrainingSetup]:
     """The sizes with each recomputation, and with the exchange of experts hidden; of Megatron alone, also with parts of
     it, and with sharded parameters."""
-    ways_to_shard = tuple(Fsdp) if question.by_megatron and sizes.data_group.size > 1 else (Fsdp.OFF,)
+    sharding = ways_to_shard(question, sizes)
+    losses = ways_to_take_the_loss(sizes)
     for recompute in recomputes(question):
         # Pairs hold more units.
         hiding = (True, False) if may_hide(question, sizes, segments, recompute) else (False,)
         shares = _SHARES if question.by_megatron and recompute == FULL else (1.0,)
-        for hides, share, fsdp, keeps in product(hiding, shares, ways_to_shard, ways_to_take_the_loss(sizes)):
+        for hides, share, fsdp, keeps in product(hiding, shares, sharding, losses):
             setup = sizes.but(
                 recompute=recompute,
                 hides_experts=hides,
@@ -179,6 +182,11 @@ def recomputed(question: Question, sizes: TrainingSetup, segments: int = 1) -> I
                 keeps_logits=keeps,
             )
             yield setup.but(replays_layers=True) if should_replay(question, setup) else setup
+
+
+def ways_to_shard(question: Question, sizes: TrainingSetup) -> tuple[Fsdp, ...]:
+    """What replicas may shard: FSDP is for Megatron's own schedules."""
+    return tuple(Fsdp) if question.by_megatron and sizes.data_group.size > 1 else (Fsdp.OFF,)
 
 
 def should_replay(question: Question, setup: TrainingSetup) -> bool:
@@ -208,6 +216,8 @@ def may_hide(question: Question, sizes: TrainingSetup, segments: int, recompute:
     model = question.model
     if sizes.expert_parallel == 1 or model.pattern is not None or model.prediction_depth > 1:
         return False
+    if must_be_partitioned(question, sizes):
+        return False  # its schedule has no pairs
     if sizes.num_microbatches * segments == 1 or (question.by_megatron and "moe" in recompute.split()):
         return False
     return recompute not in (FULL, ALL_BUT_ATTENTION)
@@ -244,7 +254,8 @@ def numbers_of_chunks(question: Question, sizes: TrainingSetup) -> list[int]:
         has_group = chunks == 1 or not question.by_megatron or sizes.num_microbatches >= ranks
         # Its pairs need several chunks in a pipeline.
         has_pairs = not sizes.hides_experts or not question.by_megatron or min(ranks, 2) <= chunks
-        if has_group and has_pairs and ranks * chunks <= question.model.num_layers:
+        is_partitioned = not must_be_partitioned(question, sizes) or chunks >= _CHUNKS_OF_PARTITIONED
+        if has_group and has_pairs and is_partitioned and ranks * chunks <= question.model.num_layers:
             found.append(chunks)
     return found
 
@@ -257,11 +268,10 @@ def layers_in_chunks(question: Question, sizes: TrainingSetup, chunks: int) -> t
 def spread_in_chunks(question: Question, sizes: TrainingSetup, chunks: int) -> TrainingSetup:
     """The sizes with so many model chunks a rank, and layers spread over these."""
     layers = layers_in_chunks(question, sizes, chunks)
-    return sizes.but(
-        placement=Placement(sizes.pipeline_parallel, chunks),
-        layers_per_stage=layers,
-        recomputed_share=ceil(sizes.recomputed_share * max(layers)) / max(layers),
-    )
+    setup = sizes.but(placement=Placement(sizes.pipeline_parallel, chunks), layers_per_stage=layers)
+    if sizes.recomputed_share == 1:
+        return setup
+    return setup.but(recomputed_share=ceil(sizes.recomputed_share * max(layers)) / max(layers))
 
 
 def expert_sizes(model: ModelShape, ranks: int) -> list[int]:
@@ -310,6 +320,8 @@ def families(question: Question, setup: TrainingSetup) -> list[str]:
     # Splitting undoes recomputation: W keeps nearly as much.
     if setup.recompute != "none":
         left_out |= {family for family in question.families if splits_backward(family)}
+    if must_be_partitioned(question, setup):
+        left_out |= {family for family in question.families if family != "breadth-first"}
     return [family for family in question.families if family not in left_out]
 
 
@@ -319,12 +331,26 @@ def numbers_of_segments(question: Question, setup: TrainingSetup) -> list[int]:
     return [segments for segments in question.segments if segments <= most]
 
 
+def may_be_partitioned(question: Question, setup: TrainingSetup) -> bool:
+    """Whether a search may choose that replicas keep shares of the state of a set-up, in some number of chunks:
+    `breadth-first` gathers a chunk once each way, other orders whenever chunks change."""
+    if question.partitions_state is not None or "breadth-first" not in question.families:
+        return False
+    if setup.data_group.size == 1 or setup.num_microbatches == 1 or setup.hides_experts:
+        return False
+    return max(numbers_of_chunks(question, setup), default=1) >= _CHUNKS_OF_PARTITIONED
+
+
+def must_be_partitioned(question: Question, setup: TrainingSetup) -> bool:
+    """Whether a search has chosen that replicas keep shares of the state, since it would not fit otherwise."""
+    return setup.partitions_state and question.partitions_state is None
+
+
 def partitioned(question: Question, setup: TrainingSetup) -> TrainingSetup:
-    """The set-up with a partitioned state if the search may choose that and it saves memory. `breadth-first` gathers a
-    chunk once each way, other orders whenever chunks change."""
-    is_left_open = question.partitions_state is None and "breadth-first" in question.families
-    saves = setup.placement.num_chunks > 2 and setup.data_group.size > 1
-    if is_left_open and setup.family == "breadth-first" and saves:
+    """The set-up with a partitioned state if the search may choose that and it saves memory."""
+    is_breadth_first = question.partitions_state is None and setup.family == "breadth-first"
+    saves = setup.placement.num_chunks >= _CHUNKS_OF_PARTITIONED and setup.data_group.size > 1
+    if is_breadth_first and saves:
         return setup.but(partitions_state=True)
     return setup
 

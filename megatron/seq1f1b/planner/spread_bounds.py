@@ -10,13 +10,13 @@ from math import inf
 from typing import NamedTuple
 
 from ..costs.machine import Machine
-from ..costs.pair_times import pair_row
+from ..costs.pair_times import exchange_row
 from ..costs.stage_times import first_passes, step_end, sums_of_stage
 from ..costs.training_setup import Fsdp, StageLayers, TrainingSetup, splits_backward, stages_of
 from ..schedule import Placement
 from .bounds import least_compute_of_ranks, of_any_cut
 from .memory_bounds import on_one_rank
-from .space import Question, evenly_cut, may_hide, ways_to_take_the_loss
+from .space import Question, evenly_cut, may_hide, ways_to_shard, ways_to_take_the_loss
 
 
 def least_seconds_of(sizes: TrainingSetup, machine: Machine, segments: int, splits: bool) -> float:
@@ -60,8 +60,10 @@ def _least_of_spread(
     longest = 0.0
     wait = waits = 0.0
     for rank, compute in enumerate(of_ranks):
-        num_layers = sum(count for stage in placement.stages_of(rank) for _, count in stages[stage].layers)
-        work = compute.work - exchanged * num_layers
+        work = compute.work
+        if exchanged:
+            num_layers = sum(count for stage in placement.stages_of(rank) for _, count in stages[stage].layers)
+            work -= exchanged * num_layers
         longest = max(longest, wait + sizes.num_microbatches * work)
         waits += wait
         wait += _passing(compute.first_forward, compute.first_backward, splits)
@@ -171,7 +173,7 @@ def least_seconds_of_any(sizes: TrainingSetup, question: Question, segments: int
         replays_layers=question.by_megatron,
         keeps_logits=ways_to_take_the_loss(sizes)[-1],
     )
-    may_shard = question.by_megatron and sizes.data_group.size > 1
+    may_shard = Fsdp.GRADIENTS in ways_to_shard(question, sizes)
     end = _least_end(sizes.but(fsdp=Fsdp.GRADIENTS) if may_shard else sizes, question.machine)
     if segments > 1:
         return _mean_seconds(least, question.machine, segments) + end
@@ -218,7 +220,7 @@ def _most_exchanged(layer_setup: TrainingSetup, machine: Machine, segments: int)
         return 0.0
     most = 0.0
     for layer, _ in evenly.stages[0].layers:
-        row = pair_row(evenly, machine, StageLayers.of_layer(layer))
+        row = exchange_row(evenly, machine, StageLayers.of_layer(layer))
         most = max(most, sum(row.exchange_f) + sum(row.exchange_b))
     return most
 
@@ -229,5 +231,5 @@ def _most_hidden(layer_setup: TrainingSetup, machine: Machine, segments: int) ->
     evenly = evenly_cut(layer_setup, segments)
     if evenly is None:
         return 0.0
-    row = pair_row(evenly, machine, evenly.stages[0])
+    row = exchange_row(evenly, machine, evenly.stages[0])
     return min(sum(row.exchange_f), sum(row.compute_b)) + min(sum(row.exchange_b), sum(row.compute_f))

@@ -13,8 +13,9 @@ from msgspec import structs
 from megatron.seq1f1b.commands.model_flags import preset
 from megatron.seq1f1b.costs import simulator
 from megatron.seq1f1b.costs.execution import execute_lowered
+from megatron.seq1f1b.costs.machine import GIB
 from megatron.seq1f1b.costs.model_shape import DeltaNet, Experts, Mamba
-from megatron.seq1f1b.costs.pair_times import PairRow, PairTimes
+from megatron.seq1f1b.costs.pair_times import BeyondLaunch, ExchangeRow, Exchanges, PairTimes
 from megatron.seq1f1b.costs.simulator import predict
 from megatron.seq1f1b.costs.training_setup import (
     ALL_BUT_ATTENTION,
@@ -274,7 +275,8 @@ def test_ranks_end_as_in_the_simulation(family):
         assert rank_ends(family, shape, has_pairs).by(costs) == pytest.approx(ends_of(simulate(schedule, costs)))
         if has_pairs:
             tenths = [tuple(seconds / 10 for seconds in row) for row in f]
-            hidden = PairTimes([PairRow(row, row, row, row, row, row) for row in tenths])
+            exchanges = Exchanges([ExchangeRow(row, row, row, row) for row in tenths])
+            hidden = PairTimes(exchanges, [BeyondLaunch(row, row) for row in tenths])
             costs = replace(costs, message_f=nothing, message_b=nothing)
             executed = execute_lowered(lower(schedule), costs, pairs=hidden)
             assert rank_ends(family, shape, has_pairs).by(costs, hidden) == pytest.approx(ends_of(executed))
@@ -395,11 +397,25 @@ def test_the_exchange_of_experts_is_hidden_or_shown():
     assert predicted.seconds < predict_candidate(Candidate(replace(setup, hides_experts=False)), question).seconds
 
 
-@pytest.mark.parametrize("by_megatron, limit", [(False, 1.9), (True, 3)], ids=["ours", "megatron"])
-def test_what_the_bounds_leave_out_is_no_answer(monkeypatch, by_megatron, limit):
+def deep_mixture(**changes):
+    """A question whose state may be partitioned, and of some sizes has to be."""
+    model = replace(mixture().model, num_layers=24, expert_layers=tuple(range(24)), vocab_size=1024)
+    sizes = {"num_devices": 8, "global_batch_size": 16, "sequence_length": 2048, "micro_batches": (1,)}
+    choices = {"families": ("1f1b", "breadth-first"), "chunks": (1, 3, 6, 12), "segments": (1, 4)}
+    recomputes = ("none", FULL)
+    return small(model=model, recomputes=recomputes, partitions_state=None, **sizes, **choices, **changes)
+
+
+QUESTIONS = {
+    "ours": mixture(memory_gib=1.9),
+    "megatron": mixture(memory_gib=3).megatron_baseline(),
+    "partitioned": deep_mixture(memory_gib=1),
+}
+
+
+@pytest.mark.parametrize("question", QUESTIONS.values(), ids=QUESTIONS)
+def test_what_the_bounds_leave_out_is_no_answer(monkeypatch, question):
     """The search with all bounds, and without any."""
-    question = mixture(memory_gib=limit)
-    question = question.megatron_baseline() if by_megatron else question
     pruned = Search(question)
     found = pruned.best(3)
     for name in (
@@ -414,6 +430,7 @@ def test_what_the_bounds_leave_out_is_no_answer(monkeypatch, by_megatron, limit)
     ):
         monkeypatch.setattr(search, name, lambda *sizes: 0.0)
     monkeypatch.setattr(search.SizesMemory, "may_fit", lambda memory, setup, splits: True)
+    monkeypatch.setattr(search, "with_room_for_state", lambda question, sizes: sizes)
     exhaustive = Search(question)
     assert [each.seconds for each in exhaustive.best(3)] == [each.seconds for each in found]
     assert len(pruned.plans) < len(exhaustive.plans)
@@ -471,6 +488,21 @@ def test_the_state_is_partitioned_where_that_is_faster():
     assert Search(replace(enough, partitions_state=None)).best() == Search(enough).best()
 
 
+def test_a_state_that_fits_as_shares_alone_is_partitioned():
+    question = deep_mixture(memory_gib=1)
+    ways = set()
+    for sizes in parallel_sizes(question):
+        found = memory_bounds.with_room_for_state(question, sizes)
+        ways.add(found.partitions_state if found else None)
+        if found and found.partitions_state:
+            for segments in (1, 4):
+                for each in chain.from_iterable(spread(question, one) for one in recomputed(question, found, segments)):
+                    assert families(question, each) == ["breadth-first"] and not each.hides_experts
+                    assert each.placement.num_chunks >= 3
+    assert ways == {False, True, None}
+    assert Search(question).best(1)[0].candidate.setup.partitions_state
+
+
 def test_a_partitioned_state_has_whole_chunks_beside_it():
     """The bound is close where weights fill a device, since a rank then holds whole chunks at a backward."""
     shares = []
@@ -492,6 +524,11 @@ def test_a_partitioned_state_has_whole_chunks_beside_it():
             least = memory_bounds.least_bytes(found.setup, segments)
             assert least <= fullest * (1 + 1e-9)
             shares.append(least / fullest)
+            # Memory that is enough for the whole set-up is enough for its state.
+            choices = {"families": ("breadth-first",), "chunks": (chunks,), "partitions_state": None}
+            question = small(model=model, memory_gib=fullest / GIB, **choices)
+            sizes = whole.but(partitions_state=False, placement=Placement(2), layers_per_stage=())
+            assert memory_bounds.with_room_for_state(question, sizes)
     assert min(shares) > 0.8
 
 
