@@ -100,10 +100,11 @@ def _whole_state(sizes: TrainingSetup) -> float:
 
 
 def _mean_whole_chunks(sizes: TrainingSetup, most_chunks: int) -> float:
-    """The bytes of whole weights and gradients on the mean rank, at the backward of one of its chunks: no less than in
-    the mean over the backwards of all C chunks, in which (`_whole_chunks`) every chunk counts twice, but for the
-    weights of the last and the gradients of the first. These are no more than the whole bytes themselves, of which the
-    mean is therefore 2 / (C + 1) at least of those of all chunks."""
+    """The bytes of whole weights and gradients that the mean rank has at least, at the backward of the chunk at which
+    it has the most, M. At the backward of chunk k these are the weights of k - 1 and k, and the gradients of k and
+    k + 1 (`_whole_chunks`). Over the C chunks of a rank, with S bytes in all, that adds up to 2 * S less the weights of
+    the last chunk and the gradients of the first. As each of these two chunks is whole at its own backward, they come
+    to M at most. So C * M >= 2 * S - M."""
     parameters = sum(map(sum, on_one_rank(sizes.state_setup).parameters)) / sizes.pipeline_parallel
     return 2 * (BYTES + sizes.gradient_bytes) * parameters / (most_chunks + 1)
 
