@@ -352,11 +352,11 @@ class _Loads(NamedTuple):
 def _loads(layer_setup: TrainingSetup, machine: Machine) -> _Loads:
     (whole_model,) = layer_setup.stages
     all_layers = _seconds_of_rows(layer_setup, machine, StageLayers(whole_model.layers, is_first=False, is_last=False))
-    of_any = layer_setup.without_recomputation()  # embedding and loss are never computed again
+    without = layer_setup.without_recomputation()  # of the embedding and the loss nothing is computed again
     return _Loads(
         layer=all_layers / layer_setup.model.num_layers,
-        embedding=_seconds_of_rows(of_any, machine, StageLayers((), is_first=True, is_last=False)),
-        loss=_seconds_of_rows(of_any, machine, StageLayers((), is_first=False, is_last=True)),
+        embedding=_seconds_of_rows(without, machine, StageLayers((), is_first=True, is_last=False)),
+        loss=_seconds_of_rows(without, machine, StageLayers((), is_first=False, is_last=True)),
     )
 
 

@@ -73,15 +73,16 @@ class SizesMemory:
         kept = of_all / setup.pipeline_parallel
         must_be = must_be_partitioned(self._question, setup)
         if not must_be:
-            state = self._mean_state(setup, setup.partitions_state)
+            state = self._state(setup, setup.partitions_state)
             if state <= device and state + kept <= device + (0.0 if splits else host):
                 return True
         may_be = self._may_be_partitioned and not splits and not setup.hides_experts
         if must_be or may_be:
-            return self._mean_state(setup, True) + setup.num_microbatches * kept <= device
+            return self._state(setup, True) + setup.num_microbatches * kept <= device
         return False
 
-    def _mean_state(self, setup: TrainingSetup, partitions_state: bool) -> float:
+    def _state(self, setup: TrainingSetup, partitions_state: bool) -> float:
+        """The bytes of the model's state on the mean rank."""
         alike = (setup.fsdp, partitions_state)
         if alike not in self._state_of:
             self._state_of[alike] = _mean_state(setup.but(partitions_state=partitions_state))
