@@ -115,7 +115,7 @@ def least_seconds_cut(setup: TrainingSetup, machine: Machine, segments: int) -> 
         return 0.0
     of_any = of_any_cut(machine, segments)
     least = least_compute_of_ranks(evenly.layer_setup, of_any, setup.placement, setup.layers_per_stage)
-    if setup.has_pairs:
+    if setup.has_pairs:  # what these hide depends on the segments
         setup = setup.but(segments=evenly.segments, cp_comm_type=evenly.cp_comm_type)
     return _least_by_compute(setup, of_any, least)
 

@@ -71,15 +71,13 @@ class SizesMemory:
             self._activation_setup, setup.recompute, setup.recomputed_share, setup.keeps_logits, self._segments
         )
         kept = of_all / setup.pipeline_parallel
-        must_be = must_be_partitioned(self._question, setup)
-        if not must_be:
+        if not must_be_partitioned(self._question, setup):
             state = self._state(setup, setup.partitions_state)
             if state <= device and state + kept <= device + (0.0 if splits else host):
                 return True
-        may_be = self._may_be_partitioned and not splits and not setup.hides_experts
-        if must_be or may_be:
-            return self._state(setup, True) + setup.num_microbatches * kept <= device
-        return False
+        if splits or setup.hides_experts or not self._may_be_partitioned:
+            return False
+        return self._state(setup, True) + setup.num_microbatches * kept <= device
 
     def _state(self, setup: TrainingSetup, partitions_state: bool) -> float:
         """The bytes of the model's state on the mean rank."""

@@ -19,8 +19,8 @@ class Sizes(NamedTuple):
 
 
 class Open(NamedTuple):
-    """Set-ups that differ in what they compute again, and in whether they keep logits. Their layers are not spread over
-    stages yet, and they have no family; it `splits` backwards, or does not."""
+    """Set-ups that differ in what they compute again, and in whether they keep logits or graphs replay layers. Their
+    layers are not spread over stages yet, and they have no family; it `splits` backwards, or does not."""
 
     setups: tuple[TrainingSetup, ...]
     segments: int

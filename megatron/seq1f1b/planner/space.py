@@ -254,8 +254,9 @@ def numbers_of_chunks(question: Question, sizes: TrainingSetup) -> list[int]:
         has_group = chunks == 1 or not question.by_megatron or sizes.num_microbatches >= ranks
         # Its pairs need several chunks in a pipeline.
         has_pairs = not sizes.hides_experts or not question.by_megatron or min(ranks, 2) <= chunks
-        is_partitioned = not must_be_partitioned(question, sizes) or chunks >= _CHUNKS_OF_PARTITIONED
-        if has_group and has_pairs and is_partitioned and ranks * chunks <= question.model.num_layers:
+        # A partitioned state needs several, too.
+        has_shares = not must_be_partitioned(question, sizes) or chunks >= _CHUNKS_OF_PARTITIONED
+        if has_group and has_pairs and has_shares and ranks * chunks <= question.model.num_layers:
             found.append(chunks)
     return found
 
@@ -269,9 +270,9 @@ def spread_in_chunks(question: Question, sizes: TrainingSetup, chunks: int) -> T
     """The sizes with so many model chunks a rank, and layers spread over these."""
     layers = layers_in_chunks(question, sizes, chunks)
     setup = sizes.but(placement=Placement(sizes.pipeline_parallel, chunks), layers_per_stage=layers)
-    if sizes.recomputed_share == 1:
-        return setup
-    return setup.but(recomputed_share=ceil(sizes.recomputed_share * max(layers)) / max(layers))
+    if sizes.recomputed_share < 1:
+        return setup.but(recomputed_share=ceil(sizes.recomputed_share * max(layers)) / max(layers))
+    return setup
 
 
 def expert_sizes(model: ModelShape, ranks: int) -> list[int]:

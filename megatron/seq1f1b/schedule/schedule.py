@@ -58,7 +58,7 @@ class Placement:
 
     def stages_of(self, rank: int) -> list[int]:
         """The stages of a rank, from the first model chunk to the last."""
-        if self.style == "looped":
+        if self.style == "looped":  # what `stage_of` gives, several times faster
             return list(range(rank, self.num_stages, self.num_ranks))
         return [self.stage_of(rank, chunk) for chunk in range(self.num_chunks)]
 
