@@ -128,7 +128,7 @@ class PlansOfSequences(PlanKind):
     def notes(self, flags: Sequence[str]) -> Iterator[str]:
         num_left_out = len(self.search.too_long_for_auto)
         if num_left_out:
-            yield f"auto was left out for {num_left_out} of the best, with more than {MOST_ACTIONS_OF_AUTO:,} actions."
+            yield f"auto was left out for {num_left_out} of the best: it plans {MOST_ACTIONS_OF_AUTO:,} actions in all."
 
     def pictures(self, answer: Answer) -> Iterator[Path]:
         if self._picture is not None:

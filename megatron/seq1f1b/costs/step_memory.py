@@ -17,9 +17,9 @@ from .units_by_layer import UnitsByLayer
 
 # What PyTorch's allocator reserves beyond the peak of what is allocated: a share of what comes and goes, a share of it
 # for each doubling of the number of lengths of segments, a share of the logits (fitted by tools/paper/allocator.py).
-_HELD_BACK = 0.02
+HELD_BACK = 0.02
 _FOR_EACH_DOUBLING = 0.071
-_OF_LOGITS = 0.38
+HELD_BACK_OF_LOGITS = 0.38
 # Of a parameter: its copy in 32 bit and the two moments of Adam.
 _OPTIMIZER_BYTES = 12
 
@@ -231,9 +231,9 @@ def memory_of_order(setup: TrainingSetup, order: RankOrder) -> Memory:
     lengths = {setup.segments[segment] for segment in segments} if setup.parts else set(setup.segments)
     doublings = log2(max(1, len(lengths)))
     come_and_go = float(np.sum([memory[use] for use in _COME_AND_GO]))
-    memory["reserved"] = (_HELD_BACK + _FOR_EACH_DOUBLING * doublings) * come_and_go
+    memory["reserved"] = (HELD_BACK + _FOR_EACH_DOUBLING * doublings) * come_and_go
     if stages[-1].is_last:
-        memory["reserved"] += _OF_LOGITS * loss_bytes(setup, max(setup.segments))
+        memory["reserved"] += HELD_BACK_OF_LOGITS * loss_bytes(setup, max(setup.segments))
     return Memory(**memory)
 
 

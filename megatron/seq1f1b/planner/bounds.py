@@ -32,11 +32,15 @@ def least_seconds(setup: TrainingSetup, machine: Machine) -> float:
     return _least_by_compute(setup, machine, _compute_of_ranks(setup, machine))
 
 
-def _least_by_compute(setup: TrainingSetup, machine: Machine, of_ranks: Sequence[_RankCompute]) -> float:
+def _least_by_compute(
+    setup: TrainingSetup, machine: Machine, of_ranks: Sequence[_RankCompute], waiting: float = 0.0
+) -> float:
+    """A lower bound if the first rank does not compute for `waiting` seconds."""
     seconds = {
         rank: setup.num_microbatches * of_ranks[rank].work - hidden
         for rank, hidden in enumerate(most_hidden(setup, machine))
     }
+    seconds[0] += waiting
     return _least_step(setup, machine, of_ranks, seconds)
 
 
@@ -108,8 +112,9 @@ def _ends(setup: TrainingSetup, machine: Machine) -> tuple[dict[int, float], flo
     return {rank: end.reduce for rank, end in ends.items()}, update + gather + machine.host.step
 
 
-def least_seconds_cut(setup: TrainingSetup, machine: Machine, segments: int) -> float:
-    """A lower bound for all cuts into this number of segments."""
+def least_seconds_cut(setup: TrainingSetup, machine: Machine, segments: int, waiting: float = 0.0) -> float:
+    """A lower bound for all cuts into this number of segments, if the first rank does not compute for `waiting`
+    seconds."""
     evenly = evenly_cut(setup.layer_setup, segments)
     if evenly is None:
         return 0.0
@@ -117,7 +122,7 @@ def least_seconds_cut(setup: TrainingSetup, machine: Machine, segments: int) -> 
     least = least_compute_of_ranks(evenly.layer_setup, of_any, setup.placement, setup.layers_per_stage)
     if setup.has_pairs:  # what these hide depends on the segments
         setup = setup.but(segments=evenly.segments, cp_comm_type=evenly.cp_comm_type)
-    return _least_by_compute(setup, of_any, least)
+    return _least_by_compute(setup, of_any, least, waiting)
 
 
 def of_any_cut(machine: Machine, segments: int) -> Machine:

@@ -8,7 +8,7 @@ from ..costs.machine import Machine
 from ..costs.stage_times import Row, stage_rows, step_end
 from ..costs.training_setup import TrainingSetup
 from .first_backward import backwards_like_the_first, of_first_units, units_at_first_backward
-from .memory_bounds import least_bytes_of_first
+from .memory_bounds import excess_of_first
 from .pair_bounds import most_hidden
 from .rank_ends import CopyTimes
 from .space import MemoryBudget
@@ -25,7 +25,7 @@ class _Chunk(NamedTuple):
 def copy_times(setup: TrainingSetup, machine: Machine, budget: MemoryBudget, by_layer: bool) -> CopyTimes | None:
     """The copies of what does not fit on the first rank during its first backward and later ones like it, of which no
     two hold the same units; None if all fits. Units move as a whole, or `by_layer`."""
-    excess = least_bytes_of_first(setup, len(setup.segments)) - budget.device
+    excess = excess_of_first(setup, len(setup.segments), budget.device)
     if excess <= 0:
         return None
     rows = stage_rows(setup, machine)

@@ -1,7 +1,7 @@
 """The memory of the ranks that may be fullest, and what has to move to the host so that it fits."""
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import ceil
 
 from ..costs.layer_bytes import moved_bytes
@@ -100,13 +100,15 @@ def fitted(setup: TrainingSetup, budget: MemoryBudget, moves: Moves) -> Training
     def moving(number: int) -> TrainingSetup:
         return setup.but(offloads=number / parts, moves=moves, replays_layers=replays) if number else stays
 
+    def excess(rank: int, number: int) -> float:
+        return _memory_of(moving(number), rank).total - budget.device
+
+    ranks = fullest_ranks(setup)
+    if any(excess(rank, 0) > 0 and excess(rank, most) > 0 for rank in ranks):
+        return None  # without a look at what others need
     least = 0  # that ranks so far need
-    for rank in fullest_ranks(setup):
-
-        def excess(number: int, rank: int = rank) -> float:
-            return _memory_of(moving(number), rank).total - budget.device
-
-        found = _first_without(excess, least, most)
+    for rank in ranks:
+        found = _first_without(partial(excess, rank), least, most)
         if found is None:
             return None
         least = found

@@ -3,14 +3,15 @@
 Tested in planner/test_search.py.
 """
 
+from collections.abc import Mapping
 from functools import lru_cache
 from itertools import chain
 from math import ceil, inf
 from typing import NamedTuple
 
 from ..costs.blocks import BYTES
-from ..costs.layer_bytes import Use, layer_keys_values_gradients, running_bytes, unit_bytes
-from ..costs.step_memory import static_memory
+from ..costs.layer_bytes import Use, layer_keys_values_gradients, loss_bytes, running_bytes, unit_bytes
+from ..costs.step_memory import HELD_BACK, HELD_BACK_OF_LOGITS, static_memory
 from ..costs.training_setup import Fsdp, StageLayers, TrainingSetup
 from ..schedule import Kind, Placement, Shape
 from .first_backward import backwards_like_the_first, of_first_units, units_at_first_backward
@@ -73,7 +74,8 @@ class SizesMemory:
         kept = of_all / setup.pipeline_parallel
         if not must_be_partitioned(self._question, setup):
             state = self._state(setup, setup.partitions_state)
-            if state <= device and state + kept <= device + (0.0 if splits else host):
+            room = _room(setup, state, device)
+            if room >= 0 and kept <= room + (0.0 if splits else host):
                 return True
         if splits or setup.hides_experts or not self._may_be_partitioned:
             return False
@@ -120,32 +122,56 @@ def _kept_of_all(
 def least_bytes(setup: TrainingSetup, segments: float = inf) -> float:
     """A lower bound on the fullest rank, on its device and host together: its state, and what it holds beside that at
     its first backward, with as many segments, or however many there are if that is inf."""
-    return max(least_bytes_of_first(setup, segments), _least_bytes_of_others(setup, segments))
+    return max(_least_bytes_of_first(setup, segments), _least_bytes_of_others(setup, segments))
 
 
-def least_bytes_of_first(setup: TrainingSetup, segments: float) -> float:
+def _least_bytes_of_first(setup: TrainingSetup, segments: float) -> float:
     """The same on the first rank, which may have to gather chunks beside that."""
+    return _least_parts_of(setup, segments).ranks[0].stays + _held_of_first(setup, segments)
+
+
+def _held_of_first(setup: TrainingSetup, segments: float) -> float:
+    """What the first rank holds beside its state."""
     parts = _least_parts_of(setup, segments)
-    first = parts.ranks[0]
-    held = _held_by(setup, first, segments)
     if segments < inf and setup.moves_state and setup.family in _FORWARDS_FIRST:
-        held = _held_with_whole_chunks(setup, parts, int(segments))
-    return first.state + held
+        return _held_with_whole_chunks(setup, parts, int(segments))
+    return _held_by(setup, parts.ranks[0], segments)
 
 
 def _least_bytes_of_others(setup: TrainingSetup, segments: float) -> float:
     """The same on the other ranks; 0 if all have the stages of the first one."""
     others = _least_parts_of(setup, segments).ranks[1:]
-    return max((rank.state + _held_by(setup, rank, segments) for rank in others), default=0.0)
+    return max((rank.stays + _held_by(setup, rank, segments) for rank in others), default=0.0)
+
+
+@lru_cache(maxsize=1024)  # several bounds ask that right after each other
+def excess_of_first(setup: TrainingSetup, segments: int, device: float) -> float:
+    """The least bytes of units, and of what is at work beside them, that the first rank holds at its first backward
+    beyond what its device has room for, if nothing moves; negative if there is room."""
+    return _held_of_first(setup, segments) - _room(setup, _least_parts_of(setup, segments).ranks[0].stays, device)
+
+
+@lru_cache(maxsize=1024)
+def excess_of_others(setup: TrainingSetup, segments: int, device: float) -> Mapping[int, float]:
+    """The same on the other ranks, by their numbers; only of the first of those that have the same stages."""
+    others = _least_parts_of(setup, segments).ranks[1:]
+    return {rank.number: _held_by(setup, rank, segments) - _room(setup, rank.stays, device) for rank in others}
+
+
+def _room(setup: TrainingSetup, stays: float, device: float) -> float:
+    """The bytes that a device has beside what stays there: the allocator holds back a part of what comes and goes. Of
+    whole chunks of a partitioned state it does not."""
+    return (device - stays) / (1 if setup.moves_state else 1 + HELD_BACK)
 
 
 def least_on_device(setup: TrainingSetup, segments: int, by_layer: bool) -> float:
     """A lower bound on the device of the fullest rank, whatever moves to its host: units as a whole, or `by_layer`."""
     activation_setup = setup.activation_setup
+    with_held_back = 1 if setup.moves_state else 1 + HELD_BACK
     of_ranks = []
     for rank in _states(setup.state_setup).ranks:
         at_work = max(_at_work(activation_setup, stage, segments, by_layer) for stage in set(rank.stages))
-        of_ranks.append(rank.state + at_work)
+        of_ranks.append(rank.state + with_held_back * at_work)
     return max(of_ranks)
 
 
@@ -166,10 +192,13 @@ class _States(NamedTuple):
 
 
 class _RankParts(NamedTuple):
-    """The number of a rank, and bytes: its state, and what the units of a micro-batch keep on each of its chunks."""
+    """The number of a rank, and bytes: what stays on its device, which is its state and what the allocator holds back
+    of logits, what its first backward has at work, 0 if that is not known, and what the units of a micro-batch keep on
+    each of its chunks."""
 
     number: int
-    state: float
+    stays: float
+    at_work: float
     of_chunks: tuple[tuple[float, ...], ...]
 
     @property
@@ -196,7 +225,10 @@ def _least_parts(state_setup: TrainingSetup, activation_setup: TrainingSetup, se
     kept = {stage: _kept(activation_setup, stage, segments) for stage in stages}
     ranks = []
     for number, of_rank, state in states.ranks:
-        ranks.append(_RankParts(number, state, tuple(kept[stage] for stage in of_rank)))
+        last = of_rank[-1]
+        stays = state + _held_back_of_logits(activation_setup, last, segments)
+        at_work = _at_first_backward(activation_setup, last) if segments == 1 else 0.0
+        ranks.append(_RankParts(number, stays, at_work, tuple(kept[stage] for stage in of_rank)))
     return _LeastParts(tuple(ranks), states.parameters)
 
 
@@ -226,6 +258,23 @@ def _kept(activation_setup: TrainingSetup, stage: StageLayers, segments: float) 
 
 
 @lru_cache(maxsize=1 << 16)
+def _at_first_backward(activation_setup: TrainingSetup, last: StageLayers) -> float:
+    """What is at work beside the units that a rank holds at its first backward, which is that of a whole sequence on
+    its `last` stage. With the loss, it is what the first forward there has at work, right before that backward."""
+    kind = Kind.F if last.is_last else Kind.B
+    return sum(running_bytes(activation_setup.but(segments=()), last, kind, 0, activation_setup.sequence_length))
+
+
+@lru_cache(maxsize=1 << 16)
+def _held_back_of_logits(activation_setup: TrainingSetup, last: StageLayers, segments: float) -> float:
+    """What the allocator holds back at least of the logits of a rank with this `last` stage."""
+    if not last.is_last or segments == inf:
+        return 0.0
+    evenly = evenly_cut(activation_setup, int(segments))
+    return 0.0 if evenly is None else HELD_BACK_OF_LOGITS * loss_bytes(evenly, max(evenly.segments))
+
+
+@lru_cache(maxsize=1 << 16)
 def _at_work(activation_setup: TrainingSetup, stage: StageLayers, segments: int, by_layer: bool) -> float:
     """What a device has at least while backwards of a stage run: the gradients of the keys and values of all earlier
     segments, and either these keys and values, when the last segment is through, or what the first segment computes
@@ -243,12 +292,14 @@ def _at_work(activation_setup: TrainingSetup, stage: StageLayers, segments: int,
 
 
 def _held_by(setup: TrainingSetup, rank: _RankParts, segments: float) -> float:
-    """The least bytes that units keep on a rank at its first backward."""
+    """The least bytes that a rank holds beside its state at its first backward: what units keep, and what it has at
+    work."""
     if segments == inf:
         return _microbatches_at_once(setup, inf) * rank.microbatch
     shape = _shape_of(setup, int(segments))
     numbers = units_at_first_backward(setup.family, shape, setup.has_pairs, rank.number)
-    return sum(of_first_units(kept, number) for kept, number in zip(rank.of_chunks, numbers, strict=True))
+    kept = sum(of_first_units(kept, number) for kept, number in zip(rank.of_chunks, numbers, strict=True))
+    return kept if setup.splits_backward else kept + rank.at_work
 
 
 def _held_with_whole_chunks(setup: TrainingSetup, parts: _LeastParts, segments: int) -> float:
@@ -290,17 +341,17 @@ def least_seconds_away(setup: TrainingSetup, budget: MemoryBudget, segments: int
     `by_layer` as well. At the first backward the excess has left, and has to come back; later backwards have as large
     an excess of other units. There is an excess after the last forward of each micro-batch, too, and a byte may stay on
     the host for as many of these moments as micro-batches are held at once."""
-    over_first = least_bytes_of_first(setup, segments) - budget.device
+    over_first = excess_of_first(setup, segments, budget.device)
     if over_first > 0 and not may_move(setup):
         return inf  # as most do; other ranks take longer to look at
-    over = max(over_first, _least_bytes_of_others(setup, segments) - budget.device)
+    over = max([over_first, *excess_of_others(setup, segments, budget.device).values()])
     if over <= 0:
         return 0.0
     if not may_move(setup) or over > budget.host or least_on_device(setup, segments, by_layer) > budget.device:
         return inf
     first = _least_parts_of(setup, segments).ranks[0]
     at_once = _microbatches_at_once(setup, segments)
-    over_always = first.state + at_once * first.microbatch - budget.device
+    over_always = at_once * first.microbatch - _room(setup, first.stays, budget.device)
     times = max(2, len(backwards_like_the_first(_shape_of(setup, segments), setup.has_pairs)))
     of_first = max(times * over_first, setup.num_microbatches / ceil(at_once) * over_always)
     return max(2 * over, of_first) / budget.bandwidth

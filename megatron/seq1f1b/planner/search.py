@@ -27,6 +27,7 @@ from .excess_bounds import copy_times, least_seconds_with_copies
 from .fitting import fits, fitted, host_in_flight, layers_leaving
 from .forked import merged
 from .memory_bounds import SizesMemory, least_seconds_away, with_room_for_state
+from .module_bounds import least_seconds_moving_modules, least_seconds_moving_modules_in_time
 from .rank_ends import CopyTimes
 from .search_order import ItemPlace, SearchOrder, WaitingItem
 from .space import (
@@ -48,10 +49,12 @@ from .space import (
 )
 from .spread_bounds import least_seconds_in_chunks, least_seconds_of, least_seconds_of_any
 
-# `auto` plans at the granularity of units, which takes too long beyond this many actions.
-MOST_ACTIONS_OF_AUTO = 30_000
+# `auto` plans at the granularity of units, three thousand actions a second: of all winners together so many at most.
+MOST_ACTIONS_OF_AUTO = 20_000
 # Items that one process looks at, in some seconds, before others share the rest.
 _ALONE = 5000
+# Items that an early end looks at after its first plan, for others that are as good.
+_AFTER_FIRST = 300
 
 
 @dataclass(frozen=True)
@@ -125,17 +128,12 @@ class Search:
 
         After many items, configurations of `exact_below` seconds or more need not be the fastest. They take up to
         `MOST_OVER` times as long as those, and are found sooner."""
-        with closing(self.fastest_first(below, exact_below)) as fastest:
-            found = sorted(islice(fastest, number), key=lambda plan: plan.seconds)
+        found = self._first_found(number, below, exact_below)
         if found:
             moved = moved_layers.improved(found[0].candidate, self.question, self.seconds_if_it_fits)
             found[0] = self._plan(moved)
         if "auto" in self.question.families:
-            for winner in found[:]:
-                automatic = self._automatic(winner.candidate)
-                if automatic and automatic not in found and automatic.prediction.seconds < winner.prediction.seconds:
-                    found.append(automatic)
-            found = sorted(found, key=lambda plan: plan.prediction.seconds)[:number]
+            found = sorted(found + self._automatic(found), key=attrgetter("seconds"))[:number]
         return found
 
     def megatron_baseline(self) -> Plan | None:
@@ -143,15 +141,28 @@ class Search:
         search = Search(self.question.megatron_baseline(), self._progress, processes=self._processes)
         return next(iter(search.best(1)), None)
 
-    def fastest_first(self, below: float = inf, exact_below: float = inf) -> Generator[Plan]:
-        """All configurations of the named families that fit in less than `below` seconds. Of those of `exact_below`
-        seconds or more faster ones may follow slower ones."""
+    def _first_found(self, number: int, below: float, exact_below: float) -> list[Plan]:
+        """The first plans that a search comes to, fastest first. An early end looks for others as good for a while, and
+        then takes all that were predicted."""
+        found: dict[Candidate, Plan] = {}
+        last_item = inf
         with closing(self.by_bounds(exact_below)) as by_bounds:
-            for least, plan in by_bounds:
+            for item, (least, plan) in enumerate(by_bounds, start=1):
                 if least >= below:
-                    return
+                    break
                 if plan is not None and plan.seconds < below:
-                    yield plan
+                    if not found and plan.seconds >= exact_below:
+                        last_item = max(item, _ALONE) + _AFTER_FIRST
+                    found[plan.candidate] = plan
+                if len(found) == number:
+                    break
+                if item >= last_item:
+                    found.update((plan.candidate, plan) for plan in self.plans.values() if self._answers(plan, below))
+                    break
+        return sorted(found.values(), key=attrgetter("seconds"))[:number]
+
+    def _answers(self, plan: Plan, below: float) -> bool:
+        return plan.seconds < below and plan.fits(self.question.budget)
 
     def by_bounds(self, exact_below: float = inf) -> Generator[tuple[float, Plan | None]]:
         """The seconds that all that is left takes at least, ascending, after each item; with the configuration that the
@@ -236,7 +247,9 @@ class Search:
             case items.Timed(items.AlikeCuts(_, of_setups)):
                 for cut in of_setups:
                     least = min(least_seconds(candidate.setup, machine) for candidate in cut.ranked)
-                    yield max(least, cut.away), cut
+                    of_copies = self._least_seconds_of_modules(cut.ranked[0].setup, cut.away)
+                    if of_copies < inf:
+                        yield max(least, of_copies), cut
             case items.Cuts():
                 yield from self._fitting(item)
             case items.TooLarge(ranked):
@@ -257,6 +270,16 @@ class Search:
         """A lower bound from copies to the host; inf if the set-up cannot fit."""
         by_layer = self.question.by_megatron or may_move_by_layer(self.question, setup)
         return least_seconds_away(partitioned(self.question, setup), self.question.budget, segments, by_layer)
+
+    def _least_seconds_of_modules(self, setup: TrainingSetup, away: float) -> float:
+        """A closer bound of Megatron's own set-ups in a pipeline that take `away` seconds for copies at least; inf if
+        they cannot fit."""
+        if away and self._moves_modules(setup):
+            return least_seconds_moving_modules(setup, self.question.machine, self.question.budget.device)
+        return away
+
+    def _moves_modules(self, setup: TrainingSetup) -> bool:
+        return self.question.by_megatron and setup.pipeline_parallel > 1
 
     def _least_seconds_cut(self, setup: TrainingSetup, segments: int) -> float:
         """A lower bound from compute for all cuts."""
@@ -325,8 +348,20 @@ class Search:
                     away[of_family] = seconds
         for alike in _groups(away, _ALL_BUT_RECOMPUTATION):
             of_alike = {setup: away[setup] for setup in alike}
-            bounds = (max(self._least_seconds_cut(setup, segments), away[setup]) for setup in alike)
-            yield min(bounds), items.Spread(of_alike, segments)
+            least = self._least_seconds_spread(of_alike, segments)
+            if least < inf:
+                yield least, items.Spread(of_alike, segments)
+
+    def _least_seconds_spread(self, away: Mapping[TrainingSetup, float], segments: int) -> float:
+        """A lower bound from compute and copies of set-ups with their seconds for these at least. Copies of modules
+        take long to look at, so they are for the fastest alone."""
+        bounds = {setup: max(seconds, self._least_seconds_cut(setup, segments)) for setup, seconds in away.items()}
+        least = inf
+        for setup in sorted(bounds, key=bounds.__getitem__):
+            if bounds[setup] >= least:
+                break
+            least = min(least, max(bounds[setup], self._least_seconds_of_modules(setup, away[setup])))
+        return least
 
     def _alike_cuts(self, away: Mapping[TrainingSetup, float], segments: int) -> Iterator[items.AlikeCuts]:
         """The cuts of set-ups. Cuts with tensor-parallel collectives beside products and cuts without are separate,
@@ -379,6 +414,8 @@ class Search:
 
     def _least_seconds_moving(self, setup: TrainingSetup) -> float:
         """A lower bound by the order of actions, and from copies of what does not fit."""
+        if self._moves_modules(setup):
+            return least_seconds_moving_modules_in_time(setup, self.question.machine, self.question.budget.device)
         return least_seconds_in_time(setup, self.question.machine, self._copy_times(setup))
 
     def _copy_times(self, setup: TrainingSetup) -> CopyTimes | None:
@@ -425,18 +462,25 @@ class Search:
                 return least, replace(candidate, setup=setup)
         return None
 
-    def _automatic(self, winner: Candidate) -> Plan | None:
-        """The plan of a winner with `auto`; None if it does not fit, or takes too long to make."""
-        # Its weight gradients run later, so collectives cannot hide behind them; it has no pairs.
-        setup = winner.setup.but(family="auto", hides_tensor_exchange=False, hides_experts=False)
-        candidate = replace(winner, setup=setup)
-        if setup.pipeline_parallel == 1 or setup.recompute != "none" or not self.question.accepts(candidate):
-            return None
-        if 3 * setup.shape.num_units * setup.placement.num_stages > MOST_ACTIONS_OF_AUTO:
-            self.too_long_for_auto.add(candidate)
-            return None
-        found = self._plan(candidate)
-        return found if found.fits(self.question.budget) else None
+    def _automatic(self, winners: Iterable[Plan]) -> list[Plan]:
+        """The plans of winners with `auto` that fit and are faster."""
+        faster: dict[Candidate, Plan] = {}
+        actions_left = MOST_ACTIONS_OF_AUTO
+        for winner in winners:
+            # Its weight gradients run later, so collectives cannot hide behind them; it has no pairs.
+            setup = winner.candidate.setup.but(family="auto", hides_tensor_exchange=False, hides_experts=False)
+            candidate = replace(winner.candidate, setup=setup)
+            if setup.pipeline_parallel == 1 or setup.recompute != "none" or not self.question.accepts(candidate):
+                continue
+            num_actions = 3 * setup.shape.num_units * setup.placement.num_stages
+            if num_actions > actions_left:
+                self.too_long_for_auto.add(candidate)
+                continue
+            actions_left -= num_actions
+            found = self._plan(candidate)
+            if found.fits(self.question.budget) and found.seconds < winner.seconds:
+                faster[candidate] = found
+        return list(faster.values())
 
     def seconds_if_it_fits(self, candidate: Candidate) -> float:
         """The step of a candidate; inf if it does not fit."""

@@ -131,7 +131,11 @@ def test_bounds_are_bounds(everything):
         setup = each.candidate.setup
         assert bounds.least_seconds(setup, small().machine) <= each.prediction.seconds * (1 + 1e-9)
         assert bounds.least_seconds_in_time(setup, small().machine) <= each.prediction.seconds * (1 + 1e-9)
-        assert memory_bounds.least_bytes(setup, len(setup.segments)) <= each.memory_gib * 2**30 * (1 + 1e-9)
+        segments = len(setup.segments)
+        fullest = each.memory_gib * 2**30 * (1 + 1e-9)
+        assert memory_bounds.least_bytes(setup, segments) <= fullest
+        excess = memory_bounds.excess_of_others(setup, segments, fullest)
+        assert max([memory_bounds.excess_of_first(setup, segments, fullest), *excess.values()]) <= 0
     for sizes in parallel_sizes(small()):
         for each, (family, segments) in product(recomputed(small(), sizes), product(small().families, (1, 2, 4))):
             splits = splits_backward(family)
@@ -425,6 +429,8 @@ def test_what_the_bounds_leave_out_is_no_answer(monkeypatch, question):
         "least_seconds_cut",
         "least_seconds_in_chunks",
         "least_seconds_in_time",
+        "least_seconds_moving_modules",
+        "least_seconds_moving_modules_in_time",
         "least_seconds_of",
         "least_seconds_of_any",
     ):
@@ -453,8 +459,26 @@ def test_steps_beyond_a_limit_need_not_be_the_fastest(monkeypatch):
         assert near[0] == found[0] or limit <= rough.least_seconds <= found[0].seconds
         assert len(rough.plans) <= len(exact.plans)
     to_the_end = Search(question)
+    monkeypatch.setattr(search, "_AFTER_FIRST", inf)
     assert to_the_end.best(10**6, exact_below=0.0)[0] == found[0]
     assert to_the_end.least_seconds == inf
+
+
+def test_an_early_end_takes_what_was_predicted(monkeypatch):
+    """It looks at no more items once it has a plan, and takes others that fit and were predicted, fastest first."""
+    question = mixture(memory_gib=1.9)
+    monkeypatch.setattr(search, "_ALONE", 10)
+    monkeypatch.setattr(search, "_AFTER_FIRST", inf)
+    items_of_all = []
+    Search(question, progress=items_of_all.append).best(100, exact_below=0.0)
+    monkeypatch.setattr(search, "_AFTER_FIRST", 20)
+    items_of_few = []
+    few = Search(question, progress=items_of_few.append)
+    found = few.best(100, exact_below=0.0)
+    assert len(items_of_few) < len(items_of_all)
+    fitting = [plan.seconds for plan in few.plans.values() if plan.fits(question.budget)]
+    assert [plan.seconds for plan in found] == sorted(fitting)
+    assert 1 < len(found) < 100
 
 
 def test_megatron_replays_layers_where_its_host_is_slow():
@@ -543,14 +567,24 @@ def test_the_busiest_rank_has_whole_layers():
 
 
 def test_winners_with_too_many_actions_for_auto_are_named(monkeypatch):
+    def of_four():
+        return Search(small(families=("zb-h1", "auto"), accepts=lambda each: each.setup.pipeline_parallel == 4))
+
     monkeypatch.setattr(search, "MOST_ACTIONS_OF_AUTO", 0)
-    of_four = Search(small(families=("zb-h1", "auto"), accepts=lambda each: each.setup.pipeline_parallel == 4))
-    found = of_four.best(3)
+    without = of_four()
+    found = without.best(3)
     assert {each.candidate.setup.family for each in found} == {"zb-h1"}
     assert {each.candidate.setup.pipeline_parallel for each in found} == {4}
-    assert of_four.too_long_for_auto == {
-        replace(each.candidate, setup=replace(each.candidate.setup, family="auto")) for each in found
-    }
+    automatic = [replace(each.candidate, setup=replace(each.candidate.setup, family="auto")) for each in found]
+    assert without.too_long_for_auto == {*automatic}
+
+    # What is left after the fastest is too little for the others.
+    of_fastest = 3 * automatic[0].setup.shape.num_units * automatic[0].setup.placement.num_stages
+    monkeypatch.setattr(search, "MOST_ACTIONS_OF_AUTO", of_fastest)
+    with_fastest = of_four()
+    with_fastest.best(3)
+    assert automatic[0] in with_fastest.plans
+    assert with_fastest.too_long_for_auto == {*automatic[1:]}
 
 
 def test_a_breakdown_adds_up(everything):
