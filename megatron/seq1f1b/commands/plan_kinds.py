@@ -24,6 +24,9 @@ from . import plan_text
 from .parsing import name_of
 from .plan_answer import Answer
 
+# Plans that take longer than so many times the fastest are not shown beside it.
+_NOT_MUCH_LONGER = 1.05
+
 # Flags with which the documents of a pack do not attend to each other.
 _SEPARATE_DOCUMENTS = ("--sft", "--dataloader-inter-document-masking", "--reset-attention-mask")
 
@@ -99,11 +102,12 @@ class PlansOfSequences(PlanKind):
         return fitting or predicted(candidate)
 
     def best(self, number: int, megatron: Plan | None) -> Sequence[Plan]:
-        """After a long search good plans are enough, if none gains more than the error of predictions."""
+        """After a long search good plans are enough, if none gains more than the error of predictions. What takes much
+        longer than the best is not looked for: schedules of very many segments take most of a minute to simulate."""
         exact_below = inf
         if megatron is not None:
             exact_below = longest_that_gains(megatron.seconds, self.question.machine.error_of(self.question.model))
-        return self.search.best(number, exact_below=exact_below)
+        return self.search.best(number, exact_below=exact_below, within=_NOT_MUCH_LONGER)
 
     @property
     def least_seconds(self) -> float:

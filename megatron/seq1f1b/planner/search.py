@@ -122,13 +122,14 @@ class Search:
         self.least_seconds = 0.0
         self.too_long_for_auto: set[Candidate] = set()
 
-    def best(self, number: int = 5, below: float = inf, exact_below: float = inf) -> list[Plan]:
-        """The fastest configurations that fit and take less than `below` seconds, fastest first. Layers of the fastest
-        are moved between its stages, and `auto` is tried on all, where that is faster.
+    def best(self, number: int = 5, below: float = inf, exact_below: float = inf, within: float = inf) -> list[Plan]:
+        """The fastest configurations that fit and take less than `below` seconds, and less than `within` times as long
+        as the fastest, which comes first. Its layers are moved between its stages, and `auto` is tried on all, where
+        that is faster.
 
         After many items, configurations of `exact_below` seconds or more need not be the fastest. They take up to
         `MOST_OVER` times as long as those, and are found sooner."""
-        found = self._first_found(number, below, exact_below)
+        found = self._first_found(number, below, exact_below, within)
         if found:
             moved = moved_layers.improved(found[0].candidate, self.question, self.seconds_if_it_fits)
             found[0] = self._plan(moved)
@@ -141,7 +142,7 @@ class Search:
         search = Search(self.question.megatron_baseline(), self._progress, processes=self._processes)
         return next(iter(search.best(1)), None)
 
-    def _first_found(self, number: int, below: float, exact_below: float) -> list[Plan]:
+    def _first_found(self, number: int, below: float, exact_below: float, within: float) -> list[Plan]:
         """The first plans that a search comes to, fastest first. An early end looks for others as good for a while, and
         then takes all that were predicted."""
         found: dict[Candidate, Plan] = {}
@@ -153,6 +154,7 @@ class Search:
                 if plan is not None and plan.seconds < below:
                     if not found and plan.seconds >= exact_below:
                         last_item = max(item, _ALONE) + _AFTER_FIRST
+                    below = min(below, within * plan.seconds)
                     found[plan.candidate] = plan
                 if len(found) == number:
                     break

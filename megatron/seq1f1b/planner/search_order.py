@@ -14,7 +14,7 @@ from .space import Candidate
 _EXPECTED: Mapping[type, float] = {
     items.Sizes: 1.15,
     items.Open: 1.17,
-    items.OfChunks: 1.17,
+    items.OfChunks: 1.12,
     items.InChunks: 1.12,
     items.Spread: 1.1,
     items.AlikeCuts: 1.05,

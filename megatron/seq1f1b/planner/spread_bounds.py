@@ -12,10 +12,11 @@ from typing import NamedTuple
 from ..costs.machine import Machine
 from ..costs.pair_times import exchange_row
 from ..costs.stage_times import first_passes, step_end, sums_of_stage
-from ..costs.training_setup import Fsdp, StageLayers, TrainingSetup, splits_backward, stages_of
-from ..schedule import Placement
+from ..costs.training_setup import Fsdp, StageLayers, TrainingSetup, splits_backward
+from ..schedule import Placement, Shape
 from .bounds import least_compute_of_ranks, of_any_cut
 from .memory_bounds import on_one_rank
+from .pair_bounds import units_alone
 from .space import Question, evenly_cut, may_hide, ways_to_shard, ways_to_take_the_loss
 
 
@@ -55,20 +56,32 @@ def _least_of_spread(
     ranks = sizes.pipeline_parallel
     placement = Placement(ranks, len(layers) // ranks)
     of_ranks = least_compute_of_ranks(evenly.layer_setup, of_any_cut(machine, segments), placement, layers)
-    exchanged = _most_exchanged(sizes.layer_setup, machine, segments) if sizes.hides_experts else 0.0
-    stages = stages_of(sizes.model, layers)
+    seconds = [sizes.num_microbatches * compute.work for compute in of_ranks]
+    if sizes.hides_experts:
+        exchanged = _most_exchanged(sizes.layer_setup, machine, segments)
+        shape = Shape(placement, sizes.num_microbatches, segments)
+        for rank, in_pairs in enumerate(_layers_in_pairs(shape, layers)):
+            seconds[rank] -= exchanged * in_pairs
     longest = 0.0
     wait = waits = 0.0
-    for rank, compute in enumerate(of_ranks):
-        work = compute.work
-        if exchanged:
-            num_layers = sum(count for stage in placement.stages_of(rank) for _, count in stages[stage].layers)
-            work -= exchanged * num_layers
-        longest = max(longest, wait + sizes.num_microbatches * work)
+    for of_rank, compute in zip(seconds, of_ranks, strict=True):
+        longest = max(longest, wait + of_rank)
         waits += wait
         wait += _passing(compute.first_forward, compute.first_backward, splits)
-    of_mean = _mean_seconds(sizes, machine, segments) + waits / ranks
+    of_mean = max(_mean_seconds(sizes, machine, segments), sum(seconds) / ranks) + waits / ranks
     return max(of_mean, longest) + _least_end(sizes, machine)
+
+
+@lru_cache(maxsize=1 << 14)
+def _layers_in_pairs(shape: Shape, layers: tuple[int, ...]) -> list[int]:
+    """For each rank the layers of all micro-batches but those that run alone there, however they are cut."""
+    found = []
+    for rank, alone in enumerate(units_alone(shape)):
+        in_pairs = 0
+        for stage, units in zip(shape.placement.stages_of(rank), alone, strict=True):
+            in_pairs += layers[stage] * (shape.num_microbatches - units // shape.num_segments)
+        found.append(in_pairs)
+    return found
 
 
 def _passing(forward: float, backward: float, splits: bool) -> float:

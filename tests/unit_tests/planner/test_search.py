@@ -464,6 +464,16 @@ def test_steps_beyond_a_limit_need_not_be_the_fastest(monkeypatch):
     assert to_the_end.least_seconds == inf
 
 
+def test_plans_that_take_much_longer_are_not_looked_for():
+    everything = Search(small())
+    seconds = [plan.seconds for plan in everything.best(100)]
+    near = Search(small())
+    assert [plan.seconds for plan in near.best(100, within=1.05)] == [
+        each for each in seconds if each < 1.05 * seconds[0]
+    ]
+    assert 1 < len(near.plans) < len(everything.plans)
+
+
 def test_an_early_end_takes_what_was_predicted(monkeypatch):
     """It looks at no more items once it has a plan, and takes others that fit and were predicted, fastest first."""
     question = mixture(memory_gib=1.9)
