@@ -70,7 +70,8 @@ def make_parser() -> Parser:
     add("--device-memory", type=amount, metavar="GIB", help="default: what a device of the machine has")
     host = "of the host, for activations of each device; 0: none moves there; default: what the machine file has"
     add("--host-memory", type=amount_or_0, metavar="GIB", help=host)
-    add("--best", type=count_up_to(1000), default=5, metavar="N", help="configurations to show, within 5 %% of the best; default: 5")
+    best = "configurations to show, within 5 %% of the best; default: 5"
+    add("--best", type=count_up_to(1000), default=5, metavar="N", help=best)
     add("--explain", action="store_true", help="where the time goes, and what the second best lacks")
     picture = "throughput against memory: .png, .svg or .pdf (needs matplotlib)"
     add("--output", type=output_path(*PICTURES), metavar="FILE", help=picture)
