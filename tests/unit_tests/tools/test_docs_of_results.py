@@ -44,7 +44,7 @@ def test_what_fills_a_gpu(monkeypatch):
 def test_what_pytorchs_allocator_holds_back():
     """By the constants that are fitted to its counters, also on runs that they are not fitted to."""
     rows = allocator.measured()
-    used = memory._HELD_BACK, memory._FOR_EACH_DOUBLING, memory._OF_LOGITS
+    used = memory.HELD_BACK, memory._FOR_EACH_DOUBLING, memory.HELD_BACK_OF_LOGITS
     assert allocator.fit(rows) == pytest.approx(used, abs=0.005)
     for log in {row.log for row in rows}:
         constants = allocator.fit([row for row in rows if row.log != log])
