@@ -12,6 +12,8 @@ from ..costs.training_setup import Moves, StageLayers, TrainingSetup, of_stages
 from ..schedule import Shape, clock_of, units_to_move, with_moves
 from .space import MemoryBudget
 
+# A search moves sixteenths of activations to the host.
+SHARES = 16
 # Of a unit that moves layer by layer: one that leaves and one that waits for it.
 _FEW_LAYERS = 2
 
@@ -88,8 +90,7 @@ def fitted(setup: TrainingSetup, budget: MemoryBudget, moves: Moves) -> Training
         return stays
     if not budget.host:
         return None
-    parts = 16
-    most = 16
+    parts = most = SHARES
     if moves is Moves.LAYERS:
         parts = setup.model.num_layers
         most = parts - 1

@@ -5,6 +5,7 @@ A unit leaves after its forward, and a forward waits until the unit before the l
 of the first rank comes after nearly all copies of the units that the rank holds by then.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import takewhile
 from math import ceil, inf
@@ -18,11 +19,9 @@ from ..schedule import Action, Kind, Shape, clock_of, units_to_move
 from ..schedule.schedule import places
 from .bounds import least_seconds_cut, least_seconds_in_time
 from .first_backward import backwards_like_the_first, units_at_first_backward
+from .fitting import SHARES
 from .memory_bounds import excess_of_first, excess_of_others
 from .rank_ends import CopyTimes
-
-# Megatron moves a share of all modules; a search tries sixteenths.
-_PARTS = 16
 
 
 def least_seconds_moving_modules(setup: TrainingSetup, machine: Machine, device: float) -> float:
@@ -31,9 +30,10 @@ def least_seconds_moving_modules(setup: TrainingSetup, machine: Machine, device:
     share = _least_share(setup, device)
     if share is None:
         return inf
+    forwards = _forwards(setup, machine)
     held = units_at_first_backward(setup.family, setup.shape, setup.has_pairs)
-    before = sum(units * forward for units, forward in zip(held, _forwards(setup, machine), strict=True))
-    waiting = max(0.0, _leaving(setup, machine, share) - before)
+    before = sum(units * forward for units, forward in zip(held, forwards, strict=True))
+    waiting = max(0.0, _leaving(setup, machine, share, forwards) - before)
     return least_seconds_cut(setup, machine, segments=1, waiting=waiting)
 
 
@@ -43,7 +43,8 @@ def least_seconds_moving_modules_in_time(setup: TrainingSetup, machine: Machine,
     if share is None:
         return inf
     later = len(backwards_like_the_first(setup.shape, setup.has_pairs)) - 1  # they wait for nothing here
-    copies = CopyTimes((_leaving(setup, machine, share),) + (0.0,) * later, returning=0.0)
+    leaving = _leaving(setup, machine, share, _forwards(setup, machine))
+    copies = CopyTimes((leaving,) + (0.0,) * later, returning=0.0)
     return least_seconds_in_time(setup.but(offloads=share, moves=Moves.MODULES), machine, copies)
 
 
@@ -54,14 +55,15 @@ def _forwards(setup: TrainingSetup, machine: Machine) -> list[float]:
     return [max(sums_of_stage(setup.layer_setup, machine, stages[number]).forward) for number in numbers]
 
 
-def _leaving(setup: TrainingSetup, machine: Machine, share: float) -> float:
-    """Seconds at least until the first backward of the first rank, if this share of all modules moves."""
+def _leaving(setup: TrainingSetup, machine: Machine, share: float, forwards: Sequence[float]) -> float:
+    """Seconds at least until the first backward of the first rank, with these forwards, if this share of all modules
+    moves."""
     stages = setup.stages
     leaving = 0.0
     numbers = _units_left(setup.shape, setup.has_pairs)
     for stage, number in zip(setup.placement.stages_of(0), numbers, strict=True):
         leaving += number * _modules(setup.activation_setup, stages[stage]).of_unit
-    return min(_forwards(setup, machine)) + share * leaving / machine.device.host_bandwidth
+    return min(forwards) + share * leaving / machine.device.host_bandwidth
 
 
 @lru_cache(maxsize=1 << 12)
@@ -91,7 +93,7 @@ def _least_share(setup: TrainingSetup, device: float) -> float | None:
             if excess > may_be_away:
                 return None
             least = max(least, excess / may_be_away)
-    return ceil(_PARTS * least) / _PARTS
+    return ceil(SHARES * least) / SHARES
 
 
 def _may_be_away(setup: TrainingSetup, rank: int) -> float:

@@ -24,7 +24,7 @@ from .bounds import (
     least_seconds_in_time,
 )
 from .excess_bounds import copy_times, least_seconds_with_copies
-from .fitting import fits, fitted, host_in_flight, layers_leaving
+from .fitting import SHARES, fits, fitted, host_in_flight, layers_leaving
 from .forked import merged
 from .memory_bounds import SizesMemory, least_seconds_away, with_room_for_state
 from .module_bounds import least_seconds_moving_modules, least_seconds_moving_modules_in_time
@@ -537,7 +537,8 @@ def first_that_fits(candidate: Candidate, budget: MemoryBudget, predicted: Calla
     rank rounds the share to whole units of its own order."""
     setup = candidate.setup
     moves_units = setup.offloads > 0 and not setup.moves_parts
-    more = [sixteenths / 16 for sixteenths in range(1, 17) if moves_units and sixteenths / 16 > setup.offloads]
+    shares = [number / SHARES for number in range(1, SHARES + 1)]
+    more = [share for share in shares if moves_units and share > setup.offloads]
     for moving in (candidate, *(replace(candidate, setup=setup.but(offloads=share)) for share in more)):
         plan = predicted(moving)
         if plan.fits(budget):
