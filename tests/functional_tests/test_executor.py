@@ -104,7 +104,7 @@ class OnDevice(Communicator):
 
     def __init__(self, *args, **options) -> None:
         super().__init__(*args, **options)
-        self._is_on_device = True
+        self._messages_are_kernels = True
 
     def finish(self):
         OnDevice.turns += self.goes_in_turn

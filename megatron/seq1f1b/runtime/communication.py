@@ -66,8 +66,8 @@ class Communicator:
         self._device = device
         self._timeout = timeout
         self._is_gloo = dist.get_backend(group) == "gloo"
-        # If so, messages are kernels that wait on the GPU, and no other kernel can be loaded while they wait.
-        self._is_on_device = dist.get_backend(group) == "nccl"
+        # Those of NCCL: they wait on the GPU, and no other kernel can be loaded while they wait.
+        self._messages_are_kernels = dist.get_backend(group) == "nccl"
         # gloo moves host memory only. Pinned buffers let several ranks share one GPU.
         self._is_staged = self._is_gloo and device.type == "cuda"
         self._groups = groups_per_communicator(group, channels, timeout) if channels else {}
@@ -83,7 +83,7 @@ class Communicator:
 
     def begin_step(self, loads_kernels: bool) -> None:
         """Begin a step, in which messages go in turn if it `loads_kernels` and messages are kernels themselves."""
-        self._goes_in_turn = loads_kernels and self._is_on_device
+        self._goes_in_turn = loads_kernels and self._messages_are_kernels
 
     @property
     def goes_in_turn(self) -> bool:
@@ -186,7 +186,7 @@ class Communicator:
             mark = torch.cuda.Event()
             mark.record()
             self._wait_in_thread(partial(report_if_late, mark, describe, time.monotonic(), self._timeout))
-        if self._goes_in_turn and self._is_on_device:  # gloo's wait is that of the host
+        if self._goes_in_turn:  # so far only the stream waits, as messages are kernels
             torch.cuda.current_stream(self._device).synchronize()
 
     def _connect(self, channels: list[Channel]) -> None:

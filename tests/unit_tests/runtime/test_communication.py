@@ -159,7 +159,7 @@ def test_in_turn_the_host_waits_for_every_message(wires, monkeypatch):
     stream, action = Mock(), parse_action("0RECV_B0.0")
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     wires.works = received, sent = [Work(), Work()]
-    wires.communicator._is_on_device = True
+    wires.communicator._messages_are_kernels = True
     wires.communicator.begin_step(loads_kernels=True)
     wires.communicator.post_receive(BACKWARD, (1,), action)
     assert received.timeout == TIMEOUT and stream.synchronize.call_count == 1

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,23 +21,43 @@ Pairs = list[tuple[Tensor, Tensor]]  # source and target, of one size
 Copy = Callable[[Pairs, Wait | None, AbstractContextManager], None]
 
 
-class CopyLane:
-    """The copies of one direction, which run one after another: in a stream of a GPU, or in a thread on a CPU. A
-    `copy(pairs, after, span)` does what `copy_pairs` does."""
-
-    def __init__(self, is_on_gpu: bool, copy: Copy | None = None) -> None:
-        self._copy = copy or copy_pairs
-        self._runs_in = torch.cuda.Stream() if is_on_gpu else ThreadPoolExecutor(1, "seq1f1b-copies")
+class CopyLane(Protocol):
+    """The copies of one direction, which run one after another, beside compute."""
 
     def copy(self, pairs: Pairs, after: Wait | None, span: AbstractContextManager) -> Wait:
         """Start copies once `after` is over, inside `span`; they empty `pairs`. Tensors must outlive the wait."""
-        if isinstance(self._runs_in, ThreadPoolExecutor):
-            return self._runs_in.submit(self._copy, pairs, after, span).result
-        stream = self._runs_in
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+
+
+def copy_lane(is_on_gpu: bool, copy: Copy | None = None) -> CopyLane:
+    """A lane whose `copy(pairs, after, span)` does what `copy_pairs` does, in place of that if it is given."""
+    copy = copy or copy_pairs
+    return _StreamLane(copy) if is_on_gpu else _ThreadLane(copy)
+
+
+class _StreamLane(CopyLane):
+    """Copies in a stream of a GPU."""
+
+    def __init__(self, copy: Copy) -> None:
+        self._copy = copy
+        self._stream = torch.cuda.Stream()
+
+    def copy(self, pairs: Pairs, after: Wait | None, span: AbstractContextManager) -> Wait:
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
             self._copy(pairs, after, span)
-            return stream.record_event().wait
+            return self._stream.record_event().wait
+
+
+class _ThreadLane(CopyLane):
+    """Copies in a thread of a CPU."""
+
+    def __init__(self, copy: Copy) -> None:
+        self._copy = copy
+        # Python ends after such a thread, not within its copies. These wait for one another only, so they all end.
+        self._thread = ThreadPoolExecutor(1, "seq1f1b-copies")
+
+    def copy(self, pairs: Pairs, after: Wait | None, span: AbstractContextManager) -> Wait:
+        return self._thread.submit(self._copy, pairs, after, span).result
 
 
 def copy_pairs(pairs: Pairs, after: Wait | None, span: AbstractContextManager) -> None:
@@ -52,8 +73,8 @@ def copy_pairs(pairs: Pairs, after: Wait | None, span: AbstractContextManager) -
 def link_rate(device: torch.device, when_ready: Callable[[], object]) -> float:
     """Bytes/s between a device and its host, each way while both are in use; `when_ready` lets ranks start together."""
     is_on_gpu = device.type == "cuda"
-    to_host = CopyLane(is_on_gpu)
-    from_host = CopyLane(is_on_gpu)
+    to_host = copy_lane(is_on_gpu)
+    from_host = copy_lane(is_on_gpu)
     here = torch.empty(2, _PROBE, dtype=torch.uint8, device=device)
     there = torch.empty(2, _PROBE, dtype=torch.uint8, pin_memory=is_on_gpu)
     for rounds in (1, _ROUNDS):  # the first touches all pages

@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, UntypedStorage
 
-from .copies import Copy, CopyLane, Pairs, Wait
+from .copies import Copy, CopyLane, Pairs, Wait, copy_lane
 from .host_blocks import HostBlocks
 from .storages import Storage
 
@@ -68,11 +68,11 @@ class HostTransfers:
 
     @cached_property
     def _to_host(self) -> CopyLane:
-        return CopyLane(_is_on_gpu(), self._copy)
+        return copy_lane(_is_on_gpu(), self._copy)
 
     @cached_property
     def _from_host(self) -> CopyLane:
-        return CopyLane(_is_on_gpu(), self._copy)
+        return copy_lane(_is_on_gpu(), self._copy)
 
     def make_room(self) -> None:
         """Wait for groups that leave, until one more may."""
