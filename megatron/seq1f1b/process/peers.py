@@ -34,37 +34,46 @@ class Peers:
     def __init__(self, on_failure: Callable[[str], None]) -> None:
         importlib.import_module("torch.distributed")  # by the main thread, whose errors are shown
         self._on_failure = on_failure
-        self._store: Any = None
-        self._num_shared = 0
-        self._own_failure: str | None = None
-        self._first_failure: str | None = None  # of any rank, once this one has reported
-        self._waits_for_rank_0 = False
-        self._farewell: Farewell | None = None  # once there is a store
-        self._wrong_store: str | None = None  # why this rank must not use what it found as the store of the job
-        self._connected = threading.Event()
-        self._left = threading.Event()
-        self._woken = threading.Event()  # since this rank has reported a failure, or leaves
-        self._has_answer = threading.Event()  # to the report of this rank, or there will be none
-        self._has_ended = threading.Event()  # the watching thread
-        self._watcher: int | None = None
+        self._num_shared = 0  # texts of rank 0
         self._size = int(os.environ["WORLD_SIZE"])
         self._is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         self._server: Any = None  # kept, since the store is gone with its server
         if is_rank_0() and not self._is_torchruns:
             self._server = hosted_store()
+
+        # What this rank has of its peers. A thread joins the store, and is the only one to use it but for `share`.
+        self._store: Any = None  # from `_has_joined` on; None again if this rank goes on alone
+        self._farewell: Farewell | None = None  # once there is a store
+        self._wrong_store: str | None = None  # why this rank must not use what it found as the store of the job
+        self._has_joined = threading.Event()  # set once the thread has joined the store, or never will
+
+        # What this rank and its thread tell each other.
+        self._own_failure: str | None = None  # which the thread sends
+        self._first_failure: str | None = None  # of any rank, once this one has reported
+        self._has_answer = threading.Event()  # set once there is one to the report of this rank, or never will be
+        self._waits_for_rank_0 = False
+        self._left = threading.Event()  # set once this rank leaves its peers, or goes on alone
+        self._woken = threading.Event()  # set for the thread when this rank has reported a failure, or leaves
+        self._has_ended = threading.Event()  # set by the thread
+        self._watcher: int | None = None  # the number of the thread, which may call `leave` by `on_failure`
         start_thread(self._watch)
+
+    def _go_on_alone(self) -> None:
+        """Have no peers from now on, since their store is gone, or was never found."""
+        self._store = None
+        self._left.set()
+        self._has_joined.set()
 
     def report(self, failure: str) -> str:
         """Report a failure; returns the first one that any rank has reported."""
         self._own_failure = failure
         self._woken.set()
-        self._connected.wait(_PATIENCE)
+        self._has_joined.wait(_PATIENCE)
         if self._store is None or self._left.is_set():
             return failure
         self._has_answer.wait(_PATIENCE)
         if self._first_failure is None:  # the store is gone with its process, or that is stopped
-            self._store = None
-            self._left.set()
+            self._go_on_alone()
             return failure
         return self._first_failure
 
@@ -85,17 +94,17 @@ class Peers:
                 time.sleep(_POLL_FOR_TEXT)
             return str(self._store.get(name), "utf-8")
 
-        self._wait_until_connected(timeout)
+        self._wait_until_joined(timeout)
         if self._store is None:
             return text
         return str(in_time(seconds + _PATIENCE, of_rank_0, source="the store of the job"))
 
-    def _wait_until_connected(self, timeout: timedelta) -> None:
-        """Raises ValueError after `timeout`, or sooner if something other than the job's store answers at its
-        address."""
+    def _wait_until_joined(self, timeout: timedelta) -> None:
+        """Wait until the thread has joined the store. Raises ValueError after `timeout`, or sooner if something other
+        than the job's store answers at its address."""
         end = time.monotonic() + timeout.total_seconds()
         with Listener() as listener:
-            while self._wrong_store is None and not self._connected.wait(_POLL):
+            while self._wrong_store is None and not self._has_joined.wait(_POLL):
                 if listener.silence() > MUTE:
                     self._wrong_store = (
                         f"{address()} accepts connections, but is not the store of this job: it has not answered for "
@@ -107,9 +116,7 @@ class Peers:
                         "must name its host, on which it must have started"
                     )
         if self._wrong_store is not None:
-            self._store = None
-            self._left.set()
-            self._connected.set()
+            self._go_on_alone()
             raise ValueError(self._wrong_store)
 
     def leave(self, wait: bool = False) -> bool:
@@ -134,11 +141,11 @@ class Peers:
             if store is not None and not self._left.is_set():
                 self._farewell = Farewell(store, self._size)
                 self._store = store
-                self._connected.set()
+                self._has_joined.set()
                 with suppress(RuntimeError, MemoryError):  # the store is gone
                     self._follow(store, self._farewell)
         finally:
-            for event in (self._connected, self._has_answer, self._has_ended):
+            for event in (self._has_joined, self._has_answer, self._has_ended):
                 event.set()
 
     def _follow(self, store: Any, farewell: Farewell) -> None:
