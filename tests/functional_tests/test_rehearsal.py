@@ -231,7 +231,7 @@ LAUNCHES = {
     "alltoall": (f"{EXPERTS} alltoall --moe-grouped-gemm --moe-permute-fusion --moe-router-fusion", OF_EXPERTS),
     "v": (f"{SHARED} a2a {CHUNKS} --pipeline-placement v", ["(TP 1 × PP 2 × CP 2 × DP 1)"]),
     "prediction-heads": (f"{SHARED} all_gather --mtp-num-layers 1", ["(TP 1 × PP 2 × CP 2 × DP 1)"]),
-    "units": (UNITS, ["in units of at most 48 tokens", "the first of a step but one."]),
+    "units": (UNITS, ["in units of at most 48 tokens", "the first of a step is one document."]),
     "megatrons-own": ("", ["Megatron's own 1F1B", "both ends of each agree on their number, order"]),
     "hybrid": (HYBRID, ["the kernels of recurrent layers by plain PyTorch, which keeps more for the backward."]),
 }

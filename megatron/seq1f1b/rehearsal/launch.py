@@ -9,6 +9,7 @@ from argparse import Namespace
 # Transformer Engine.
 WITHOUT_A_RING = ("a2a", "all_gather")
 
+_RECURRENT = frozenset("MG")  # Mamba and gated delta nets, in --hybrid-layer-pattern
 _DOCUMENT_SHARES = (0.4, 0.3, 0.2)  # of a packed sequence; one more document has the rest
 
 
@@ -101,41 +102,41 @@ def _schedule(args: Namespace) -> str:
 
 def replacements(args: Namespace) -> list[str]:
     """What a rehearsal replaces, and by what: sentences without their full stops."""
-    is_on_gpu = args.device != "cpu"
-    fuses = args.replaced_on_cpu["gradient_accumulation_fusion"]
-    recurrent = {*(getattr(args, "hybrid_layer_pattern", None) or "")} & {"M", "G"}
-    *lengths, last = map(str, document_lengths(args.seq_length))
-    notes = (
-        (has_transformer_engine(args), "Transformer Engine's layers by Megatron's local ones, which keep as much"),
-        (
-            is_on_gpu and recurrent,
-            "the kernels of recurrent layers by plain PyTorch, which keeps more for the backward",
-        ),
-        (
-            is_on_gpu and fuses,
-            "fused weight gradients by a temporary as large as the weight, which no GPU needs",
-        ),
-        (
-            is_on_gpu and args.replaced_on_cpu["cuda_graph_impl"] != "none",
-            "CUDA graphs by what they replay, which keeps as much; their buffers stay allocated, and are not counted",
-        ),
-        (
-            args.fp8 or args.fp4,
-            f"--{'fp8' if args.fp8 else 'fp4'}-format, which is not modelled: everything is computed and counted in "
-            f"{_precision(args)}, without copies of weights in fewer bits or their scales",
-        ),
-        (
-            args.num_experts,
+    notes = [] if args.device == "cpu" else _replaced_gpu_parts(args)
+    if args.fp8 or args.fp4:
+        flag = "--fp8-format" if args.fp8 else "--fp4-format"
+        notes.append(
+            f"{flag}, which is not modelled: everything is computed and counted in {_precision(args)}, without copies "
+            "of weights in fewer bits or their scales"
+        )
+    if args.num_experts:
+        notes.append(
             f"the router: each of the {args.num_experts} experts gets the same number of tokens. A rank needs more "
-            "memory, in proportion, if its experts get more",
-        ),
-        (
-            _is_packed(args),
-            f"the documents: each sequence holds documents of {', '.join(lengths)} and {last} tokens"
-            f"{'' if args.unit_tokens is None else ', the first of a step but one'}",
-        ),
-    )
-    return [note for holds, note in notes if holds]
+            "memory, in proportion, if its experts get more"
+        )
+    if _is_packed(args):
+        *lengths, last = map(str, document_lengths(args.seq_length))
+        exception = "" if args.unit_tokens is None else "; the first of a step is one document"
+        notes.append(
+            f"the documents: each sequence holds documents of {', '.join(lengths)} and {last} tokens{exception}"
+        )
+    return notes
+
+
+def _replaced_gpu_parts(args: Namespace) -> list[str]:
+    """What a launch runs on GPUs only."""
+    notes = []
+    if has_transformer_engine(args):
+        notes.append("Transformer Engine's layers by Megatron's local ones, which keep as much")
+    if _RECURRENT.intersection(getattr(args, "hybrid_layer_pattern", None) or ""):
+        notes.append("the kernels of recurrent layers by plain PyTorch, which keeps more for the backward")
+    if args.replaced_on_cpu["gradient_accumulation_fusion"]:
+        notes.append("fused weight gradients by a temporary as large as the weight, which no GPU needs")
+    if args.replaced_on_cpu["cuda_graph_impl"] != "none":
+        notes.append(
+            "CUDA graphs by what they replay, which keeps as much; their buffers stay allocated, and are not counted"
+        )
+    return notes
 
 
 def _precision(args: Namespace) -> str:
