@@ -78,6 +78,7 @@ def test_a_program_that_installs_by_itself_decides(folder):
     [
         ("--segment-token 16", "SEQ1F1B='--segment-token 16' in the environment: .*--segment-token"),
         ("8192", "SEQ1F1B='8192' .* must hold flags, such as '--segment-tokens 8192'"),
+        ("--segment-tokens=16 8", "SEQ1F1B='--segment-tokens=16 8' .* must hold flags"),
     ],
 )
 def test_a_mistake_in_the_variable_ends_the_import(folder, text, sentence):

@@ -36,20 +36,25 @@ def stop_watching() -> None:
 
 
 def keywords(text: str) -> dict[str, Any]:
-    """Our flags as keywords of `install`: {"segment_tokens": "8192"} for `--segment-tokens 8192`. Raises ValueError for
-    a word that belongs to no flag."""
+    """Our flags as keywords of `install`: {"segment_tokens": ["8192"]} for `--segment-tokens 8192`, "8192" for
+    `--segment-tokens=8192`, True for a flag alone. Raises ValueError for a word that belongs to no flag."""
     flags: dict[str, Any] = {}
-    name = ""
+    name = ""  # of the flag to which the next word belongs
     for word in shlex.split(text):
         if word.startswith("--"):
             flag, equals, value = word[2:].partition("=")
             name = flag.replace("-", "_")
-            flags[name] = value if equals else True
+            if equals:
+                flags[name] = value
+                name = ""
+            else:
+                flags[name] = True
         elif not name:
             raise ValueError(f"{VARIABLE}={text!r} must hold flags, such as '--segment-tokens 8192'")
+        elif flags[name] is True:
+            flags[name] = [word]
         else:
-            before = [] if flags[name] is True else flags[name]
-            flags[name] = [*before, word]
+            flags[name].append(word)
     return flags
 
 
