@@ -131,6 +131,17 @@ def test_a_stage_of_another_model_is_a_reference():
         calls.at(0, 0)
 
 
+def test_a_reference_is_not_trained_in_an_evaluation():
+    """Though its weights could be: the evaluation is without gradients, as Megatron's training loop runs it."""
+    model, reference = Stage(), Stage(seed=1)
+    for stage in (model, reference):
+        stage.pre_process, stage.post_process = False, True
+    calls = started(lambda model: (reference(1), model(2)), model)
+    calls._step.forward_only = True
+    with torch.no_grad(), calls:
+        assert calls.at(0, 0).reference is reference
+
+
 @pytest.mark.parametrize("compiled", [lambda model: torch.compile(model, backend="eager"), lambda model: model])
 def test_a_model_that_was_compiled_as_a_whole_is_refused(compiled):
     model = Stage()

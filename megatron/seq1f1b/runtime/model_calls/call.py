@@ -108,10 +108,10 @@ class Call(greenlet):
                 f"the forward step of {self._where} calls its model under torch.inference_mode, whose tensors cannot "
                 "pass from segment to segment; use torch.no_grad"
             )
-        has_gradients = self._state is None or self._state.has_gradients
+        has_gradients = torch.is_grad_enabled() if self._state is None else self._state.has_gradients
         is_own = asked.model is self.model
-        state = self.model.__dict__
-        if is_own and "post_process" in state and state["post_process"] != self._has_head:
+        attributes = self.model.__dict__
+        if is_own and "post_process" in attributes and attributes["post_process"] != self._has_head:
             raise ValueError(
                 f"the forward step of {self._where} changes post_process of its model around the call, and others are "
                 "under way meanwhile; leave it as it is (in SkyRL, set trainer.fused_lm_head_logprob=false for hybrid "
@@ -122,8 +122,10 @@ class Call(greenlet):
                 f"the forward step of {self._where} calls another model than the schedule was given, and with "
                 "gradients; call a reference under torch.no_grad"
             )
-        is_as_the_model = has_gradients if needs_gradients else not asked.is_direct
-        self.reference = None if is_own and is_as_the_model else asked.model
+        is_of_reference = (
+            not is_own or (needs_gradients and not has_gradients) or (not needs_gradients and asked.is_direct)
+        )
+        self.reference = asked.model if is_of_reference else None
         self.arguments = asked.arguments
 
     def run_model(self, forward: Callable[..., Any], arguments: Arguments) -> Any:
