@@ -165,7 +165,8 @@ class PipelineExecutor:
     def _run_calls(self, step: Step, communicator: Communicator) -> Losses:
         """Cut the step, run the references that its program calls, if any, and then its own model."""
         schedule_of = partial(self._rank_schedule, in_turn=communicator.goes_in_turn)
-        with Calls(step, self._contract) if self._suspends_calls(step) else nullcontext() as calls:
+        suspended = Calls(step, self._contract) if self._suspends_calls(step) else nullcontext()
+        with suspended as calls:
             self.segmentation.cut_step(step, calls)
             compute_loss_in_pieces(step.chunks, step.most_tokens, self._activations.loss_piece)
             if calls is not None:
@@ -178,7 +179,7 @@ class PipelineExecutor:
                     segmentation=self.segmentation,
                     kernels_of=self._kernels_of,
                 )
-                if losses is not None:
+                if calls.have_ended:
                     return losses
             return self._run_actions(step, calls, schedule_of(step), communicator)
 
@@ -200,10 +201,12 @@ class PipelineExecutor:
 
     def _suspends_calls(self, step: Step) -> bool:
         """Whether the model runs on parts of what the program calls it with; else on each micro-batch as it comes."""
-        segmentation = self.segmentation
-        cuts = segmentation.reads_calls(step) or segmentation.cuts_sequences
+        if self.segmentation.reads_calls(step) or self.segmentation.cuts_sequences:
+            return True
+        # Programs read micro-batches in order, so calls wait where a schedule runs them in another one.
         keeps_order = step.forward_only or self._schedule.keeps_order
-        return cuts or not keeps_order or step.groups.cp.size() > 1 or self._goes_by_plans(step)
+        divides_tokens = step.groups.cp.size() > 1
+        return not keeps_order or divides_tokens or self._goes_by_plans(step)
 
     @contextmanager
     def _failing_for_good(self, step: Step) -> Iterator[None]:
@@ -320,11 +323,12 @@ class PipelineExecutor:
         if self.segmentation.reads_calls(step):
             sizes = "of the sizes that the first stage tells"
         within = " within documents" if self.segmentation.packed else ""
+        kind = "evaluation" if step.forward_only else "training"
+        num_layers = getattr(config, "num_layers", "its own")
         self._check_agreement(
-            f"{self._schedule.title}, {'evaluation' if step.forward_only else 'training'} on {placement.num_ranks} "
-            f"ranks with {placement.num_chunks} model chunks ({placement.style}), {step.num_microbatches} "
-            f"micro-batches {sizes}{within}, of a model with {getattr(config, 'num_layers', 'its own')} layers and "
-            f"messages of {config.hidden_size} {config.pipeline_dtype}"
+            f"{self._schedule.title}, {kind} on {placement.num_ranks} ranks with {placement.num_chunks} model chunks "
+            f"({placement.style}), {step.num_microbatches} micro-batches {sizes}{within}, of a model with "
+            f"{num_layers} layers and messages of {config.hidden_size} {config.pipeline_dtype}"
         )
 
     def _check_model(self, step: Step) -> None:

@@ -40,14 +40,15 @@ def run_references(
     context: SegmentContext,
     segmentation: Segmentation,
     kernels_of: KernelsOf,
-) -> Losses | None:
+) -> Losses:
     """Run the references that the programs of a step call, until all programs wait for their model.
 
-    `schedule_of(step)` gives the actions of this rank. Programs of an evaluation may end here: what they called was no
-    reference, but their model without its wrappers. Then their losses are returned, else None.
+    `schedule_of(step)` gives the actions of this rank. In an evaluation the programs may end instead: what they called
+    was no reference, but their model without its wrappers. Then `calls.have_ended`, and the result is their losses; it
+    is empty else.
     """
     losses = Losses(step)
-    calls.at(0, 0)
+    calls.at(0, 0)  # tells whether the programs of the step call a reference
     while calls.are_at_references:
         calls.start_all()
         references = _references(step, calls)
@@ -83,7 +84,7 @@ def run_references(
             context.masks.settle()
             return losses
     calls.end_references()
-    return None
+    return losses
 
 
 def _references(step: Step, calls: Calls) -> list[Any]:
