@@ -83,8 +83,9 @@ def _placement(num_ranks: int | None = None) -> Placement:
 
 def _v_shaped(build_chunks: Callable, build_one: Callable, *args: Any, **options: Any) -> list[torch.nn.Module]:
     chunks = build_chunks(partial(_build, build_one), *args, **options)
-    if weights := tied_embeddings(chunks):  # they start with equal values, which Megatron reduces over two ranks
-        weights[1].data.copy_(weights[0].data)
+    if weights := tied_embeddings(chunks):
+        embedding, output = weights
+        output.data.copy_(embedding.data)  # equal from the start, as Megatron makes them by a reduction over two ranks
     return chunks
 
 

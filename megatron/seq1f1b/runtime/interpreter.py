@@ -189,7 +189,7 @@ def message_shape(step: Step, num_sequences: int, length: int, kind: Kind, stage
     """
     # The decoder has sequences of its own length only where whole sequences of the step's `seq_length` pass through one
     # chunk a rank: Megatron's interleaved schedules ignore that length, too, and calls of the model tell their own.
-    is_plain = len(step.chunks) == step.shape.num_segments == 1
+    is_plain = len(step.chunks) == 1 and step.shape.num_segments == 1
     if is_plain and length == step.seq_length and step.decoder_seq_length is not None:
         length = step.decoder_seq_length
     rows = length // step.groups.cp.size()

@@ -61,7 +61,10 @@ class ExpertMetrics:
         }
         forms: list[dict[str, _Form]] = [{}] * groups.pp.size()
         dist.all_gather_object(forms, own, group=groups.pp)
-        for name, form in {name: form for of_rank in forms for name, form in of_rank.items()}.items():
+        of_all: dict[str, _Form] = {}
+        for of_rank in forms:
+            of_all.update(of_rank)
+        for name, form in of_all.items():
             self._agreed.add(name)
             if name not in own:
                 tracker.record(

@@ -106,7 +106,8 @@ class SegmentForwards:
         def run_model(*_: Any) -> tuple[Tensor, None]:
             nonlocal output
             output = self._calls.run(chunk, call, arguments, forward)
-            return output if isinstance(output, Tensor) else _first_tensor(output), None
+            tensor = output if isinstance(output, Tensor) else _first_tensor(output)
+            return tensor, None
 
         is_first_microbatch = False
         if chunk not in self._started_chunks:
@@ -182,9 +183,10 @@ class SegmentForwards:
         handed = output.detach()
         version = handed._version  # PyTorch counts changes in place
         returned, _ = self._calls.finish(chunk, microbatch, handed)
-        # With a reference a program returns both outputs in one tensor.
-        times = 1 + call.num_references
-        is_handed_on = returned is handed if times == 1 else returned.numel() == times * handed.numel()
+        if call.num_references == 0:
+            is_handed_on = returned is handed
+        else:  # in one tensor with the outputs of references
+            is_handed_on = returned.numel() == (1 + call.num_references) * handed.numel()
         if not is_handed_on or handed._version != version:
             raise ValueError(
                 f"the forward step of micro-batch {microbatch} changes the output of a stage before the last, which "

@@ -47,8 +47,10 @@ def prediction_patches(step: Step, context: SegmentContext, calls: Calls) -> Pat
     """The patches of a rank with the layers of multi-token prediction, or with its loss; empty elsewhere."""
     placement = step.placement
     predicting = prediction_stage(step.config, placement)
-    stages = set() if predicting is None else {predicting, placement.num_stages - 1}
-    if all(placement.rank_of(stage) != step.rank for stage in stages):
+    if predicting is None:
+        return ()
+    ranks = {placement.rank_of(stage) for stage in (predicting, placement.num_stages - 1)}
+    if step.rank not in ranks:
         return ()
 
     def ahead(segment: Segment) -> LookAhead:

@@ -185,7 +185,7 @@ class _RepeatedExperts:
         if manager is not None:
             keepers.append(manager)
         of_others = [dict(vars(keeper)) for keeper in keepers]
-        for keeper, state in zip(keepers, self._dispatcher_state, strict=False):
+        for keeper, state in zip(keepers, self._dispatcher_state, strict=False):  # there is none the first time
             vars(keeper).update(state)
         try:
             yield

@@ -53,12 +53,17 @@ class Outputs:
         start = segment.start // self._num_shares
         length = segment.length // self._num_shares
         values, tree = tree_flatten(output)
-        logits = [value if isinstance(value, PieceLogits) else None for value in values]
-        values = [value if pieces is None else pieces.hidden for value, pieces in zip(values, logits, strict=True)]
+        logits: dict[int, PieceLogits] = {}  # those that are computed in pieces, by their place among the values
+        for place, value in enumerate(values):
+            if isinstance(value, PieceLogits):
+                logits[place] = value
+                values[place] = value.hidden
         if segment.is_first:
             self._tree = tree
-            pairs = zip(values, logits, strict=True)
-            self._leaves = [self._first(value, pieces, length, segment.is_whole_sequence) for value, pieces in pairs]
+            self._leaves = [
+                self._first(value, logits.get(place), length, segment.is_whole_sequence)
+                for place, value in enumerate(values)
+            ]
             self._with_gradient = [leaf for leaf in self._leaves if leaf.has_gradient]
         else:
             for leaf, value in zip(self._leaves, values, strict=True):

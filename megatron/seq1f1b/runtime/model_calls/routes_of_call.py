@@ -59,12 +59,12 @@ class _Division:
     def part(self, whole: Tensor, segment: Segment) -> Tensor:
         """This rank's rows of a segment."""
 
-        def part(tokens: Tensor) -> Tensor:
+        def of_segment(tokens: Tensor) -> Tensor:
             if self.shares is not None:
                 return self.shares.part(tokens, 0, segment)
             return tokens.narrow(0, segment.start, segment.length)
 
-        return self._divided(_by_tokens(part, whole, segment.sequence_length))
+        return self._divided(_by_tokens(of_segment, whole, segment.sequence_length))
 
     def joined(self, rows: Sequence[Tensor], segments: Sequence[Segment]) -> Tensor:
         """This rank's rows as the program divides tokens, of those of all segments."""

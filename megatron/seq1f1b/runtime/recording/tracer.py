@@ -76,10 +76,11 @@ class Tracer(StepTracer):
             spans=recorder.spans(),
             peak_memory=recorder.reading().peak_memory,
         )
-        of_ranks: list[Any] | None = [None] * group.size() if group.rank() == 0 else None
+        is_first = group.rank() == 0
         first_rank = dist.get_process_group_ranks(group)[0]
-        dist.gather_object(measured, of_ranks, dst=first_rank, group=group)
-        if of_ranks is None:
+        of_ranks: list[Any] = [None] * group.size()
+        dist.gather_object(measured, of_ranks if is_first else None, dst=first_rank, group=group)
+        if not is_first:
             return
         meta = {"schedule": schedule, "iteration": iteration}
         if lengths is not None:

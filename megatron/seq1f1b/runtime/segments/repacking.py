@@ -21,6 +21,16 @@ from .segmentation import Segmentation, StepDocuments, meets_replicas, segments_
 from .sequence_source import BOUNDS, SequenceEntries, SequenceSource, length_of
 
 
+class _Plan(NamedTuple):
+    """The units of a step. Sequences are numbered through all replicas, those that the first one has read first."""
+
+    lengths: list[int]  # tokens of each sequence
+    readers: list[int]  # the replica that has read it
+    owners: dict[int, int]  # the replica that computes it, by its number
+    packs: Sequence[Any]  # the units of this replica
+    first_read: int  # number of the first sequence that this replica has read
+
+
 class Repacking(Segmentation):
     """Units of the sequences or documents of a step.
 
@@ -61,7 +71,7 @@ class Repacking(Segmentation):
         step.num_sequences = [1] * len(plan.packs)
         step.segments = [_segments(number, pack, plan.lengths) for number, pack in enumerate(plan.packs)]
 
-    def _plan(self, step: Step, of_replicas: Sequence[Sequence[int]]) -> "_Plan":
+    def _plan(self, step: Step, of_replicas: Sequence[Sequence[int]]) -> _Plan:
         """The units of a step, by the lengths of the sequences that each replica has read."""
         lengths = list(chain(*of_replicas))
         packs_of_replicas = self._pack(lengths, len(of_replicas), meets_replicas(step))
@@ -82,7 +92,7 @@ class Repacking(Segmentation):
         )
 
     def _batches(
-        self, step: Step, plan: "_Plan", sample: SequenceEntries, sequences: Sequence[SequenceEntries]
+        self, step: Step, plan: _Plan, sample: SequenceEntries, sequences: Sequence[SequenceEntries]
     ) -> list[dict[str, Tensor]]:
         """The batches of this replica's units, from the `sequences` that it has read and those of the others."""
         read = dict(enumerate(sequences, start=plan.first_read))
@@ -117,16 +127,6 @@ class Repacking(Segmentation):
         return sample, sequences
 
 
-class _Plan(NamedTuple):
-    """The units of a step. Sequences are numbered through all replicas, those that the first one has read first."""
-
-    lengths: list[int]  # tokens of each sequence
-    readers: list[int]  # the replica that has read it
-    owners: dict[int, int]  # the replica that computes it, by its number
-    packs: Sequence[Any]  # the units of this replica
-    first_read: int  # number of the first sequence that this replica has read
-
-
 def _has_sums(report: Any) -> bool:
     """Whether a report has, for each loss, its sum over tokens and the number of these."""
     if not isinstance(report, dict):
@@ -158,9 +158,10 @@ def _joined(sample: SequenceEntries, sequences: Sequence[SequenceEntries], lengt
         lengths.append(padding)  # like one more sequence, which has no loss
     batch = {}
     for name, leaf in sample.items():
-        if name in BOUNDS:
-            values: list[Any] = [max(lengths)] if name == "max_seqlen" else [[0, *accumulate(lengths)]]
-            batch[name] = torch.tensor(values, dtype=leaf.dtype)
+        if name == "max_seqlen":
+            batch[name] = torch.tensor([max(lengths)], dtype=leaf.dtype)
+        elif name in BOUNDS:  # where sequences start and the last one ends, for the one row
+            batch[name] = torch.tensor([[0, *accumulate(lengths)]], dtype=leaf.dtype)
         elif name == "position_ids":
             batch[name] = torch.cat([torch.arange(tokens) for tokens in lengths])[None].to(leaf)
         else:

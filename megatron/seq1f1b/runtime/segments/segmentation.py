@@ -243,8 +243,10 @@ def _documents_at(starts: Tensor) -> Documents:
 
 
 def _document_lengths(batch: MicroBatch) -> list[int]:
+    """Tokens of each document; where none are told apart, every sequence is one."""
+    documents = batch.documents or ((0,),) * batch.num_sequences
     lengths = []
-    for starts in batch.documents or ((0,),) * batch.num_sequences:
+    for starts in documents:
         lengths += [end - start for start, end in pairwise((*starts, batch.length))]
     return lengths
 

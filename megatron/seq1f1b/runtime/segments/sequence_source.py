@@ -64,8 +64,8 @@ class SequenceSource:
         lengths: Sequence[int],
         readers: Sequence[int],
     ) -> Mapping[int, SequenceEntries]:
-        """The sequences that this replica owns, by number, from those that it has `read`: one all-to-all for each entry
-        of `sample`, of as many tokens as `sent[replica]` and `received[replica]` say."""
+        """The sequences that this replica owns, by number, from those that it has `read`; one all-to-all for each entry
+        of `sample`. Of the sequence with a number, `owners` and `readers` have the replica, `lengths` the tokens."""
         group = step.groups.dp
         if group.size() == 1:
             return read
@@ -76,8 +76,8 @@ class SequenceSource:
         parts: dict[int, dict[str, Tensor]] = {
             number: {} for number in sorted(owners) if owners[number] == group.rank()
         }
-        sent = [0] * group.size()
-        received = [0] * group.size()
+        sent = [0] * group.size()  # tokens to each replica
+        received = [0] * group.size()  # tokens from each
         for number in outgoing:
             sent[owners[number]] += lengths[number]
         for number in parts:
