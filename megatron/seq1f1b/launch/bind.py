@@ -44,35 +44,46 @@ def bind(
         if keywords and keywords != before.keywords:
             raise ValueError("install was called before with other keywords; call it once, or uninstall in between")
         return
-    options = parse_options(flags) if keywords else None  # None for a script with Megatron's arguments
-    is_rehearsal = options is None and "--dry-run" in sys.argv[1:]
+    if keywords:
+        _bind_to_program(parse_options(flags), keywords, keep_documents_apart, looks_for_gpu)
+    else:
+        _bind_to_script(add_flags, looks_for_gpu)
+
+
+def _bind_to_script(add_flags: bool, looks_for_gpu: bool) -> None:
+    """Bind an overlay for a script with Megatron's arguments, which `validate` gives its configuration."""
+    words = sys.argv[1:]
+    is_rehearsal = "--dry-run" in words
     net = Net()
     patches = ExitStack()
-    if options is None:
-        _catch_failures(net, patches, is_rehearsal)
-    if is_rehearsal or _wants_cpu(options, looks_for_gpu):
-        _silence_imports()
-        cpu.activate()
+    _catch_failures(net, patches, is_rehearsal)
+    if is_rehearsal or (looks_for_gpu and cpu.wanted(words)):
+        _move_to_cpu()
     version = _megatron_version()
-    from megatron.core.pipeline_parallel import schedules
-
-    upstream = schedules.get_forward_backward_func
+    upstream = _megatrons_choice()
     rows = repairs(version)
-    if options is None:
-        overlay = Overlay(upstream, patches, keywords)
-        rows += overlay.patches_of_scripts(net, add_flags)
-    else:
-        from ..runtime.gradients import partition_patches
-
-        overlay = Overlay(upstream, patches, keywords, _executor_of_program(options, keep_documents_apart))
-        if options.partition_state:
-            rows += partition_patches.patches()
-    patches.enter_context(patched(rows))
-    _rebind(upstream, overlay.get_forward_backward_func, patches)
-    remember(overlay)
-    patches.callback(remember, None)
+    overlay = Overlay(upstream, patches)
+    rows += overlay.patches_of_scripts(net, add_flags)
+    _lay_over(upstream, overlay, rows)
     if is_rehearsal:
         patches.enter_context(patched(rehearsal.patches(overlay.rehearse_in, bytes_outside, device_memory)))
+
+
+def _bind_to_program(
+    options: Namespace, keywords: dict[str, Any], keep_documents_apart: bool, looks_for_gpu: bool
+) -> None:
+    """Bind an overlay for a program without Megatron's arguments, with our parsed flags as `options`."""
+    if options.device == "cpu" or (looks_for_gpu and cpu.wanted(["--device", options.device])):
+        _move_to_cpu()
+    version = _megatron_version()
+    upstream = _megatrons_choice()
+    rows = repairs(version)
+    overlay = Overlay(upstream, ExitStack(), keywords, _executor_of_program(options, keep_documents_apart))
+    if options.partition_state:
+        from ..runtime.gradients import partition_patches
+
+        rows += partition_patches.patches()
+    _lay_over(upstream, overlay, rows)
 
 
 def _catch_failures(net: Net, patches: ExitStack, is_rehearsal: bool) -> None:
@@ -96,17 +107,23 @@ def _megatron_version() -> str:
     return version
 
 
-def _rebind(upstream: Callable, ours: Callable, patches: ExitStack) -> None:
-    """Bind our choice of a schedule where modules have Megatron's, until `patches` end."""
+def _megatrons_choice() -> Callable:
+    """Megatron's function that chooses a schedule; its module is imported once Megatron may be on the CPU."""
+    from megatron.core.pipeline_parallel import schedules
+
+    return schedules.get_forward_backward_func
+
+
+def _lay_over(upstream: Callable, overlay: Overlay, rows: list[Patch]) -> None:
+    """Bind the patches, and our choice of a schedule where modules have `upstream`, Megatron's, until the patches of
+    the overlay end."""
+    patches = overlay.patches
+    ours = overlay.get_forward_backward_func
+    patches.enter_context(patched(rows))
     patches.enter_context(rebound(upstream, ours))
     patches.callback(rebound, ours, upstream)  # in modules that import it from now on
-
-
-def _wants_cpu(options: Namespace | None, looks_for_gpu: bool) -> bool:
-    """Whether a program with these `options`, or the script of this command line, trains on the CPU."""
-    if looks_for_gpu:
-        return cpu.wanted(sys.argv[1:] if options is None else ["--device", options.device])
-    return options is not None and options.device == "cpu"
+    remember(overlay)
+    patches.callback(remember, None)
 
 
 def _executor_of_program(options: Namespace, keep_documents_apart: bool) -> ProgramExecutor:
@@ -118,9 +135,10 @@ def _executor_of_program(options: Namespace, keep_documents_apart: bool) -> Prog
     return ProgramExecutor(lambda run: configured(RunCosts(options, run)), keep_documents_apart)
 
 
-def _silence_imports() -> None:
-    """Suppress warnings about packages for GPUs."""
+def _move_to_cpu() -> None:
+    """Make Megatron run on the CPU, and suppress warnings about packages for GPUs."""
     warnings.filterwarnings("ignore", r".*(Apex|transformer-engine)", UserWarning, r"megatron\.(core|training)")
     warnings.filterwarnings("ignore", "invalid escape sequence", SyntaxWarning)
     warnings.filterwarnings("ignore", "'pin_memory' argument", UserWarning)
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    cpu.activate()
