@@ -17,6 +17,8 @@ from functional_tests.equality.cases import Layout
 from functional_tests.equality.layout import build, groups_of, has_loss, named, use_ranks
 from functional_tests.equality.models import VOCABULARY, Model
 from functional_tests.programs.program import unwrapped
+from megatron.seq1f1b.runtime import PipelineExecutor, Segmentation
+from megatron.seq1f1b.schedule import ScheduleChoice
 from support.on_ranks import on_ranks
 
 LENGTHS = (24, 10, 17)  # of the sequences of each micro-batch
@@ -87,20 +89,57 @@ def forward_step(references, around_reference, batches, model):
     return torch.cat([of_reference, output]), preference_loss
 
 
+def step_after(calls, references, around_reference, batches, model):
+    """In the manner of ms-swift's for KTO: calls of the reference with what each of `calls` makes of the tokens."""
+    tokens = next(batches)
+    stage = unwrapped(model)
+    reference = references[stage.vp_stage or 0]
+    outputs = []
+    with torch.no_grad(), around_reference():
+        for call in calls:
+            sequences, start = call(tokens)
+            outputs.append(reference(*with_documents(sequences, start), labels=sequences.roll(-1, dims=1)))
+    outputs.append(model(*with_documents(tokens, 0), labels=tokens.roll(-1, dims=1)))
+    return torch.cat(outputs, dim=1 if stage.post_process else 0), partial(loss_beside_others, tokens.shape[1])
+
+
+def shorter(tokens):
+    return tokens[:, : tokens.shape[1] // 2].flip(1), 0
+
+
+def in_two_documents(tokens):
+    return tokens, tokens.shape[1] // 3
+
+
+def with_documents(tokens, start):
+    """Sequences, their positions, and a mask that hides later tokens and, from those after `start`, the ones before."""
+    length = tokens.shape[1]
+    mask = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
+    mask[..., start:, :start] = True
+    return tokens, torch.arange(length).expand(len(tokens), -1), mask
+
+
+def loss_beside_others(length, losses):
+    others, own = losses.split([losses.shape[1] - length, length], dim=1)
+    reward = others.mean() - own.mean(dim=1)
+    loss = -torch.nn.functional.logsigmoid(reward).sum()
+    return loss, {"loss": loss.detach().clone(), "reward": reward.detach(), "others": others}
+
+
 def preference_loss(losses):
     chosen, rejected = (losses[:2] - losses[2:]).sum(dim=1)
     loss = -torch.nn.functional.logsigmoid(0.1 * (chosen - rejected))
     return loss, {"loss": loss.detach().clone(), "reward": (chosen - rejected).detach()}
 
 
-def steps(make_reference, layout: Layout, schedule=None):
-    """The reports of an evaluation and of a step, and the gradients, by name."""
+def steps(program, make_reference, layout: Layout, schedule=None):
+    """The reports of an evaluation and of a step of a forward step, and the gradients, by name."""
     use_ranks(layout)
     chunks = build(Model(), layout)
     chunks[0].config.variable_seq_lengths = True
     step = partial(
         schedule or get_forward_backward_func(),
-        forward_step_func=partial(forward_step, *make_reference(layout, chunks)),
+        forward_step_func=partial(program, *make_reference(layout, chunks)),
         model=chunks,
         num_microbatches=len(LENGTHS),
         seq_length=1,
@@ -113,15 +152,24 @@ def steps(make_reference, layout: Layout, schedule=None):
     return reports, {name: parameter.main_grad for name, parameter in named(chunks)}
 
 
+PROGRAMS = {
+    "the same sequences": forward_step,
+    "shorter ones": partial(step_after, (shorter,)),
+    "other documents": partial(step_after, (in_two_documents,)),
+    "two calls": partial(step_after, (shorter, in_two_documents)),
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
 @on_ranks(2)
-def test_a_reference_runs_by_segments():
+def test_a_reference_runs_by_segments(program):
     for make_reference in (another_model, without_adapters):
-        reports, gradients = steps(make_reference, Layout(), forward_backward_no_pipelining)
-        assert reports and all(report["reward"].abs() > 1e-3 for report in reports)
+        reports, gradients = steps(PROGRAMS[program], make_reference, Layout(), forward_backward_no_pipelining)
+        assert reports and all((report["reward"].abs() > 1e-3).all() for report in reports)
         for layout in LAYOUTS:
             megatron.seq1f1b.install(segment_tokens=8)
             try:
-                found, mine = steps(make_reference, layout)
+                found, mine = steps(PROGRAMS[program], make_reference, layout)
             finally:
                 megatron.seq1f1b.uninstall()
             assert len(found) == (len(reports) if has_loss(layout) else 0)
@@ -187,8 +235,8 @@ def in_every_second_batch(references, around_reference, batches, model):
 def of_other_sequences(references, around_reference, batches, model):
     tokens = next(batches)
     with torch.no_grad():
-        references[0](tokens[:, 1:], None, None)
-    return model(tokens, None, None), None
+        references[0](tokens, None, None)
+    return model(tokens[:, 1:], None, None), None
 
 
 def twice_in_every_second_evaluation(batches, model):
@@ -205,27 +253,35 @@ def test_other_numbers_of_calls_in_an_evaluation_are_refused():
         evaluation(twice_in_every_second_evaluation, LAYOUTS[0])
 
 
+def one_step(program, schedule, lengths_vary, num_microbatches):
+    """A step of a forward step with another model as the reference, at two stages."""
+    use_ranks(LAYOUTS[0])
+    chunks = build(Model(), LAYOUTS[0])
+    chunks[0].config.variable_seq_lengths = lengths_vary
+    schedule(
+        forward_step_func=partial(program, *another_model(LAYOUTS[0], chunks)),
+        data_iterator=[iter(Batches())],
+        model=chunks,
+        num_microbatches=num_microbatches,
+        seq_length=LENGTHS[0],
+        micro_batch_size=2,
+        pg_collection=groups_of(LAYOUTS[0]),
+    )
+
+
 @on_ranks(2)
-def test_what_one_pass_cannot_serve_is_refused():
-    cases = {
-        in_every_second_batch: "call different references, or some of them none, .* call the same reference in each",
-        of_other_sequences: "calls its reference and its model for sequences of different sizes; call both for",
-    }
-    for program, words in cases.items():
-        use_ranks(LAYOUTS[0])
-        chunks = build(Model(), LAYOUTS[0])
-        chunks[0].config.variable_seq_lengths = True
-        megatron.seq1f1b.install(segment_tokens=8)
-        try:
-            with pytest.raises(ValueError, match=words):
-                get_forward_backward_func()(
-                    forward_step_func=partial(program, *another_model(LAYOUTS[0], chunks)),
-                    data_iterator=[iter(Batches())],
-                    model=chunks,
-                    num_microbatches=len(LENGTHS),
-                    seq_length=1,
-                    micro_batch_size=2,
-                    pg_collection=groups_of(LAYOUTS[0]),
-                )
-        finally:
-            megatron.seq1f1b.uninstall()
+def test_a_reference_in_some_micro_batches_is_refused():
+    megatron.seq1f1b.install(segment_tokens=8)
+    try:
+        with pytest.raises(ValueError, match="call different references, or some .* call the same reference in each"):
+            one_step(in_every_second_batch, get_forward_backward_func(), lengths_vary=True, num_microbatches=2)
+    finally:
+        megatron.seq1f1b.uninstall()
+
+
+@on_ranks(2)
+def test_other_sequences_are_refused_if_all_have_one_length():
+    halves = Segmentation(2, lambda length, *_: (length // 2, length // 2))
+    executor = PipelineExecutor(ScheduleChoice("1f1b"), halves)
+    with pytest.raises(ValueError, match="reference and its model for sequences of different sizes; call both for"):
+        one_step(of_other_sequences, executor, lengths_vary=False, num_microbatches=1)

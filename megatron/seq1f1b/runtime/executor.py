@@ -167,9 +167,11 @@ class PipelineExecutor:
         schedule_of = partial(self._rank_schedule, in_turn=communicator.goes_in_turn)
         suspended = Calls(step, self._contract) if self._suspends_calls(step) else nullcontext()
         with suspended as calls:
-            self.segmentation.cut_step(step, calls)
-            compute_loss_in_pieces(step.chunks, step.most_tokens, self._activations.loss_piece)
+            self._cut(step, calls)
             if calls is not None:
+                cut_again = None
+                if self.segmentation.cuts_every_call(step):
+                    cut_again = partial(self._cut, step, calls)
                 losses = run_references(
                     step=step,
                     calls=calls,
@@ -178,10 +180,16 @@ class PipelineExecutor:
                     context=self.context,
                     segmentation=self.segmentation,
                     kernels_of=self._kernels_of,
+                    cut_again=cut_again,
                 )
                 if calls.have_ended:
                     return losses
             return self._run_actions(step, calls, schedule_of(step), communicator)
+
+    def _cut(self, step: Step, calls: Calls | None) -> None:
+        """Cut the step into segments, and let its model compute losses of such micro-batches."""
+        self.segmentation.cut_step(step, calls)
+        compute_loss_in_pieces(step.chunks, step.most_tokens, self._activations.loss_piece)
 
     def _prepare_models(self, step: Step) -> None:
         """Let the model chunks of this rank run on segments; those of an earlier step are ready. Raises ValueError for

@@ -40,12 +40,14 @@ def run_references(
     context: SegmentContext,
     segmentation: Segmentation,
     kernels_of: KernelsOf,
+    cut_again: Callable[[], None] | None,
 ) -> Losses:
     """Run the references that the programs of a step call, until all programs wait for their model.
 
-    `schedule_of(step)` gives the actions of this rank. In an evaluation the programs may end instead: what they called
-    was no reference, but their model without its wrappers. Then `calls.have_ended`, and the result is their losses; it
-    is empty else.
+    `schedule_of(step)` gives the actions of this rank. `cut_again()` cuts the step for what the programs call next,
+    which may have other sequences or documents; without it all calls of a program have the same. In an evaluation the
+    programs may end instead: what they called was no reference, but their model without its wrappers. Then
+    `calls.have_ended`, and the result is their losses; it is empty else.
     """
     losses = Losses(step)
     calls.at(0, 0)  # tells whether the programs of the step call a reference
@@ -79,10 +81,12 @@ def run_references(
                 syncs=syncs,
                 recorder=around.enter_context(Recorder(step.device)),
             ).run()
-        forwards.return_all()
+        forwards.return_all(may_resize=cut_again is not None)
         if calls.have_ended:
             context.masks.settle()
             return losses
+        if cut_again is not None:
+            cut_again()
     calls.end_references()
     return losses
 
@@ -118,9 +122,9 @@ class ReferenceForwards(SegmentForwards):
         super().__init__(**options)
         self._results: dict[tuple[int, int], Any] = {}  # of the calls, by (model chunk, micro-batch)
 
-    def return_all(self) -> None:
+    def return_all(self, may_resize: bool) -> None:
         """Let all calls of the reference return, and take the losses of programs that end. Raises ValueError if a
-        program then calls its model for sequences of another size."""
+        program then makes a call for sequences of another size, unless it `may_resize`."""
         for chunk, microbatch in sorted(self._results, reverse=True):
             call = self._calls.at(chunk, microbatch)
             size = size_of(call.arguments)
@@ -128,7 +132,7 @@ class ReferenceForwards(SegmentForwards):
             if call.dead:
                 if self._chunk_of.get(self._last_stage) == chunk:
                     self._losses.add(chunk, microbatch, *result)
-            elif size_of(call.arguments) != size:
+            elif not may_resize and size_of(call.arguments) != size:
                 raise ValueError(
                     f"the forward step of micro-batch {microbatch} calls its reference and its model for sequences of "
                     "different sizes; call both for the same sequences"

@@ -4,7 +4,6 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import InitVar, dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -96,7 +95,7 @@ class Step:
     def device(self) -> torch.device:
         return torch.device(torch.cuda.current_device())
 
-    @cached_property
+    @property
     def shape(self) -> Shape:
         return Shape.of(self.placement, [len(segments) for segments in self.segments])
 

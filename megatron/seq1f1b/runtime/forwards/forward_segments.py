@@ -183,10 +183,10 @@ class SegmentForwards:
         handed = output.detach()
         version = handed._version  # PyTorch counts changes in place
         returned, _ = self._calls.finish(chunk, microbatch, handed)
-        if call.num_references == 0:
+        if call.num_reference_elements == 0:
             is_handed_on = returned is handed
         else:  # in one tensor with the outputs of references
-            is_handed_on = returned.numel() == (1 + call.num_references) * handed.numel()
+            is_handed_on = returned.numel() == call.num_reference_elements + handed.numel()
         if not is_handed_on or handed._version != version:
             raise ValueError(
                 f"the forward step of micro-batch {microbatch} changes the output of a stage before the last, which "

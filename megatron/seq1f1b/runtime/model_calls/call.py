@@ -56,7 +56,8 @@ class Call(greenlet):
         self.argument_names = argument_names
         self.is_direct = has_wrappers  # whether a call of the model would now be one without its wrappers
         self.reference: torch.nn.Module | None = None  # that waits to be run, before the model
-        self.num_references = 0  # that the program has called
+        # Of what calls of references have returned, which a program hands to the next stage with the model's output.
+        self.num_reference_elements = 0
         self.arguments = _NO_ARGUMENTS
         self.shares: ContextShares | None = None  # where the arguments were divided among context-parallel ranks
         self.routes: RoutesOfCall | None = None  # that its routers replay or record
@@ -88,7 +89,8 @@ class Call(greenlet):
         was_inferring = torch.is_inference_mode_enabled()
         given = self._switch(output)
         if not self.dead:  # so it is what the program calls next
-            self.num_references += 1
+            if isinstance(output, torch.Tensor):
+                self.num_reference_elements += output.numel()
             self._take(given, needs_gradients, was_inferring)
             return None
         if needs_gradients:

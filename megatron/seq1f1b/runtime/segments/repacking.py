@@ -71,6 +71,9 @@ class Repacking(Segmentation):
         step.num_sequences = [1] * len(plan.packs)
         step.segments = [_segments(number, pack, plan.lengths) for number, pack in enumerate(plan.packs)]
 
+    def cuts_every_call(self, step: Step) -> bool:
+        return False  # units are those of the data, which are read once
+
     def _plan(self, step: Step, of_replicas: Sequence[Sequence[int]]) -> _Plan:
         """The units of a step, by the lengths of the sequences that each replica has read."""
         lengths = list(chain(*of_replicas))

@@ -101,6 +101,11 @@ class Segmentation:
         varies = getattr(step.config, "variable_seq_lengths", False)
         return self._from_calls or (self._from_variable_calls and varies)
 
+    def cuts_every_call(self, step: Step) -> bool:
+        """Whether `cut_step` cuts a step anew for the calls that its programs wait at. Those of a reference and of the
+        model may then be for sequences of other sizes, or other documents."""
+        return self.reads_calls(step)
+
     def lengths(self, sequence_length: int) -> Sequence[int]:
         """Tokens of each segment, first to last, of a micro-batch of a length known before the step."""
         return self._cut(sequence_length) if self.cuts_sequences else (sequence_length,)
