@@ -104,7 +104,8 @@ def get_batch(data_iterator, micro_batch_size, vp_stage=None):
         use_per_sequence_balancing=args.dataloader_inter_document_masking or pipeline_config().follows_documents,
     )
     inputs = tuple(batch.get(name) for name in INPUTS)
-    return *inputs, packed_seq_params(batch) if is_packed else None
+    packed = packed_seq_params(batch) if is_packed else None
+    return *inputs, packed
 
 
 def reads_batches(vp_stage):

@@ -59,6 +59,14 @@ def two_assignments_in_one(tree: ast.AST) -> Iterator[ast.AST]:
                 yield node
 
 
+def conditionals_in_tuples(tree: ast.AST) -> Iterator[ast.AST]:
+    """`return a if x else b, c`, whose condition seems to choose among returns."""
+    for node in ast.walk(tree):
+        returned = node.value if isinstance(node, ast.Return) else None
+        if isinstance(returned, ast.Tuple) and any(isinstance(part, ast.IfExp) for part in returned.elts):
+            yield node
+
+
 def splats_of_the_line_above(tree: ast.AST) -> Iterator[ast.AST]:
     """`sizes = a, b` and then `f(*sizes)`, the only use of the name; the same with a dict."""
     for function in ast.walk(tree):
@@ -100,6 +108,7 @@ RULES = (
     nested_conditionals,
     multiplied_by_conditions,
     two_assignments_in_one,
+    conditionals_in_tuples,
     splats_of_the_line_above,
     variables_named_each,
 )
@@ -107,6 +116,7 @@ EXAMPLES = {
     nested_conditionals: "x = 1 if a else 2 if b else 3",
     multiplied_by_conditions: 'x = " and more" * bool(rest)',
     two_assignments_in_one: "first, second = 1, 'two'",
+    conditionals_in_tuples: "def f(a, b):\n    return a if a else b, 1",
     variables_named_each: "names = [each.name for each in found]",
     splats_of_the_line_above: "def f(a, b):\n    sizes = a, b\n    return g(*sizes)",
 }

@@ -44,6 +44,8 @@ def read_costs(shape: Shape, text: str) -> tuple[Costs, float | None]:
         costs = converted(f"--costs {text}", named, _Costs, is_text=True)
     given = {name: value for name, value in structs.asdict(costs).items() if name != "move" and value is not UNSET}
     try:
-        return Costs.from_mapping(shape, given), None if costs.move is UNSET else costs.move
+        of_actions = Costs.from_mapping(shape, given)
     except ValueError as error:
         raise ValueError(f"--costs {text}: {error}") from None
+    move = None if costs.move is UNSET else costs.move
+    return of_actions, move

@@ -130,7 +130,7 @@ def _fault(span: Span, shape: Shape) -> str:
     """The fault of a span in words, empty if it has none."""
     (kind, stage, microbatch, segment), start, end = span
     is_unit = 0 <= microbatch < shape.num_microbatches and 0 <= segment < shape.segments_of(microbatch)
-    is_of_chunk = kind in CHUNK_KINDS and microbatch == segment == -1
+    is_of_chunk = kind in CHUNK_KINDS and (microbatch, segment) == (-1, -1)
     if not 0 <= stage < shape.num_stages or not (is_unit or is_of_chunk):
         return f"{span.action} is not of {shape}"
     if start > end:

@@ -23,9 +23,10 @@ def summary(config: PipelineConfig, costs: RunCosts, attention: str) -> str:
     run = config.run
     schedule = config.schedule
     assert schedule is not None
+    cut = " with segments" if config.num_segments > 1 else ""
     chunks = f", {run.num_chunks} model chunks each ({schedule.placement})" if run.num_chunks > 1 else ""
     rows = [
-        ("schedule", schedule.title + (" with segments" if config.num_segments > 1 else "")),
+        ("schedule", f"{schedule.title}{cut}"),
         ("pipeline", f"{run.pipeline_parallel_size} ranks{chunks}, {run.num_microbatches} micro-batches"),
         ("segments", _segments(config)),
         ("attention", attention),

@@ -90,7 +90,8 @@ def chunk_gated_delta_rule(
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     written, erased = solved.split([v.shape[-1], k.shape[-1]], -1)
     output, state = _recurrence(q, k, written, g, initial_state, erased)
-    return output[:, :length].to(dtype), state if output_final_state else None
+    last_state = state if output_final_state else None
+    return output[:, :length].to(dtype), last_state
 
 
 def mamba_chunk_scan_combined(

@@ -165,7 +165,9 @@ class Net:
     def _print(self, failure: Mapping[str, Any]) -> None:
         if failure["is_late"] or not self._printing.acquire(blocking=False):
             return
-        where = "" if failure["rank"] == rank() == 0 else f" (rank {failure['rank']} on {failure['host']})"
+        where = f" (rank {failure['rank']} on {failure['host']})"
+        if is_rank_0() and failure["rank"] == 0:
+            where = ""  # rank 0 speaks of itself
         # torch.distributed's own hook wraps this one and holds its output back until it returns.
         sentence, line_end, picture = failure["sentence"].partition("\n")
         say(sentence + where + line_end + picture, failure["traceback"], sys.__stderr__)

@@ -149,7 +149,8 @@ class _Kernel(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weight, *kept = ctx.saved_tensors
-        return torch.empty_like(grad), None if weight is None else torch.empty_like(weight), *[None] * len(kept)
+        of_weight = None if weight is None else torch.empty_like(weight)
+        return torch.empty_like(grad), of_weight, *[None] * len(kept)
 
 
 def _fused_norm(

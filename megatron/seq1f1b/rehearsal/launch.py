@@ -58,10 +58,11 @@ def in_words(args: Namespace) -> str:
         layout.append(f"EP {args.expert_model_parallel_size}")
     num_microbatches = _num_microbatches(args)
     kept = " of all but attention" if args.recompute_keeps_attention else ""
+    devices = "CPU processes" if args.device == "cpu" else "GPUs"
     return (
         f"{args.num_layers} layers of {args.hidden_size}, {args.seq_length} tokens, {num_microbatches} micro-batches "
         f"of {args.micro_batch_size}, {_schedule(args)}, {args.recompute_granularity or 'no'} recomputation{kept}, "
-        f"{_precision(args)}, on {args.world_size} {'GPUs' if args.device != 'cpu' else 'CPU processes'} "
+        f"{_precision(args)}, on {args.world_size} {devices} "
         f"({' × '.join(layout)} × DP {args.data_parallel_size})"
     )
 

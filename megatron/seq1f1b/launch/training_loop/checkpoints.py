@@ -112,10 +112,10 @@ class Checkpoints:
             )
         saved_size = getattr(saved, "expert_model_parallel_size", 1)
         if args.num_experts and (saved_size > 1) != (args.expert_model_parallel_size > 1):
+            way_out = "give more than 1" if saved_size > 1 else "give 1"
             raise ValueError(
                 f"the checkpoint in {args.load} was saved with --expert-model-parallel-size {saved_size}, and this run "
-                f"has {args.expert_model_parallel_size}; give {'more than 1' if saved_size > 1 else '1'}, or go on "
-                "from the weights with --no-load-optim"
+                f"has {args.expert_model_parallel_size}; {way_out}, or go on from the weights with --no-load-optim"
             )
         return content
 

@@ -101,7 +101,8 @@ class SegmentAttention(torch.nn.Module):
             prefix = cache.prefix
         # Tensor-parallel ranks drop different weights; Megatron forks the generator itself for sequence parallelism.
         draws = rule.dropout and not self.config.sequence_parallel
-        with get_cuda_rng_tracker().fork() if draws else nullcontext():
+        around = get_cuda_rng_tracker().fork() if draws else nullcontext()
+        with around:
             output = _Attend.apply(query, key, value, sink, prefix, kernel, cached)
         if cached is not None:
             context.end_forward(self, output)

@@ -125,7 +125,9 @@ class InCalls:
             statistics += of_call
             if whole is not None:
                 whole[call.queries] = output
-        return _as_sequences(output) if whole is None else whole, tuple(statistics)
+        if whole is None:
+            whole = _as_sequences(output)
+        return whole, tuple(statistics)
 
     def backward(self, grad_output: Tensor, saved: Saved) -> Gradients:
         query, key, value, output, statistics = saved
