@@ -46,8 +46,8 @@ def run_references(
 
     `schedule_of(step)` gives the actions of this rank. `cut_again()` cuts the step for what the programs call next,
     which may have other sequences or documents; without it all calls of a program have the same. In an evaluation the
-    programs may end instead: what they called was no reference, but their model without its wrappers. Then
-    `calls.have_ended`, and the result is their losses; it is empty else.
+    programs may end instead, if what they called was no reference, but their model without its wrappers. Then
+    `calls.have_ended`, and the result has their losses; otherwise it is empty.
     """
     losses = Losses(step)
     calls.at(0, 0)  # tells whether the programs of the step call a reference
