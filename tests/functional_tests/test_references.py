@@ -89,8 +89,9 @@ def forward_step(references, around_reference, batches, model):
     return torch.cat([of_reference, output]), preference_loss
 
 
-def step_after(calls, references, around_reference, batches, model):
-    """In the manner of ms-swift's for KTO: calls of the reference with what each of `calls` makes of the tokens."""
+def step_after(calls, references, around_reference, batches, model, calls_of_model=()):
+    """In the manner of ms-swift's for KTO: calls of the reference with what each of `calls` makes of the tokens, and of
+    the model, without gradients, with that of `calls_of_model`."""
     tokens = next(batches)
     stage = unwrapped(model)
     reference = references[stage.vp_stage or 0]
@@ -99,6 +100,10 @@ def step_after(calls, references, around_reference, batches, model):
         for call in calls:
             sequences, start = call(tokens)
             outputs.append(reference(*with_documents(sequences, start), labels=sequences.roll(-1, dims=1)))
+    with torch.no_grad():
+        for call in calls_of_model:
+            sequences, start = call(tokens)
+            outputs.append(model(*with_documents(sequences, start), labels=sequences.roll(-1, dims=1)))
     outputs.append(model(*with_documents(tokens, 0), labels=tokens.roll(-1, dims=1)))
     return torch.cat(outputs, dim=1 if stage.post_process else 0), partial(loss_beside_others, tokens.shape[1])
 
@@ -157,6 +162,7 @@ PROGRAMS = {
     "shorter ones": partial(step_after, (shorter,)),
     "other documents": partial(step_after, (in_two_documents,)),
     "two calls": partial(step_after, (shorter, in_two_documents)),
+    "the model, too": partial(step_after, (shorter,), calls_of_model=(in_two_documents, shorter)),
 }
 
 

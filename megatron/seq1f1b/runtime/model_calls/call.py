@@ -8,7 +8,8 @@ A program may call a reference before its model, as preference losses do. A call
 
 - if it is of another model, which is this stage of a second pipeline,
 - in a training step, if it is of the model itself, without gradients,
-- in an evaluation, if it is of the model itself, without the wrappers that the schedule was given.
+- in an evaluation, if it is of the model itself, without the wrappers that the schedule was given, or if it follows a
+  reference: which call is the last shows when the program ends.
 
 It returns what a forward pass of its own through the pipeline gives (reference.py), and the program goes on.
 """
@@ -124,9 +125,13 @@ class Call(greenlet):
                 f"the forward step of {self._where} calls another model than the schedule was given, and with "
                 "gradients; call a reference under torch.no_grad"
             )
-        is_of_reference = (
-            not is_own or (needs_gradients and not has_gradients) or (not needs_gradients and asked.is_direct)
-        )
+        if not is_own:
+            is_of_reference = True
+        elif needs_gradients:
+            is_of_reference = not has_gradients
+        else:
+            follows_one = self.reference is not None
+            is_of_reference = follows_one or asked.is_direct
         self.reference = asked.model if is_of_reference else None
         self.arguments = asked.arguments
 
