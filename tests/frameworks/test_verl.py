@@ -124,7 +124,8 @@ def test_a_ppo_trainer_is_reached_by_the_variable(enabled, tmp_path):
     assert "segments of at most 16 tokens" in log and "megatron.seq1f1b" not in silent
     assert len(ours) == len(own) == verl_ppo.STEPS
     for mine, whole in zip(ours, own, strict=True):
-        assert mine == pytest.approx(whole, rel=1e-5, abs=1e-6)
+        for name, value in whole.items():
+            assert mine[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
 
 
 def by_ppo(folder, name, *words):

@@ -13,6 +13,8 @@ OF_WORKERS = (
     *("rollout_corr/training_log_ppl", "critic/values/mean", "critic/values/max", "critic/values/min"),
     *("critic/loss", "critic/vf_loss", "critic/vpred_mean", "critic/grad_norm"),
 )
+# Of the rollouts that a step trains on.
+OF_ROLLOUTS = ("perf/total_num_tokens", "response_length/mean", "critic/score/mean", "critic/score/max")
 STEPS, PROMPTS = 2, 4  # in each step; every prompt gets two responses
 PROMPT_LENGTHS = (5, 9, 3, 12)
 
@@ -77,6 +79,6 @@ def save_model_and_prompts(folder: Path) -> None:
 
 
 def steps_of(metrics: Path) -> list[dict[str, float]]:
-    """What verl's logger has in a file of what Megatron's workers computed in each step."""
+    """What verl's logger has in a file of each step: of its rollouts, and what Megatron's workers computed."""
     lines = [json.loads(line)["data"] for line in metrics.read_text().splitlines()]
-    return [{name: line[name] for name in OF_WORKERS} for line in lines]
+    return [{name: line[name] for name in (*OF_ROLLOUTS, *OF_WORKERS)} for line in lines]

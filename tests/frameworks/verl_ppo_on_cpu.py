@@ -49,8 +49,10 @@ class FixedServer:
 
 class FixedReplica(RolloutReplica):
     async def launch_servers(self) -> None:
-        self.servers = [ray.remote(num_cpus=0)(FixedServer).remote()]
-        self._server_handle = self.servers[0]
+        # One for all replicas: which of them is asked depends on their load, and an answer on how often a server was.
+        server = ray.remote(num_cpus=0)(FixedServer).options(name="fixed-server", get_if_exists=True).remote()
+        self.servers = [server]
+        self._server_handle = server
         self._server_address = f"fixed-{self.replica_rank}"
 
 
