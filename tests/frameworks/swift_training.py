@@ -6,6 +6,7 @@ packing, trainer, forward step, loss, LoRA, evaluation, and import of weights by
 - The double of Transformer Engine's kernels (support/te_double.py), since mcore-bridge builds its layers.
 - Examples are packed in a fork, since a process started anew would find no double.
 - gloo (`--ddp_backend`), fp32, and nothing that is fused on GPUs. No export of weights, which moves them to a GPU.
+- The mean divergence of KTO stays on its one replica: gloo gathers no scalars.
 - A callback that keeps what is logged. The process group outlives a training, for the next one.
 - Texts are numbers, and a Qwen3 of four layers is made on the spot.
 """
@@ -39,6 +40,7 @@ CASES = {
     "packed-lora": f"--packing true {LORA}",
     "dpo": "--rlhf_type dpo --micro_batch_size 2",
     "dpo-lora": f"--rlhf_type dpo --micro_batch_size 2 {LORA}",
+    "kto": "--rlhf_type kto --micro_batch_size 2 --lr 0.01",
 }
 
 
@@ -92,9 +94,11 @@ def fine_tune(folder: Path, words: str, output: Path) -> Training:
     from swift.dataset import packing
     from swift.megatron import megatron_rlhf_main, megatron_sft_main
     from swift.megatron.callbacks import megatron_callbacks_map
+    from swift.megatron.trainers.kto_trainer import DummyKTOTrainer
 
     training = Training()
     megatron_callbacks_map["watch"] = lambda trainer: _watch(trainer, training)
+    DummyKTOTrainer.gather_for_metrics = lambda trainer, mean: mean
     packing._resolve_mp_context = lambda _: multiprocessing.get_context("fork")
     stays = Patch("torch.distributed.destroy_process_group", lambda *_, **__: None, "the next training needs it")
     with patched([stays]):
@@ -158,11 +162,12 @@ def save_examples(folder: Path) -> None:
     draw = random.Random(0)
     for name, copies in (("training", 6), ("validation", 2)):
         lines = []
-        for length in LENGTHS * copies:
+        for number, length in enumerate(LENGTHS * copies):
             numbers = [str(draw.randrange(4, VOCABULARY)) for _ in range(length)]
             question = " ".join(numbers[: length // 3])
             answer = " ".join(numbers[length // 3 :])
             messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
             rejected = " ".join(numbers[length // 3 : 0 : -1])
-            lines.append(json.dumps({"messages": messages, "rejected_response": rejected}))
+            line = {"messages": messages, "rejected_response": rejected, "label": number % 3 > 0}  # of DPO, of KTO
+            lines.append(json.dumps(line))
         (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")

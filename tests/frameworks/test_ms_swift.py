@@ -26,7 +26,8 @@ def trainings(launch_with_te, tmp_path_factory):
 def test_steps_are_those_of_whole_sequences(trainings, case):
     require_equal_steps(trainings, case, swift_training.STEPS)
     _, own = trainings[1][case]
-    assert own.losses[-1] < own.losses[0]
+    if case != "kto":  # whose loss depends on how many answers of a step are good ones
+        assert own.losses[-1] < own.losses[0]
 
 
 @pytest.mark.parametrize("case", swift_training.CASES)
