@@ -122,21 +122,27 @@ def pair_times(setup: TrainingSetup, machine: Machine) -> PairTimes:
 @lru_cache(maxsize=8192)
 def _pair_times(layer_setup: TrainingSetup, machine: Machine, layers_per_stage: tuple[int, ...]) -> PairTimes:
     return PairTimes(
-        _exchanges(layer_setup, machine, layers_per_stage),
+        _exchanges(_exchange_setup(layer_setup), machine, layers_per_stage),
         of_stages(layer_setup.model, layers_per_stage, lambda stage: _beyond_launch(layer_setup, machine, stage)),
     )
 
 
 def exchanges(setup: TrainingSetup, machine: Machine) -> Exchanges:
     """What can be hidden on all stages of a set-up."""
-    return _exchanges(setup.layer_setup, machine, setup.layers_per_stage)
+    return _exchanges(_exchange_setup(setup.layer_setup), machine, setup.layers_per_stage)
 
 
 @lru_cache(maxsize=8192)
-def _exchanges(layer_setup: TrainingSetup, machine: Machine, layers_per_stage: tuple[int, ...]) -> Exchanges:
-    return Exchanges(
-        of_stages(layer_setup.model, layers_per_stage, lambda stage: exchange_row(layer_setup, machine, stage))
-    )
+def _exchange_setup(layer_setup: TrainingSetup) -> TrainingSetup:
+    """The set-up with a fixed value of all that does not matter to exchanges: of what is computed again, all but whole
+    experts. Set-ups that differ in that share their exchanges."""
+    time_setup = layer_setup.time_setup
+    return time_setup if time_setup.repeats("E") else time_setup.without_recomputation().time_setup
+
+
+@lru_cache(maxsize=8192)
+def _exchanges(setup: TrainingSetup, machine: Machine, layers_per_stage: tuple[int, ...]) -> Exchanges:
+    return Exchanges(of_stages(setup.model, layers_per_stage, lambda stage: exchange_row(setup, machine, stage)))
 
 
 @lru_cache(maxsize=8192)

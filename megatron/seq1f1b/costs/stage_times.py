@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cache, lru_cache, singledispatch
 from heapq import heapify, heapreplace
 from itertools import chain, pairwise
+from math import ceil
 from operator import add
 from typing import NamedTuple
 
@@ -330,10 +331,14 @@ def _balanced(layer_setup: TrainingSetup, placement: Placement, machine: Machine
 def _dealt(number: int, layer: float, loads: Sequence[float]) -> list[int]:
     """How many of so many layers, of `layer` seconds, come to each of some places with these loads: one after the other
     to where the load is least, of equal places the last."""
-    counts = [0] * len(loads)
+    # Once no place has less than the highest load had, all get one layer in each round.
+    highest = max(loads)
+    until_level = sum(ceil((highest - load) / layer) for load in loads)
+    rounds = max(0, number - until_level) // len(loads)
+    counts = [rounds] * len(loads)
     waiting = [(load, -place) for place, load in enumerate(loads)]
     heapify(waiting)
-    for _ in range(number):
+    for _ in range(number - rounds * len(loads)):
         load, place = waiting[0]
         counts[-place] += 1
         heapreplace(waiting, (load + layer, place))

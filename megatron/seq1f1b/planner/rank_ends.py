@@ -53,6 +53,16 @@ class _Messages(NamedTuple):
     times: Numbers
 
 
+class _Pairs(NamedTuple):
+    """The different pairs of a schedule, as actions of micro-batch 0, with the places of the times of both, and for
+    each pair of the schedule the number of the one that it equals."""
+
+    actions: list[tuple[Action, Action]]
+    forwards: Numbers
+    backwards: Numbers
+    numbers: Numbers
+
+
 class RankEnds:
     """The compute of all ranks as steps, each after all that it waits for, so that one pass gives their ends for any
     costs. A step starts when the step before it on its rank has ended and its message has arrived; messages overlap
@@ -70,10 +80,10 @@ class RankEnds:
         opens = table.opens_pair().ravel() & clock.has_pairs
         closes = np.roll(opens, 1)
 
-        # An action is one step, the backward of a pair is three. A pair starts when both have their messages, so the
-        # backward's first step takes the time of the forward; its last one takes off what the pair saves.
-        num_steps = np.where(closes, 3, 1)
-        # A backward that waits for copies has a step of no time before these. It waits as for a message of step 0.
+        # An action is one step. A pair starts when both have their messages, so the forward's step takes no time, and
+        # the backward's that of both.
+        num_steps = np.ones(len(actions.kind), int)
+        # A backward that waits for copies has a step of no time before. It waits as for a message of step 0.
         waits = np.flatnonzero(GIVES_INPUT_GRADIENT[table.kind[0]])[list(waiting)]
         num_steps[waits] += 1
         last = np.cumsum(num_steps) - 1
@@ -82,12 +92,10 @@ class RankEnds:
         first[waits] += 1
         last[opens] = last[closes]
         work = self._places(actions.kind, actions.stage, column)
+        self._pairs = self._find_pairs(actions, column, opens, closes)
+        work[closes] = self._num_times + self._pairs.numbers
         works = np.zeros(num_steps.sum(), int)
         works[first] = np.where(opens, 0, work)
-        works[first[closes]] = work[opens]
-        works[first[closes] + 1] = work[closes]
-        self._pairs, savings = self._find_pairs(actions, column, opens, closes)
-        works[first[closes] + 2] = savings
 
         # Steps count from 1 in the order of ticks; 0 is none, which ends at 0.
         in_order = np.argsort(np.repeat(actions.tick - closes, num_steps), kind="stable")
@@ -103,7 +111,7 @@ class RankEnds:
         senders[first[messages.receivers]] = number[last[messages.senders]]
         message_times = np.zeros(len(in_order), int)
         message_times[first[messages.receivers]] = messages.times
-        message_times[copying] = self._num_times + len(self._pairs) + np.arange(len(waits))
+        message_times[copying] = self._num_times + len(self._pairs.actions) + np.arange(len(waits))
 
         # For each step the step before it on its rank, the one that sends its message, and the places of the times of
         # the message and of the step itself in `_times`.
@@ -115,9 +123,12 @@ class RankEnds:
     def by(self, costs: Costs, pairs: PairTimes | None = None, copies: CopyTimes | None = None) -> list[float]:
         """The end of each rank, in the unit of the costs. Pairs take as long as one after the other, less what they
         save by `pairs`."""
-        savings = [-pairs.saved(*pair) if pairs else 0.0 for pair in self._pairs]
+        of_actions = _times(costs)
+        of_pairs = of_actions[self._pairs.forwards] + of_actions[self._pairs.backwards]
+        if pairs:
+            of_pairs -= [pairs.saved(*pair) for pair in self._pairs.actions]
         leaving = copies.leaving if copies else [0.0] * len(self._waiting)
-        times = np.concatenate([_times(costs), savings, leaving])
+        times = np.concatenate([of_actions, of_pairs, leaving])
         ends = [0.0]
         steps = zip(
             self._before.tolist(),
@@ -144,18 +155,23 @@ class RankEnds:
         """The length of `_times`."""
         return 1 + len(_KINDS) * self._shape.num_stages * self._num_columns
 
-    def _find_pairs(
-        self, actions: OrderTable, column: Numbers, opens: Marks, closes: Marks
-    ) -> tuple[list[tuple[Action, Action]], Numbers]:
-        """The different pairs, as actions of micro-batch 0, and for each pair of the schedule the place of what it
-        saves, behind all times."""
-        ends = np.stack([actions.stage[opens], column[opens], actions.stage[closes], column[closes]])
-        different, number = np.unique(ends, axis=1, return_inverse=True)
+    def _find_pairs(self, actions: OrderTable, column: Numbers, opens: Marks, closes: Marks) -> _Pairs:
+        """The pairs of a schedule."""
+        ends = np.stack(
+            [actions.kind[closes], actions.stage[opens], column[opens], actions.stage[closes], column[closes]]
+        )
+        different, numbers = np.unique(ends, axis=1, return_inverse=True)
+        kind_b, stage_f, column_f, stage_b, column_b = different
         pairs = [
-            (Action(Kind.F, stage_f, 0, column_f), Action(Kind.B, stage_b, 0, column_b))
-            for stage_f, column_f, stage_b, column_b in different.T.tolist()
+            (Action(Kind.F, forward_stage, 0, forward_column), Action(Kind.B, backward_stage, 0, backward_column))
+            for _, forward_stage, forward_column, backward_stage, backward_column in different.T.tolist()
         ]
-        return pairs, self._num_times + number
+        return _Pairs(
+            pairs,
+            forwards=self._places(_NUMBER_OF[Kind.F], stage_f, column_f),
+            backwards=self._places(kind_b, stage_b, column_b),
+            numbers=numbers,
+        )
 
     def _messages(self, actions: OrderTable, column: Numbers) -> _Messages:
         """All messages between ranks."""
