@@ -130,6 +130,14 @@ def of_any_cut(machine: Machine, segments: int) -> Machine:
     return machine if segments == 1 else without_tiles(machine)
 
 
+def unevenness_of_segments(setup: TrainingSetup, machine: Machine) -> float:
+    """How many times as long as a mean segment the longest one takes, on a stage inside the model: ranks run different
+    segments at a time, and wait for the longest."""
+    rows = rows_of_stages(setup.layer_setup, machine, setup.layers_per_stage)
+    seconds = [*map(sum, zip(*rows[len(rows) // 2], strict=True))]
+    return max(seconds) * len(seconds) / sum(seconds)
+
+
 def least_seconds_copying(setup: TrainingSetup, machine: Machine, rank: int) -> float:
     """A lower bound from the units that a rank moves to its host. The time of parts that Megatron moves is that of its
     actions."""

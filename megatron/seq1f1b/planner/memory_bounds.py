@@ -68,18 +68,22 @@ class SizesMemory:
         partitions the state under `breadth-first` alone, which runs all forwards before the first backward, and moves
         nothing either."""
         device, host, _ = self._question.budget
-        of_all = _kept_of_all(
-            self._activation_setup, setup.recompute, setup.recomputed_share, setup.keeps_logits, self._segments
-        )
-        kept = of_all / setup.pipeline_parallel
         if not must_be_partitioned(self._question, setup):
             state = self._state(setup, setup.partitions_state)
             room = _room(setup, state, device)
-            if room >= 0 and kept <= room + (0.0 if splits else host):
+            most = room + (0.0 if splits else host)
+            # No set-up keeps more than the one that computes nothing again, and mostly there is room for that.
+            if room >= 0 and (self._kept(setup, "none") <= most or self._kept(setup, setup.recompute) <= most):
                 return True
         if splits or setup.hides_experts or not self._may_be_partitioned:
             return False
-        return self._state(setup, True) + setup.num_microbatches * kept <= device
+        return self._state(setup, True) + setup.num_microbatches * self._kept(setup, setup.recompute) <= device
+
+    def _kept(self, setup: TrainingSetup, recompute: str) -> float:
+        """The bytes that a micro-batch of the set-up keeps on the mean rank, if so much is computed again."""
+        share = 1.0 if recompute == "none" else setup.recomputed_share
+        of_all = _kept_of_all(self._activation_setup, recompute, share, setup.keeps_logits, self._segments)
+        return of_all / setup.pipeline_parallel
 
     def _state(self, setup: TrainingSetup, partitions_state: bool) -> float:
         """The bytes of the model's state on the mean rank."""

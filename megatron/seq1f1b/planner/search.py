@@ -22,6 +22,7 @@ from .bounds import (
     least_seconds_copying,
     least_seconds_cut,
     least_seconds_in_time,
+    unevenness_of_segments,
 )
 from .excess_bounds import copy_times, least_seconds_with_copies
 from .fitting import SHARES, fits, fitted, host_in_flight, layers_leaving
@@ -244,9 +245,9 @@ class Search:
             case items.Spread(away, segments):
                 for of_cuts in self._alike_cuts(away, segments):
                     yield min(least_seconds(setup, machine) for setup in of_cuts.fastest), of_cuts
-            case items.AlikeCuts(fastest):
+            case items.AlikeCuts(fastest, _, _):
                 yield min(map(self._least_seconds_in_order, fastest)), items.Timed(item)
-            case items.Timed(items.AlikeCuts(_, of_setups)):
+            case items.Timed(items.AlikeCuts(_, of_setups, _)):
                 for cut in of_setups:
                     least = min(least_seconds(candidate.setup, machine) for candidate in cut.ranked)
                     of_copies = self._least_seconds_of_modules(cut.ranked[0].setup, cut.away)
@@ -309,7 +310,8 @@ class Search:
         of_chunks = defaultdict[int, list[TrainingSetup]](list)
         for setup in item.setups:
             for chunks in numbers_of_chunks(question, setup):
-                of_chunks[chunks].append(setup)
+                if not item.splits or self._may_fit(setup, chunks, item.segments):
+                    of_chunks[chunks].append(setup)
         for chunks, setups in of_chunks.items():
             spreads = {setup: layers_in_chunks(question, setup, chunks) for setup in setups}
             least = inf
@@ -319,6 +321,13 @@ class Search:
                 seconds = least_seconds_in_chunks(setup, question.machine, item.segments, item.splits, of_these)
                 least = min(least, seconds)
             yield least, items.OfChunks(item._replace(setups=tuple(setups)), chunks)
+
+    def _may_fit(self, sizes: TrainingSetup, chunks: int, segments: int) -> bool:
+        """Whether a set-up with so many chunks may fit under a schedule that splits backwards. Few do, since nothing
+        moves to the host, so this is asked first."""
+        setup = spread_in_chunks(self.question, sizes, chunks)
+        splitting = filter(splits_backward, families(self.question, setup))
+        return any(self._least_seconds_away(_of_family(setup, name), segments) < inf for name in splitting)
 
     def _in_chunks(self, item: items.Open, chunks: int) -> Iterator[tuple[float, items.InChunks]]:
         """Set-ups with layers spread over the stages of so many chunks. The bound of one of their families is that of
@@ -377,7 +386,8 @@ class Search:
                     fastest = tuple(dict.fromkeys(candidate.setup.without_recomputation() for candidate in alike))
                     by_fastest[fastest].append(items.Cuts(alike, seconds))
         for fastest, of_setups in by_fastest.items():
-            yield items.AlikeCuts(fastest, tuple(of_setups))
+            unevenness = min(unevenness_of_segments(setup, self.question.machine) for setup in fastest)
+            yield items.AlikeCuts(fastest, tuple(of_setups), unevenness)
 
     def _ranked_cuts(self, setup: TrainingSetup, segments: int) -> list[Candidate]:
         """The cuts of a set-up, the fastest first, with a partitioned state behind those without."""
@@ -502,8 +512,8 @@ def _of_family(setup: TrainingSetup, family: str) -> TrainingSetup:
 
 
 # What the set-ups of a group have in common.
-_ALL_BUT_RECOMPUTATION = TrainingSetup.without_recomputation
 _HIDES_AND_SHARDS = attrgetter("hides_experts", "fsdp")  # of set-ups of the same sizes
+_ALL_BUT_RECOMPUTATION = attrgetter("keeps_logits", "replays_layers", "layers_per_stage", "family")  # beside these
 
 
 def _groups(

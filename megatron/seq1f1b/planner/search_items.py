@@ -60,10 +60,12 @@ class Cuts(NamedTuple):
 
 class AlikeCuts(NamedTuple):
     """The cuts of set-ups that differ in what they compute again alone. `fastest` are those of them that compute
-    nothing again, whether or not they are among these."""
+    nothing again, whether or not they are among these, and `unevenness` is the least that segments of one of them
+    have."""
 
     fastest: tuple[TrainingSetup, ...]
     of_setups: tuple[Cuts, ...]
+    unevenness: float
 
 
 class TooLarge(NamedTuple):

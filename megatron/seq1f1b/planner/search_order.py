@@ -26,6 +26,16 @@ _EXPECTED: Mapping[type, float] = {
 MOST_OVER = max(_EXPECTED.values())
 
 
+# About so much of the time that the longest segment takes beyond the mean one shows in a step.
+_SHOWS = 0.5
+
+
+def _expected(item: Any) -> float:
+    """How many times its bound the best plan of an item takes."""
+    uneven = _SHOWS * (item.unevenness - 1) if isinstance(item, items.AlikeCuts) else 0.0
+    return min(MOST_OVER, _EXPECTED[type(item)] * (1 + uneven))
+
+
 class ItemPlace(NamedTuple):
     """Where an item waits: by the seconds of its order, then, as a plan, by the place of its family among those of the
     question. `path` decides between equal ones: by their numbers, the items from which it comes, and itself. So the
@@ -58,7 +68,7 @@ class SearchOrder(NamedTuple):
         place, bound, has_pipeline, item = waiting
         if not has_pipeline or bound < self.exact_below or type(item) not in _EXPECTED:
             return waiting
-        return waiting._replace(place=place._replace(seconds=bound * _EXPECTED[type(item)]))
+        return waiting._replace(place=place._replace(seconds=bound * _expected(item)))
 
     def least_left(self, place: ItemPlace) -> float:
         """The least that an item takes whose place is this one, or a later one."""
