@@ -13,7 +13,7 @@ from itertools import accumulate, chain, combinations
 from operator import add, ge, sub
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +25,7 @@ from .blocks import BYTES, blocks_of, head_flops, layer_flops, pairs
 from .layer_bytes import keeps_logits
 from .machine import Device, read_machine
 from .model_shape import ModelShape
-from .training_setup import ALL_BUT_ATTENTION, FULL, TrainingSetup, stages_of
+from .training_setup import ALL_BUT_ATTENTION, FULL, StageLayers, TrainingSetup, of_stages
 
 _LEAST_SECONDS = 1e-9  # of an action in a trace
 _KERNELS = 20  # of a layer in each direction, about
@@ -119,8 +119,8 @@ def analytic_costs(
             backward=AnalyticTime(per_token=(_MATMUL_BACKWARD + 1) * products),
             weight=AnalyticTime(),
         )
-    costs = []
-    for stage in stages_of(model, layers_per_stage):
+
+    def cost_of(stage: StageLayers) -> StageCost:
         parts: list[StageCost] = []
         for layer, count in stage.layers:
             parts += [_layer(model, layer, device, recompute, num_devices)] * count
@@ -128,21 +128,35 @@ def analytic_costs(
             parts.append(embedding)
         if stage.is_last:
             parts.append(head)
-        costs.append(
-            StageCost(
-                forward=sum((part.forward for part in parts), AnalyticTime()),
-                backward=sum((part.backward for part in parts), AnalyticTime()),
-                weight=sum((part.weight for part in parts), AnalyticTime()),
-            )
+        return StageCost(
+            forward=sum((part.forward for part in parts), AnalyticTime()),
+            backward=sum((part.backward for part in parts), AnalyticTime()),
+            weight=sum((part.weight for part in parts), AnalyticTime()),
         )
-    return tuple(costs)
+
+    return tuple(of_stages(model, layers_per_stage, cost_of))
 
 
 def setup_costs(setup: TrainingSetup, device: Device = A100) -> tuple[StageCost, ...]:
     """`analytic_costs` of a set-up, by which training cuts and plans, whatever the machine."""
+    return analytic_costs(*_arguments_of(setup, device))
+
+
+def setup_pace(setup: TrainingSetup, device: Device = A100) -> SegmentTime:
+    """`bottleneck_time` of a set-up: a search asks that for many with equal costs."""
+    return _bottleneck_of(*_arguments_of(setup, device))
+
+
+def _arguments_of(setup: TrainingSetup, device: Device) -> tuple[Any, ...]:
+    """What a set-up gives `analytic_costs`."""
+    recompute = setup.recompute if setup.recomputes_layers else "none"  # modules alone count as nothing
     devices = setup.tensor_parallel / setup.micro_batch_size  # sequences of a micro-batch add to the work
-    pieces = not keeps_logits(setup)
-    return analytic_costs(setup.model, setup.layers_per_stage, device, setup.recompute, devices, pieces)
+    return setup.model, setup.layers_per_stage, device, recompute, devices, not keeps_logits(setup)
+
+
+@lru_cache(maxsize=1024)
+def _bottleneck_of(*arguments: Any) -> SegmentTime:
+    return bottleneck_time(analytic_costs(*arguments))
 
 
 def bottleneck_time(costs: Sequence[StageCost]) -> SegmentTime:

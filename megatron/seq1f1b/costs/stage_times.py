@@ -171,6 +171,7 @@ def _passes_of_stage(setup: TrainingSetup, machine: Machine, stage: StageLayers)
         )
 
 
+@lru_cache(maxsize=1 << 15)
 def _collectives_of_stage(setup: TrainingSetup, machine: Machine, stage: StageLayers) -> BothPasses:
     """Seconds in which sharded parameters are gathered, in both directions, and sharded gradients reduced."""
     if not setup.shards_gradients:

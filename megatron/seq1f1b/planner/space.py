@@ -15,7 +15,7 @@ from ..costs.layer_bytes import keeps_logits
 from ..costs.layer_times import fastest_cp_comm_type
 from ..costs.machine import GIB, OUTSIDE_GIB, Machine
 from ..costs.model_shape import ModelShape
-from ..costs.stage_costs import A100, bottleneck_time, setup_costs
+from ..costs.stage_costs import A100, setup_pace
 from ..costs.stage_times import balanced_layers, waits_for_launches
 from ..costs.training_setup import ALL_BUT_ATTENTION, FULL, Fsdp, Moves, TrainingSetup, splits_backward
 from ..partition import SegmentTime, Task, cut_sequence, segment_multiple
@@ -394,7 +394,7 @@ def cuts(setup: TrainingSetup, segments: int) -> Iterator[Candidate]:
 
 def lengths_of(setup: TrainingSetup, strategy: str, segments: int) -> tuple[int, ...] | None:
     """The lengths that training would have with these flags; None if a sequence is too short."""
-    time = _slowest_stage(setup_costs(setup)) if strategy == "balanced" else None
+    time = setup_pace(setup) if strategy == "balanced" else None
     multiple = segment_multiple(setup.token_shares, setup.context_parallel)
     return _cut(setup.model, setup.sequence_length, multiple, strategy, segments, time)
 
@@ -405,10 +405,6 @@ def evenly_cut(setup: TrainingSetup, segments: int) -> TrainingSetup | None:
     lengths = lengths_of(setup, "even", segments)
     way = setup.cp_comm_type if segments == 1 else None
     return None if lengths is None else setup.but(segments=lengths, cp_comm_type=way)
-
-
-# Equal costs give the same function, by which `_cut` caches lengths.
-_slowest_stage = lru_cache(maxsize=1024)(bottleneck_time)
 
 
 @lru_cache(maxsize=4096)
