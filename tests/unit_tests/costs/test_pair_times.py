@@ -52,6 +52,14 @@ def test_a_pair_takes_as_long_as_its_launches():
     assert times.exchanges.most_saved > 0 and times.saved(*units) == pytest.approx(0, abs=1e-9)
 
 
+def test_set_ups_share_exchanges_unless_experts_are_repeated():
+    plain = exchanges(MIXTURE, MACHINE)
+    for recompute in ("layernorm mlp", "layernorm moe_act"):
+        assert exchanges(replace(MIXTURE, recompute=recompute), MACHINE) is plain
+    again = exchanges(replace(MIXTURE, recompute="layernorm moe"), MACHINE)
+    assert again.rows[0].exchange_b > plain.rows[0].exchange_b
+
+
 # The share of an exchange that passes beside compute.
 HIDDEN = 0.37
 

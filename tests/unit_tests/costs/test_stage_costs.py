@@ -20,8 +20,11 @@ from megatron.seq1f1b.costs.stage_costs import (
     bottleneck_time,
     fit_time,
     read_traced_costs,
+    setup_costs,
+    setup_pace,
     traced_costs,
 )
+from megatron.seq1f1b.costs.training_setup import ALL_BUT_ATTENTION, FULL, TrainingSetup
 from megatron.seq1f1b.files.timeline_file import write_timeline
 from megatron.seq1f1b.partition import balanced
 from megatron.seq1f1b.runtime.rank_schedule import RankSchedules
@@ -32,6 +35,15 @@ from megatron.seq1f1b.schedule.timing import simulate
 GPT_7B = ModelShape(32, 4096, 16384, 32, 128, 32768)
 # Seconds are FLOPs, and elements of the embedding.
 COUNT = Device("count", 1, 1, 2, 1, 1, 1, 1, 1, 0)
+
+
+@pytest.mark.parametrize("recompute", ["none", "layernorm mlp", ALL_BUT_ATTENTION, FULL])
+def test_the_pace_of_a_set_up_is_that_of_its_costs(recompute):
+    """Modules that are computed again count as nothing; layers do not."""
+    setup = TrainingSetup(GPT_7B, 32768, 4, placement=Placement(4), recompute=recompute)
+    pace = setup_pace(setup)
+    assert pace == bottleneck_time(setup_costs(setup))
+    assert (pace == setup_pace(replace(setup, recompute="none"))) == (recompute in ("none", "layernorm mlp"))
 
 
 def test_flops_of_experts_are_those_of_a_token():

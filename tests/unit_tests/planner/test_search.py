@@ -17,6 +17,7 @@ from megatron.seq1f1b.costs.machine import GIB
 from megatron.seq1f1b.costs.model_shape import DeltaNet, Experts, Mamba
 from megatron.seq1f1b.costs.pair_times import BeyondLaunch, ExchangeRow, Exchanges, PairTimes
 from megatron.seq1f1b.costs.simulator import predict
+from megatron.seq1f1b.costs.stage_times import balanced_layers, stage_rows
 from megatron.seq1f1b.costs.training_setup import (
     ALL_BUT_ATTENTION,
     FULL,
@@ -25,14 +26,14 @@ from megatron.seq1f1b.costs.training_setup import (
     TrainingSetup,
     splits_backward,
 )
-from megatron.seq1f1b.planner import bounds, memory_bounds, search, spread_bounds
+from megatron.seq1f1b.planner import bounds, memory_bounds, search, search_items, spread_bounds
 from megatron.seq1f1b.planner.breakdown import breakdown
 from megatron.seq1f1b.planner.first_backward import backwards_like_the_first, units_at_first_backward
 from megatron.seq1f1b.planner.fitting import fits, fitted, host_in_flight, layers_leaving
 from megatron.seq1f1b.planner.order_table import order_table
 from megatron.seq1f1b.planner.rank_ends import rank_ends
 from megatron.seq1f1b.planner.search import Search, first_that_fits, predict_candidate
-from megatron.seq1f1b.planner.search_order import MOST_OVER
+from megatron.seq1f1b.planner.search_order import MOST_OVER, ItemPlace, SearchOrder, WaitingItem
 from megatron.seq1f1b.planner.space import (
     Candidate,
     cuts,
@@ -151,6 +152,48 @@ def test_bounds_are_bounds(everything):
                     for found in cuts(replace(setup, family=family), segments):
                         exact = bounds.least_seconds(found.setup, small().machine)
                         assert max(least, of_chunks, closer) <= exact * (1 + 1e-9)
+
+
+def test_no_layer_is_better_on_another_rank():
+    """Embedding and loss take from nothing to as long as many layers. A host that launches at once adds nothing."""
+    draw = Random(0)
+    machine = small().machine
+    at_once = structs.replace(machine.host, action=0.0, layer_forward=0.0, layer_backward=0.0)
+    machine = replace(machine, host=at_once)
+    for _ in range(200):
+        placement = Placement(draw.randint(2, 6), draw.randint(1, 4))
+        model = replace(
+            MODEL,
+            num_layers=placement.num_stages + draw.randint(0, 40),
+            vocab_size=draw.choice((256, 32_000, 500_000, 4_000_000)),
+        )
+        setup = TrainingSetup(model, 4096, 8, placement=placement)
+        layers = balanced_layers(setup, placement, machine)
+        seconds = [sum(map(sum, row)) for row in stage_rows(setup.but(layers_per_stage=layers), machine)]
+        in_three = TrainingSetup(replace(model, num_layers=3), 4096, 8, placement=Placement(3))
+        of_layer = sum(map(sum, stage_rows(in_three, machine)[1]))
+        stages_of_ranks = [placement.stages_of(rank) for rank in range(placement.num_ranks)]
+        of_ranks = [sum(seconds[stage] for stage in stages) for stages in stages_of_ranks]
+        for stages, of_rank in zip(stages_of_ranks, of_ranks, strict=True):
+            if sum(layers[stage] for stage in stages) > placement.num_chunks:
+                assert of_rank - of_layer <= min(of_ranks) * (1 + 1e-9)
+
+
+def test_uneven_cuts_are_expected_to_take_longer():
+    """Beyond the limit alone, and never more than an order may be off."""
+    setup = TrainingSetup(MODEL, 65536, 4, placement=Placement(4), segments=(16384,) * 4)
+    (even,) = cuts(setup.but(segments=()), 1)
+    in_segments = {found.strategy: found.setup for found in cuts(setup, 4)}
+    uneven = {name: bounds.unevenness_of_segments(cut, small().machine) for name, cut in in_segments.items()}
+    assert bounds.unevenness_of_segments(even.setup, small().machine) == 1
+    assert 1 <= uneven["balanced"] < 1.1 < 1.3 < uneven["even"]
+
+    def seconds(unevenness, limit):
+        item = search_items.AlikeCuts((setup,), (), unevenness)
+        return SearchOrder(limit).placed(WaitingItem(ItemPlace(8.0, -1, (0,)), 8.0, True, item)).place.seconds
+
+    assert seconds(1.3, limit=9.0) == 8
+    assert 8 < seconds(1.0, limit=7.0) < seconds(1.1, limit=7.0) < seconds(9.0, limit=7.0) == 8 * MOST_OVER
 
 
 @pytest.mark.parametrize("family", ["1f1b", "zb-h1"])
