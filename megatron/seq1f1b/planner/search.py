@@ -245,9 +245,9 @@ class Search:
             case items.Spread(away, segments):
                 for of_cuts in self._alike_cuts(away, segments):
                     yield min(least_seconds(setup, machine) for setup in of_cuts.fastest), of_cuts
-            case items.AlikeCuts(fastest, _, _):
+            case items.AlikeCuts(fastest=fastest):
                 yield min(map(self._least_seconds_in_order, fastest)), items.Timed(item)
-            case items.Timed(items.AlikeCuts(_, of_setups, _)):
+            case items.Timed(items.AlikeCuts(of_setups=of_setups)):
                 for cut in of_setups:
                     least = min(least_seconds(candidate.setup, machine) for candidate in cut.ranked)
                     of_copies = self._least_seconds_of_modules(cut.ranked[0].setup, cut.away)
@@ -310,7 +310,7 @@ class Search:
         of_chunks = defaultdict[int, list[TrainingSetup]](list)
         for setup in item.setups:
             for chunks in numbers_of_chunks(question, setup):
-                if not item.splits or self._may_fit(setup, chunks, item.segments):
+                if not item.splits or self._may_split(setup, chunks, item.segments):
                     of_chunks[chunks].append(setup)
         for chunks, setups in of_chunks.items():
             spreads = {setup: layers_in_chunks(question, setup, chunks) for setup in setups}
@@ -322,7 +322,7 @@ class Search:
                 least = min(least, seconds)
             yield least, items.OfChunks(item._replace(setups=tuple(setups)), chunks)
 
-    def _may_fit(self, sizes: TrainingSetup, chunks: int, segments: int) -> bool:
+    def _may_split(self, sizes: TrainingSetup, chunks: int, segments: int) -> bool:
         """Whether a set-up with so many chunks may fit under a schedule that splits backwards. Few do, since nothing
         moves to the host, so this is asked first."""
         setup = spread_in_chunks(self.question, sizes, chunks)

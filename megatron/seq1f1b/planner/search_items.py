@@ -60,8 +60,7 @@ class Cuts(NamedTuple):
 
 class AlikeCuts(NamedTuple):
     """The cuts of set-ups that differ in what they compute again alone. `fastest` are those of them that compute
-    nothing again, whether or not they are among these, and `unevenness` is the least that segments of one of them
-    have."""
+    nothing again, whether or not they are among these. `unevenness` is that of the one with the most even segments."""
 
     fastest: tuple[TrainingSetup, ...]
     of_setups: tuple[Cuts, ...]
