@@ -144,7 +144,9 @@ class PipelineExecutor:
         if not self.segmentation.reads_calls(step):
             lengths = tuple(self.segmentation.lengths(step.seq_length))
         if self.segmentation.cuts_sequences:
+            # Before ranks agree on a step, for which they wait, so that none has begun it when another one refuses.
             refuse_uncut(step)
+            refuse_attention_to_later_tokens(step.chunks)
         if not step.is_alone:
             self._agree(step, lengths)
             self._check_model(step)
@@ -194,8 +196,6 @@ class PipelineExecutor:
     def _prepare_models(self, step: Step) -> None:
         """Let the model chunks of this rank run on segments; those of an earlier step are ready. Raises ValueError for
         a model that cannot."""
-        if self.segmentation.cuts_sequences:
-            refuse_attention_to_later_tokens(step.chunks)
         if self.segmentation.follows_segments or self.context.kept_attention is not None:
             attach(step.chunks, self.context, self._kernels_of)  # else the model keeps its own attention
         if self._activations.moves_layers:
