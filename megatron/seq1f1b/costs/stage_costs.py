@@ -142,9 +142,9 @@ def setup_costs(setup: TrainingSetup, device: Device = A100) -> tuple[StageCost,
     return analytic_costs(*_arguments_of(setup, device))
 
 
-def setup_pace(setup: TrainingSetup, device: Device = A100) -> SegmentTime:
-    """`bottleneck_time` of a set-up: a search asks that for many with equal costs."""
-    return _bottleneck_of(*_arguments_of(setup, device))
+def setup_pace(setup: TrainingSetup) -> SegmentTime:
+    """`bottleneck_time` of a set-up, by which a search cuts many with equal costs."""
+    return _bottleneck_of(*_arguments_of(setup, A100))
 
 
 def _arguments_of(setup: TrainingSetup, device: Device) -> tuple[Any, ...]:

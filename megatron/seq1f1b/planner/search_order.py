@@ -24,8 +24,6 @@ _EXPECTED: Mapping[type, float] = {
     Candidate: 1.015,
 }
 MOST_OVER = max(_EXPECTED.values())
-
-
 # About so much of the time that the longest segment takes beyond the mean one shows in a step.
 _SHOWS = 0.5
 
