@@ -79,19 +79,21 @@ def get_num_cublas_streams() -> int:
 def layernorm_fwd(x: Tensor, weight: Tensor, bias: Tensor, eps: float, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
     """[n, h] to the normed rows [n, h], the means [n], and the reciprocal standard deviations [n]."""
     _, _, out_dtype, _, zero_centered = given
-    assert not zero_centered
     x = _precise(x.reshape(-1, x.shape[-1]))
     mean = x.mean(-1)
     scale = torch.rsqrt(x.var(-1, correction=0) + eps)
-    normed = (x - mean[:, None]) * scale[:, None] * _precise(weight) + _precise(bias)
+    normed = (x - mean[:, None]) * scale[:, None] * _factor(weight, zero_centered) + _precise(bias)
     return normed.to(_dtype(out_dtype) or weight.dtype), mean, scale
 
 
-def layernorm_bwd(grad: Tensor, x: Tensor, mean: Tensor, scale: Tensor, weight: Tensor, *_: Any) -> tuple[Tensor, ...]:
+def layernorm_bwd(
+    grad: Tensor, x: Tensor, mean: Tensor, scale: Tensor, weight: Tensor, *given: Any
+) -> tuple[Tensor, ...]:
     """Gradients of x [n, h], of the weight [h] and of the bias [h]."""
+    _, zero_centered = given
     normed = (_precise(x.reshape(-1, x.shape[-1])) - mean[:, None]) * scale[:, None]
     grad = _precise(grad.reshape(normed.shape))
-    by_normed = grad * _precise(weight)
+    by_normed = grad * _factor(weight, zero_centered)
     along = normed * (by_normed * normed).mean(-1, keepdim=True) + by_normed.mean(-1, keepdim=True)
     grad_x = scale[:, None] * (by_normed - along)
     return grad_x.to(x.dtype), (grad * normed).sum(0).to(weight.dtype), grad.sum(0).to(weight.dtype)
@@ -100,20 +102,25 @@ def layernorm_bwd(grad: Tensor, x: Tensor, mean: Tensor, scale: Tensor, weight: 
 def rmsnorm_fwd(x: Tensor, weight: Tensor, eps: float, *given: Any) -> tuple[Tensor, None, Tensor]:
     """[n, h] to the normed rows [n, h], no means, and the reciprocal root mean squares [n]."""
     _, _, out_dtype, _, zero_centered = given
-    assert not zero_centered
     x = _precise(x.reshape(-1, x.shape[-1]))
     scale = torch.rsqrt(x.square().mean(-1) + eps)
-    normed = x * scale[:, None] * _precise(weight)
+    normed = x * scale[:, None] * _factor(weight, zero_centered)
     return normed.to(_dtype(out_dtype) or weight.dtype), None, scale
 
 
-def rmsnorm_bwd(grad: Tensor, x: Tensor, scale: Tensor, weight: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def rmsnorm_bwd(grad: Tensor, x: Tensor, scale: Tensor, weight: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
     """Gradients of x [n, h] and of the weight [h]."""
+    _, zero_centered = given
     normed = _precise(x.reshape(-1, x.shape[-1])) * scale[:, None]
     grad = _precise(grad.reshape(normed.shape))
-    by_normed = grad * _precise(weight)
+    by_normed = grad * _factor(weight, zero_centered)
     grad_x = scale[:, None] * (by_normed - normed * (by_normed * normed).mean(-1, keepdim=True))
     return grad_x.to(x.dtype), (grad * normed).sum(0).to(weight.dtype)
+
+
+def _factor(weight: Tensor, zero_centered: bool) -> Tensor:
+    """What a norm multiplies by: a weight that is zero-centered is the difference from 1."""
+    return _precise(weight) + 1 if zero_centered else _precise(weight)
 
 
 def _precise(x: Tensor) -> Tensor:
