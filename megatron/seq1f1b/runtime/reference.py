@@ -15,7 +15,13 @@ from typing import Any
 
 import torch
 
-from ..model import KernelsOf, SegmentContext, attach, refuse_attention_to_later_tokens
+from ..model import (
+    KernelsOf,
+    SegmentContext,
+    attach,
+    refuse_attention_to_later_tokens,
+    refuse_unknown_layers,
+)
 from ..process.patches import patched
 from .communication import Communicator
 from .forwards.forward_segments import SegmentForwards
@@ -57,6 +63,7 @@ def run_references(
         if segmentation.cuts_sequences:
             refuse_attention_to_later_tokens(references)
         if segmentation.follows_segments:
+            refuse_unknown_layers(references)
             attach(references, context, kernels_of)
         evaluation = _without_gradients(step)
         forwards = ReferenceForwards(
@@ -128,7 +135,7 @@ class ReferenceForwards(SegmentForwards):
         for chunk, microbatch in sorted(self._results, reverse=True):
             call = self._calls.at(chunk, microbatch)
             size = size_of(call.arguments)
-            result = self._calls.go_on(chunk, microbatch, self._results[chunk, microbatch])
+            result = self._calls.go_on(chunk, microbatch, self._results.pop((chunk, microbatch)))
             if call.dead:
                 if self._chunk_of.get(self._last_stage) == chunk:
                     self._losses.add(chunk, microbatch, *result)
@@ -137,7 +144,6 @@ class ReferenceForwards(SegmentForwards):
                     f"the forward step of micro-batch {microbatch} calls its reference and its model for sequences of "
                     "different sizes; call both for the same sequences"
                 )
-        self._results.clear()
 
     def _return_to_program(self, call: Call, chunk: int, stage: int, microbatch: int, output: Any) -> None:
         if stage == self._last_stage:
