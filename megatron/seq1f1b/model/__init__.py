@@ -6,6 +6,7 @@ from .attach import (
     context_of,
     recompute_behind_frozen_weights,
     refuse_attention_to_later_tokens,
+    refuse_unknown_layers,
     use_segment_attention,
 )
 from .context_parts import Run, parts_of_rank

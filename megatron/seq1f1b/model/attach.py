@@ -6,11 +6,16 @@ from typing import Any
 
 import torch
 from megatron.core.models.hybrid.hybrid_block import HybridStack
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+from megatron.core.ssm.mamba_layer import MambaLayer
+from megatron.core.ssm.mamba_mixer import MambaMixer
 from megatron.core.transformer.attention import Attention, SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
@@ -33,6 +38,13 @@ _PATCHES = (
 )
 _PATCHED = tuple({owner_of(patch.target)[0] for patch in _PATCHES})
 
+# Where a layer has what mixes tokens, and of which kinds segments know what a token needs of earlier ones.
+_MIXERS = (
+    (TransformerLayer, "self_attention", (Attention, GatedDeltaNet, IdentityOp)),
+    (TransformerLayer, "cross_attention", (Attention, IdentityOp)),
+    (MambaLayer, "mixer", (MambaMixer,)),
+)
+
 # What segment attention computes as well: softmax of causal scores, with the scale, window and sink of the layer.
 _REPLACEABLE = (
     "megatron.core.transformer.dot_product_attention.DotProductAttention",
@@ -45,15 +57,18 @@ KernelsOf = Callable[[TransformerConfig], KernelChoice]  # the choice for a mode
 def attach(
     chunks: Iterable[torch.nn.Module], context: SegmentContext, kernels_of: KernelsOf = KernelChoice.of_config
 ) -> None:
-    """Make the modules of the model chunks follow the running segment of `context`; the latest call wins."""
+    """Make the modules of the model chunks follow the running segment of `context`; the latest call wins. What a
+    program computes beside the steps of its schedule stays its own."""
     unattached: list[Any] = [chunk for chunk in chunks if context_of(chunk) is not context]
-    use_segment_attention(unattached, kernels_of)
+    use_segment_attention(unattached, kernels_of, outside_of_segments=False)
     for chunk in unattached:
         chunk.segment_context = context
         for path, module in chunk.named_modules():
             keep_latents(module)
             if isinstance(module, (SegmentAttention, *_PATCHED)):
                 _follow(module, context, path)
+            if isinstance(module, Attention) and isinstance(module.core_attention, SegmentAttention):
+                _refuse_other_attention(path, module, module.core_attention)
 
 
 def context_of(module: torch.nn.Module) -> SegmentContext | None:
@@ -79,11 +94,13 @@ def recompute_behind_frozen_weights(chunks: Iterable[torch.nn.Module]) -> None:
 
 
 def use_segment_attention(
-    model: Iterable[torch.nn.Module], kernels_of: KernelsOf = KernelChoice.of_config
+    model: Iterable[torch.nn.Module],
+    kernels_of: KernelsOf = KernelChoice.of_config,
+    outside_of_segments: bool = True,
 ) -> list[torch.nn.Module]:
-    """Replace the `core_attention` of every causal self-attention layer in the model chunks, for Megatron's own
-    schedules, too: without a running segment ours is plain causal attention. Returns the chunks. Raises ValueError for
-    one that Megatron does not have, which may compute anything."""
+    """Replace the `core_attention` of every causal self-attention layer in the model chunks; `outside_of_segments` for
+    Megatron's own schedules, too, by plain causal attention. Returns the chunks. Raises ValueError for one that
+    Megatron does not have, which may compute anything."""
     chunks: list[Any] = list(model)
     kernels = None
     target = "megatron.core.transformer.attention.Attention.core_attention"
@@ -97,7 +114,7 @@ def use_segment_attention(
             _require_replaceable(name, old)
             if kernels is None:
                 kernels = kernels_of(layer.config)
-            new = _segment_attention_for(layer, kernels)
+            new = _segment_attention_for(layer, kernels, outside=None if outside_of_segments else old)
             if old in hooks:
                 for part in old.modules():
                     hooks.pop(part).remove()
@@ -116,8 +133,9 @@ def _require_replaceable(name: str, attention: torch.nn.Module) -> None:
         )
 
 
-def _segment_attention_for(layer: Any, kernels: KernelChoice) -> SegmentAttention:
-    """The attention that takes the place of a layer's `core_attention`, with its scale, window and sink."""
+def _segment_attention_for(layer: Any, kernels: KernelChoice, outside: torch.nn.Module | None) -> SegmentAttention:
+    """The attention that takes the place of a layer's `core_attention`, with its scale, window and sink; where no
+    segment runs, `outside` attends, if it is given."""
     config = layer.config
     window = None
     if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer.layer_number):
@@ -134,8 +152,57 @@ def _segment_attention_for(layer: Any, kernels: KernelChoice) -> SegmentAttentio
         window=window,
         sink=getattr(layer.core_attention, "softmax_offset", None),
         exchange=exchange,
+        outside=outside,
     )
     return attention.train(layer.training)
+
+
+def refuse_unknown_layers(chunks: Iterable[torch.nn.Module]) -> None:
+    """Raise ValueError if the model has layers of a program's own in which tokens depend on earlier ones. Chunks that
+    follow segments were seen before."""
+    for chunk in chunks:
+        if context_of(chunk) is not None:
+            continue
+        for path, layer in chunk.named_modules():
+            for kind, name, known in _MIXERS:
+                if isinstance(layer, kind):
+                    _require_known(f"{path}.{name}", getattr(layer, name), known)
+
+
+def _require_known(path: str, mixer: torch.nn.Module, known: tuple[type, ...]) -> None:
+    kind = type(mixer)
+    is_known = isinstance(mixer, known)
+    for patch in (*gated_delta_net.SEGMENT_PATCHES, *mamba.SEGMENT_PATCHES):
+        owner, method = owner_of(patch.target)
+        if isinstance(mixer, owner) and getattr(kind, method) is not getattr(owner, method):
+            is_known = False  # ours would take the place of another computation
+    if not is_known:
+        raise ValueError(
+            f"{path} is a {kind.__module__}.{kind.__qualname__}, of which segments do not know what a token needs of "
+            "earlier ones; run this model without segments"
+        )
+
+
+def _refuse_other_attention(path: str, layer: Attention, attention: SegmentAttention) -> None:
+    """Let a `layer` that attends to earlier tokens by other means than its `core_attention` raise ValueError on a part
+    of a sequence. Only its forward shows that; nothing stays of this behind the first that does call it."""
+
+    def forget(*_: Any) -> None:
+        of_attention.remove()
+        of_layer.remove()
+
+    def refuse(*_: Any) -> None:
+        segment = attention.segment_context.segment
+        if segment is None or (segment.is_whole_sequence and segment.documents is None):
+            return
+        kind = type(layer)
+        raise ValueError(
+            f"{path} is a {kind.__module__}.{kind.__qualname__}, which does not call its core_attention, so that its "
+            "tokens would see none of earlier segments; run this model without segments"
+        )
+
+    of_attention = attention.register_forward_pre_hook(forget)
+    of_layer = layer.register_forward_hook(refuse)
 
 
 def refuse_attention_to_later_tokens(chunks: Iterable[torch.nn.Module]) -> None:

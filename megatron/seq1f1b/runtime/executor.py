@@ -28,6 +28,7 @@ from ..model import (
     link_rate,
     recompute_behind_frozen_weights,
     refuse_attention_to_later_tokens,
+    refuse_unknown_layers,
 )
 from ..process.one_caller import OneCaller
 from ..process.patches import patched
@@ -143,10 +144,12 @@ class PipelineExecutor:
         lengths: tuple[int, ...] = ()  # of segments, if they are known before the program calls its model
         if not self.segmentation.reads_calls(step):
             lengths = tuple(self.segmentation.lengths(step.seq_length))
+        # Before ranks agree on a step, for which they wait, so that none has begun it when another one refuses.
         if self.segmentation.cuts_sequences:
-            # Before ranks agree on a step, for which they wait, so that none has begun it when another one refuses.
             refuse_uncut(step)
             refuse_attention_to_later_tokens(step.chunks)
+        if self.segmentation.follows_segments:
+            refuse_unknown_layers(step.chunks)
         if not step.is_alone:
             self._agree(step, lengths)
             self._check_model(step)

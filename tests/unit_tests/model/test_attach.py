@@ -9,11 +9,16 @@ import pytest
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+from megatron.core.ssm.mamba_layer import MambaLayer
+from megatron.core.ssm.mamba_mixer import MambaMixer
 from megatron.core.transformer.attention import CrossAttention, SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron.seq1f1b.model import (
     Segment,
@@ -21,18 +26,24 @@ from megatron.seq1f1b.model import (
     attach,
     recompute_behind_frozen_weights,
     refuse_attention_to_later_tokens,
+    refuse_unknown_layers,
     use_segment_attention,
 )
 from megatron.seq1f1b.model.attention.segment_attention import SegmentAttention
 
 
+def bare(kind, **parts):
+    """A module of a kind, without all that its own constructor would need, but with these parts."""
+    module = kind.__new__(kind)
+    torch.nn.Module.__init__(module)
+    for name, part in parts.items():
+        setattr(module, name, part)
+    return module
+
+
 def attention_layer(kind, mask_type):
     """A layer as far as the replacement looks at it, with an attention of two parts."""
-    layer = kind.__new__(kind)
-    torch.nn.Module.__init__(layer)
-    layer.core_attention = DotProductAttention.__new__(DotProductAttention)
-    torch.nn.Module.__init__(layer.core_attention)
-    layer.core_attention.part = torch.nn.Identity()
+    layer = bare(kind, core_attention=bare(DotProductAttention, part=torch.nn.Identity()))
     layer.attn_mask_type, layer.layer_number, layer.num_attention_heads_per_partition = mask_type, 1, 1
     layer.pg_collection = SimpleNamespace(cp=SimpleNamespace(size=lambda: 1))
     layer.config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, attention_dropout=0.0)
@@ -74,6 +85,122 @@ def test_attention_of_a_programs_own_is_refused():
     ):
         use_segment_attention([torch.nn.ModuleDict({"tower": layer})])
     assert type(layer.core_attention) is CappedAttention
+
+
+class LinearAttention(SelfAttention):
+    """As mcore-bridge has it for Ling: a SelfAttention whose own forward attends, by a state."""
+
+    def forward(self, hidden):
+        return hidden.cumsum(0)
+
+
+class CoreAttention(SelfAttention):
+    """A forward of a program's own that calls Megatron's part."""
+
+    def forward(self, hidden):
+        return self.core_attention(hidden, hidden, hidden)
+
+
+PARTS = torch.ones(4, 1, 1, 8)
+WHOLE = Segment(0, 0, 0, 4, 4)
+CUT = Segment(0, 0, 0, 4, 8)
+OF_DOCUMENTS = Segment(0, 0, 0, 4, 4, ((0, 2),))
+
+
+@pytest.mark.parametrize("segment, is_refused", [(WHOLE, False), (CUT, True), (OF_DOCUMENTS, True)])
+def test_attention_beside_the_core_attention_is_refused(segment, is_refused):
+    """On parts of a sequence, and of documents, of which it would know nothing."""
+    layer = attention_layer(LinearAttention, AttnMaskType.causal)
+    context = SegmentContext()
+    attach([torch.nn.ModuleDict({"tower": layer})], context)
+    assert torch.equal(layer(PARTS), PARTS.cumsum(0))
+    with context.running(segment, keeps_for_backward=False):
+        if is_refused:
+            with pytest.raises(ValueError, match="^tower is a .*LinearAttention, which does not call its core_att"):
+                layer(PARTS)
+        else:
+            layer(PARTS)
+
+
+def test_layers_that_call_their_attention_are_seen_once():
+    layer = attention_layer(CoreAttention, AttnMaskType.causal)
+    context = SegmentContext()
+    attach([torch.nn.ModuleDict({"tower": layer})], context)
+    assert layer._forward_hooks and layer.core_attention._forward_pre_hooks
+    with context.running(CUT, keeps_for_backward=False):
+        layer(PARTS)
+    assert not layer._forward_hooks and not layer.core_attention._forward_pre_hooks
+
+
+class OtherDeltaNet(GatedDeltaNet):
+    """As mcore-bridge has it for Qwen3-Next: other places of heads in the projection."""
+
+    def forward(self, hidden):
+        return hidden
+
+
+class DeltaNetOfSameForward(GatedDeltaNet):
+    pass
+
+
+class OtherMixer(MambaMixer):
+    def _ssm_training(self, projected):
+        return projected
+
+
+@pytest.mark.parametrize(
+    "layer, name",
+    [
+        (bare(TransformerLayer, self_attention=torch.nn.GRU(4, 4), cross_attention=IdentityOp()), "GRU"),
+        (bare(TransformerLayer, self_attention=IdentityOp(), cross_attention=torch.nn.GRU(4, 4)), "GRU"),
+        (bare(TransformerLayer, self_attention=bare(OtherDeltaNet), cross_attention=IdentityOp()), "OtherDeltaNet"),
+        (bare(MambaLayer, mixer=torch.nn.GRU(4, 4)), "GRU"),
+        (bare(MambaLayer, mixer=bare(OtherMixer)), "OtherMixer"),
+    ],
+)
+def test_layers_of_a_programs_own_are_refused(layer, name):
+    chunk = torch.nn.ModuleDict({"tower": layer})
+    with pytest.raises(ValueError, match=rf"^tower\.\w+ is a .*\.{name}, of which segments do not know"):
+        refuse_unknown_layers([chunk])
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        bare(TransformerLayer, self_attention=bare(SelfAttention), cross_attention=IdentityOp()),
+        bare(TransformerLayer, self_attention=bare(DeltaNetOfSameForward), cross_attention=IdentityOp()),
+        bare(TransformerLayer, self_attention=IdentityOp(), cross_attention=IdentityOp()),
+        bare(MambaLayer, mixer=bare(MambaMixer)),
+    ],
+)
+def test_layers_of_megatron_are_known(layer):
+    refuse_unknown_layers([torch.nn.ModuleDict({"tower": layer})])
+
+
+class PackedAttention(torch.nn.Module):
+    """What a layer had before, for any call."""
+
+    def forward(self, query, key, value, attention_mask=None, **given):
+        return self.training, attention_mask, given
+
+
+def test_attention_beside_a_step_stays_that_of_the_program():
+    """ms-swift's GRPO runs its model on packs between the steps of the schedule."""
+    layer = attention_layer(CoreAttention, AttnMaskType.causal)
+    own = layer.core_attention
+    own.forward = PackedAttention().forward
+    attach([torch.nn.ModuleDict({"tower": layer})], SegmentContext())
+    pack = object()
+    given = {"attn_mask_type": AttnMaskType.causal, "attention_bias": None, "packed_seq_params": pack}
+    assert layer.core_attention(PARTS, PARTS, PARTS, pack, **given)[1:] == (pack, given)
+    layer.eval()
+    layer.core_attention(PARTS, PARTS, PARTS)
+    assert not own.training
+    own.hidden_size_per_attention_head_v = 4
+    layer.core_attention.hidden_size_per_attention_head_v = 8  # as Megatron does for latents in packs
+    assert own.hidden_size_per_attention_head_v == 8
+    assert [*layer.state_dict()] == [*dict(layer.named_parameters())] == []
+    assert own not in layer.modules()
 
 
 def test_layers_that_evaluate_get_attention_that_evaluates():

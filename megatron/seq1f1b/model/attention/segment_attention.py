@@ -1,7 +1,7 @@
 """Causal self-attention of one segment over the keys and values of its whole prefix.
 
 It replaces Megatron's `core_attention`, between the rotary embedding and the output projection. Without a running
-segment it is plain causal attention on the same kernel, so that schedules can be compared.
+segment it is what it replaced, or plain causal attention on the same kernel, so that schedules can be compared.
 """
 
 from collections.abc import Callable
@@ -43,6 +43,8 @@ class SegmentAttention(torch.nn.Module):
     is never expanded. With an `exchange`, the n tokens are those of this context-parallel rank, which attends with its
     share of the heads, and of the queries if ranks have the same heads. Besides its KVCache a layer keeps query, output
     and log-sum-exp: b·h·((d + e)·w + 4) bytes per token for w bytes an element.
+
+    `outside` attends where no segment runs: what a program computes beside the steps of its schedule is its own affair.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class SegmentAttention(torch.nn.Module):
         window: int | None = None,
         sink: Tensor | None = None,
         exchange: HeadExchange | None = None,
+        outside: torch.nn.Module | None = None,
     ) -> None:
         super().__init__()
         scale = softmax_scale or config.softmax_scale or 1.0 / sqrt(config.kv_channels)
@@ -61,6 +64,8 @@ class SegmentAttention(torch.nn.Module):
         self.config = config
         self.softmax_offset = sink  # Megatron's name of the parameter
         self.exchange = exchange
+        # No module of this one: it would have names of its own in checkpoints.
+        self._outside: tuple[Any] = (outside,)
         self.kernels = kernels or KernelChoice()
         self.segment_context = SegmentContext()  # until `attach` replaces it by the executor's
 
@@ -77,6 +82,17 @@ class SegmentAttention(torch.nn.Module):
     ) -> Tensor:
         context = self.segment_context
         segment = context.segment
+        (outside,) = self._outside
+        if segment is None and outside is not None:
+            return outside.train(self.training)(
+                query,
+                key,
+                value,
+                attention_mask,
+                attn_mask_type=attn_mask_type,
+                attention_bias=attention_bias,
+                packed_seq_params=packed_seq_params,
+            )
         is_causal = attn_mask_type in (None, AttnMaskType.causal) and attention_bias is None
         if not is_causal or packed_seq_params is not None:
             raise ValueError(
@@ -107,6 +123,17 @@ class SegmentAttention(torch.nn.Module):
         if cached is not None:
             context.end_forward(self, output)
         return output if self.exchange is None else self.exchange.to_tokens(output)
+
+    @property
+    def hidden_size_per_attention_head_v(self) -> int:
+        """That of the attention outside, which Megatron sets around a call for latents in packs."""
+        (outside,) = self._outside
+        return outside.hidden_size_per_attention_head_v
+
+    @hidden_size_per_attention_head_v.setter
+    def hidden_size_per_attention_head_v(self, size: int) -> None:
+        (outside,) = self._outside
+        outside.hidden_size_per_attention_head_v = size
 
     def new_cache(self, segment: Segment, query: Tensor, value: Tensor) -> KVCache:
         """An empty cache for the micro-batch of a segment, whose heads have the sizes of this query and value."""
