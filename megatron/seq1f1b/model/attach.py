@@ -124,11 +124,10 @@ def use_segment_attention(
 
 
 def _require_replaceable(name: str, attention: torch.nn.Module) -> None:
-    kind = type(attention)
-    own_name = f"{kind.__module__}.{kind.__qualname__}"
-    if own_name not in _REPLACEABLE:
+    kind = _class_of(attention)
+    if kind not in _REPLACEABLE:
         raise ValueError(
-            f"{name} computes attention by {own_name}, which segments would replace by plain causal attention, without "
+            f"{name} computes attention by {kind}, which segments would replace by plain causal attention, without "
             "what it adds to that (capped scores, windows by layer, scaled queries); run this model without segments"
         )
 
@@ -170,17 +169,20 @@ def refuse_unknown_layers(chunks: Iterable[torch.nn.Module]) -> None:
 
 
 def _require_known(path: str, mixer: torch.nn.Module, known: tuple[type, ...]) -> None:
-    kind = type(mixer)
-    is_known = isinstance(mixer, known)
+    if not isinstance(mixer, known) or _replaces_patched_method(mixer):
+        raise ValueError(
+            f"{path} is a {_class_of(mixer)}, of which segments do not know what a token needs of earlier ones; run "
+            "this model without segments"
+        )
+
+
+def _replaces_patched_method(mixer: torch.nn.Module) -> bool:
+    """Whether its class computes otherwise what ours would take the place of."""
     for patch in (*gated_delta_net.SEGMENT_PATCHES, *mamba.SEGMENT_PATCHES):
         owner, method = owner_of(patch.target)
-        if isinstance(mixer, owner) and getattr(kind, method) is not getattr(owner, method):
-            is_known = False  # ours would take the place of another computation
-    if not is_known:
-        raise ValueError(
-            f"{path} is a {kind.__module__}.{kind.__qualname__}, of which segments do not know what a token needs of "
-            "earlier ones; run this model without segments"
-        )
+        if isinstance(mixer, owner) and getattr(type(mixer), method) is not getattr(owner, method):
+            return True
+    return False
 
 
 def _refuse_other_attention(path: str, layer: Attention, attention: SegmentAttention) -> None:
@@ -195,10 +197,9 @@ def _refuse_other_attention(path: str, layer: Attention, attention: SegmentAtten
         segment = attention.segment_context.segment
         if segment is None or (segment.is_whole_sequence and segment.documents is None):
             return
-        kind = type(layer)
         raise ValueError(
-            f"{path} is a {kind.__module__}.{kind.__qualname__}, which does not call its core_attention, so that its "
-            "tokens would see none of earlier segments; run this model without segments"
+            f"{path} is a {_class_of(layer)}, which does not call its core_attention, so that its tokens would see "
+            "none of earlier segments; run this model without segments"
         )
 
     of_attention = attention.register_forward_pre_hook(forget)
@@ -215,6 +216,12 @@ def refuse_attention_to_later_tokens(chunks: Iterable[torch.nn.Module]) -> None:
                     "need later ones (an encoder, a vision tower) or not all earlier ones (a tree of sequences), so "
                     "that its sequences cannot be cut; drop --sequence-splits or --segment-tokens"
                 )
+
+
+def _class_of(module: torch.nn.Module) -> str:
+    """The full name of its class."""
+    kind = type(module)
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _attention_layers(chunk: torch.nn.Module) -> Iterator[tuple[str, Attention]]:

@@ -47,6 +47,8 @@ class SegmentAttention(torch.nn.Module):
     `outside` attends where no segment runs: what a program computes beside the steps of its schedule is its own affair.
     """
 
+    outside: Any
+
     def __init__(
         self,
         config: TransformerConfig,
@@ -64,8 +66,8 @@ class SegmentAttention(torch.nn.Module):
         self.config = config
         self.softmax_offset = sink  # Megatron's name of the parameter
         self.exchange = exchange
-        # No module of this one: it would have names of its own in checkpoints.
-        self._outside: tuple[Any] = (outside,)
+        # Not by PyTorch's own way, which makes it a part of this module, with names of its own in checkpoints.
+        object.__setattr__(self, "outside", outside)
         self.kernels = kernels or KernelChoice()
         self.segment_context = SegmentContext()  # until `attach` replaces it by the executor's
 
@@ -82,9 +84,8 @@ class SegmentAttention(torch.nn.Module):
     ) -> Tensor:
         context = self.segment_context
         segment = context.segment
-        (outside,) = self._outside
-        if segment is None and outside is not None:
-            return outside.train(self.training)(
+        if segment is None and self.outside is not None:
+            return self.outside.train(self.training)(
                 query,
                 key,
                 value,
@@ -127,13 +128,11 @@ class SegmentAttention(torch.nn.Module):
     @property
     def hidden_size_per_attention_head_v(self) -> int:
         """That of the attention outside, which Megatron sets around a call for latents in packs."""
-        (outside,) = self._outside
-        return outside.hidden_size_per_attention_head_v
+        return self.outside.hidden_size_per_attention_head_v
 
     @hidden_size_per_attention_head_v.setter
     def hidden_size_per_attention_head_v(self, size: int) -> None:
-        (outside,) = self._outside
-        outside.hidden_size_per_attention_head_v = size
+        self.outside.hidden_size_per_attention_head_v = size
 
     def new_cache(self, segment: Segment, query: Tensor, value: Tensor) -> KVCache:
         """An empty cache for the micro-batch of a segment, whose heads have the sizes of this query and value."""
