@@ -13,8 +13,10 @@ def save_qwen(
     hidden_size: int = 32,
     most_tokens: int = 512,
     num_experts: int = 1,
+    has_scores: bool = False,
 ) -> None:
-    """A Qwen3 for sequences of `most_tokens`; of several experts two take each token."""
+    """A Qwen3 for sequences of `most_tokens`; of several experts two take each token. If it `has_scores`, a head that
+    gives one for each token, as a reward model has it, is saved beside that of the logits."""
     from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(0)
@@ -41,6 +43,8 @@ def save_qwen(
             norm_topk_prob=True,
         )
         model = Qwen3MoeForCausalLM(experts)
+    if has_scores:
+        model.score = torch.nn.Linear(hidden_size, 1, bias=False)
     model.save_pretrained(folder)
     save_tokenizer(folder, vocabulary)
 

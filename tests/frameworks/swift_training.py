@@ -41,6 +41,9 @@ CASES = {
     "dpo": "--rlhf_type dpo --micro_batch_size 2",
     "dpo-lora": f"--rlhf_type dpo --micro_batch_size 2 {LORA}",
     "kto": "--rlhf_type kto --micro_batch_size 2 --lr 0.01",
+    "reward": "--rlhf_type rm --micro_batch_size 2",
+    # Chosen and rejected answers in one batch, as long as the longest, with a mask that hides later tokens and padding.
+    "reward-padded": "--rlhf_type rm --micro_batch_size 2 --padding_free false",
 }
 
 
@@ -110,7 +113,7 @@ def fine_tune(folder: Path, words: str, output: Path) -> Training:
 
 def _prepare(folder: Path) -> None:
     if dist.get_rank() == 0:
-        save_qwen(folder / "qwen", VOCABULARY)
+        save_qwen(folder / "qwen", VOCABULARY, has_scores=True)
         save_examples(folder)
     dist.barrier()
 

@@ -30,9 +30,10 @@ class MaskCheck:
         self._unread: list[_Comparison] = []
 
     def require_causal(self, mask: Any, length: int, where: str) -> None:
-        """Raise ValueError unless a mask of sequences of `length` (s) tokens hides nothing but later tokens, booleans
-        [..., s, s], or padding behind them: [b, s], True for tokens, as Hugging Face's models take it, or
-        [b, 1, 1, s], True for padding, as Megatron's. `where` names it in the error; `settle` raises it for a GPU's."""
+        """Raise ValueError unless a mask of sequences of `length` (s) tokens hides nothing but later tokens and padding
+        at the end: booleans [..., s, s], True where hidden, or of padding alone, [b, s], True for tokens, as Hugging
+        Face's models take it, or [b, 1, 1, s], True for padding, as Megatron's. `where` names it in the error; `settle`
+        raises it for a GPU's."""
         if not isinstance(mask, Tensor) or mask.shape[-1] != length:
             return
         if mask.dim() > 2 and mask.shape[-2] == length:
@@ -59,27 +60,39 @@ class MaskCheck:
 
 def starts_of_documents(hidden: Tensor, where: str) -> Tensor:
     """Which tokens are the first of a document, booleans [b, s] on the CPU, by a mask `hidden` [b, s, s], True where
-    hidden. Raises ValueError, which names the mask by `where`, if it hides more or less than other documents and later
-    tokens. Waits for the GPU."""
+    hidden. Raises ValueError, which names the mask by `where`, if it hides more or less than other documents, later
+    tokens and padding at the end. Waits for the GPU."""
     starts = torch.zeros(hidden.shape[:2], dtype=torch.bool)
     starts[:, 0] = True
     starts[:, 1:] = hidden.diagonal(-1, 1, 2).cpu()  # tokens that do not see the one before them
+    starts &= ~padding_at_end(hidden).cpu()
     if differs(hidden, starts.cumsum(1).to(hidden.device)):
         raise ValueError(
-            f"{where} hides more or less than other documents and later tokens, but segments hide exactly these; drop "
-            "--sequence-splits"
+            f"{where} hides more or less than other documents, later tokens and padding at the end, but segments hide "
+            "exactly these; drop --sequence-splits"
         )
     return starts
 
 
 def differs(mask: Tensor, document: Tensor | None = None) -> Tensor:
     """Whether `mask` [b, s, s], True where hidden, differs from the causal mask, or from that within documents if
-    `document` [b, s] numbers them for each token: a boolean on its device."""
-    is_different = torch.zeros((), dtype=torch.bool, device=mask.device)
+    `document` [b, s] numbers them for each token: a boolean on its device. Padding at the end may be hidden, too."""
+    is_padding = padding_at_end(mask)
+    is_different = is_padding[:, 0].any()  # no token is left
     for first in range(0, mask.shape[-1], _ROWS_AT_ONCE):
         rows = mask[:, first : first + _ROWS_AT_ONCE]
         hidden = torch.ones(rows.shape[1:], dtype=torch.bool, device=mask.device).triu(first + 1)
         if document is not None:
             hidden = hidden | (document[:, first : first + _ROWS_AT_ONCE, None] != document[:, None])
-        is_different |= (rows != hidden).any()
+        # What padding sees reaches no token.
+        is_token = ~is_padding[:, first : first + _ROWS_AT_ONCE, None]
+        is_different |= ((rows != hidden) & is_token).any()
     return is_different
+
+
+def padding_at_end(mask: Tensor) -> Tensor:
+    """Which of the last tokens are hidden from all, by `mask` [b, s, s], True where hidden: booleans [b, s]."""
+    is_hidden = mask.all(1)
+    num_hidden_behind = is_hidden.flip(1).cumsum(1).flip(1)
+    num_behind = torch.arange(mask.shape[-1], 0, -1, device=mask.device)
+    return num_hidden_behind == num_behind

@@ -5,7 +5,7 @@ import torch
 from megatron.core.transformer.enums import AttnMaskType
 
 from megatron.seq1f1b.model import Segment
-from megatron.seq1f1b.model.masks import MaskCheck, differs
+from megatron.seq1f1b.model.masks import MaskCheck, differs, starts_of_documents
 from support.segments import attention
 
 LENGTH = 8
@@ -53,14 +53,35 @@ def test_causal_masks_are_accepted(mask):
 # Which tokens a sequence has.
 AT_THE_END = torch.tensor([[1, 1, 1, 1, 1, 1, 0, 0], [1] * 8]).bool()
 AT_THE_START = AT_THE_END.flip(1)
+# The same as a mask that programs give.
+FORMS = {
+    "of tokens": lambda has: has,
+    "of padding": lambda has: ~has[:, None, None],
+    "of later tokens and padding": lambda has: CAUSAL | ~has[:, None, None],
+    "of padding also from itself": lambda has: CAUSAL | ~has[:, None, None] | ~has[:, None, :, None],
+}
 
 
-@pytest.mark.parametrize("form", [lambda has: has, lambda has: ~has[:, None, None]], ids=["of tokens", "of padding"])
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_padding_is_accepted_at_the_end_where_no_token_sees_it(form):
     check(form(AT_THE_END))
     check(form(AT_THE_END).int())
     with pytest.raises(ValueError, match="with padding at the end"):
         check(form(AT_THE_START))
+
+
+def test_documents_end_before_padding():
+    hidden = within_documents(3) | (TOKENS >= 6)
+    starts = starts_of_documents(hidden[None], "the mask")
+    assert starts.nonzero().tolist() == [[0, 0], [0, 3]]
+
+
+@pytest.mark.parametrize("mask", [~CAUSAL, torch.ones_like(CAUSAL)], ids=["of what is seen", "of all"])
+def test_a_mask_that_leaves_no_token_is_no_mask_of_padding(mask):
+    with pytest.raises(ValueError, match="is not plain causal"):
+        check(mask[None, None])
+    with pytest.raises(ValueError, match="hides more or less"):
+        starts_of_documents(mask[None], "the mask")
 
 
 def test_masks_longer_than_a_block_of_rows_are_compared_whole():
