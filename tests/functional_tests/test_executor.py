@@ -5,6 +5,8 @@ The model is one linear layer a stage, without code of Megatron's: no process gr
 
 import time
 from dataclasses import replace
+from datetime import timedelta
+from functools import partial
 from itertools import count
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -22,6 +24,8 @@ from megatron.core.rerun_state_machine import (
 )
 from megatron.core.timers import Timers
 
+from megatron.seq1f1b.process.ranks import results_on_all_ranks
+from megatron.seq1f1b.runtime import PipelineExecutor, Segmentation
 from megatron.seq1f1b.runtime import executor as executor_file
 from megatron.seq1f1b.runtime.communication import Communicator
 from megatron.seq1f1b.runtime.segments.segmentation import on_all_ranks
@@ -240,21 +244,98 @@ def test_after_a_failure_no_rank_takes_a_step():
         run(failing, model, pg_collection=collection)
 
 
-@on_ranks(2)
-def test_a_rank_that_cannot_run_its_model_tells_the_others():
-    """Of two ranks the second has a layer that cannot run on segments; the first waits for its messages meanwhile."""
-    rank, failing, model, collection = dist.get_rank(), executor(k=2, timeout=5), stage(), groups()
+def raise_at(rank: int, error: Exception) -> None:
+    if dist.get_rank() == rank:
+        raise error
 
-    def attach(*_):
-        if rank == 1:
+
+@on_ranks(2)
+def test_all_ranks_have_the_results_of_all_or_the_error_of_one():
+    """They are together after an error, too."""
+    own, _ = dist.new_subgroups(1)
+    for group in (None, dist.new_group()):
+        for rank in (0, 1):
+            full = ValueError(f"rank {rank} has no room")
+            with pytest.raises(ValueError, match=f"^rank {rank} has no room$"):
+                results_on_all_ranks(partial(raise_at, rank, full), group)
+            kind = KeyError if dist.get_rank() == rank else RuntimeError
+            with pytest.raises(kind, match="no data"):
+                results_on_all_ranks(partial(raise_at, rank, KeyError("no data")), group)
+        assert results_on_all_ranks(dist.get_rank, group) == [0, 1]
+    assert results_on_all_ranks(dist.get_rank, own) == [dist.get_rank()]
+
+
+@on_ranks(2)
+def test_a_model_that_one_rank_cannot_run_is_refused_by_all():
+    """The second one that the program brings, of which rank 1 has a layer that cannot run on segments. No rank begins a
+    step of it, and all may take others."""
+    given, collection, first, second = executor(k=2, timeout=5), groups(), stage(), stage()
+
+    def attach(chunks, *_):
+        if dist.get_rank() == 1 and second in chunks:
             raise ValueError("layer 3 caps its scores")
 
-    words = "rank 1 failed in this step: ValueError: layer 3 caps its scores"
-    kind, found = (ValueError, "^layer 3 caps") if rank else (RuntimeError, words)
-    with patch.object(executor_file, "attach", attach), pytest.raises(kind, match=found):
-        run(failing, model, pg_collection=collection)
-    with pytest.raises(RuntimeError, match="an earlier step of this pipeline failed .*layer 3 caps its scores"):
-        run(failing, model, pg_collection=collection)
+    with patch.object(executor_file, "attach", attach):
+        run(given, first, pg_collection=collection)
+        for _ in range(2):
+            with pytest.raises(ValueError, match="^layer 3 caps its scores$"):
+                run(given, second, pg_collection=collection)
+        run(given, first, pg_collection=collection)
+    assert second.calls == []
+    run(given, second, pg_collection=collection)
+
+
+@on_ranks(2)
+def test_a_plan_that_one_rank_cannot_run_is_refused_by_all():
+    """A cut that fails, and a call that is refused, when a step of another size comes."""
+    rank, collection, model = dist.get_rank(), groups(), stage()
+
+    def halves(length):
+        if rank == 1 and length == SEQUENCE // 2:
+            raise ValueError("no sequence of 4 tokens can be cut")
+        return [length // 2] * 2
+
+    given = PipelineExecutor(ScheduleChoice("1f1b"), Segmentation(2, halves), timeout=timedelta(seconds=5))
+    run(given, model, pg_collection=collection)
+    half = [tokens[: SEQUENCE // 2] for tokens in batches(MICROBATCHES)]
+    with pytest.raises(ValueError, match="^no sequence of 4 tokens can be cut$"):
+        run(given, model, pg_collection=collection, seq_length=SEQUENCE // 2, data_iterator=[iter(half)])
+    data = [batches(2)] * (1 + rank)
+    with pytest.raises(ValueError, match="^1 model chunks need a data iterator each, but 2 were given$"):
+        run(given, model, microbatches=2, pg_collection=collection, data_iterator=data)
+    run(given, model, pg_collection=collection)
+    run(given, model, microbatches=2, pg_collection=collection)
+
+
+@on_ranks(2)
+def test_a_search_that_fails_on_one_rank_fails_on_all():
+    def costs(lengths):
+        if dist.get_rank() == 1:
+            raise ValueError("the machine file has no GPU of this kind")
+        return Costs.uniform(Shape(Placement(2), MICROBATCHES, len(lengths)))
+
+    with pytest.raises(ValueError, match="^the machine file has no GPU of this kind$"):
+        run(executor("auto", k=2, costs=costs), stage(), pg_collection=groups())
+    dist.barrier()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("family", ["1f1b", "auto"])
+def test_ranks_exchange_nothing_before_a_step_that_they_know(family):
+    """Each of two models has a plan for training and one for evaluation; at another number of micro-batches all ranks
+    prepare again."""
+    given, collection, models = executor(family, k=2), groups(), (stage(), stage())
+    with patch.object(dist, "all_gather_object", wraps=dist.all_gather_object) as exchange:
+        numbers = []
+        for _ in range(2):
+            for model in models:
+                for forward_only in (False, True):
+                    before = exchange.call_count
+                    run(given, model, pg_collection=collection, forward_only=forward_only)
+                    numbers.append(exchange.call_count - before)
+        assert all(numbers[:4]) and not any(numbers[4:])
+        run(given, models[0], microbatches=2, pg_collection=collection)
+        assert exchange.call_count > sum(numbers)
 
 
 @on_ranks(2)

@@ -4,11 +4,13 @@ import sys
 from argparse import Namespace
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from types import ModuleType
 
 import megatron.core.pipeline_parallel as of_megatron
 import pytest
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -116,6 +118,28 @@ def test_an_embedding_frozen_without_its_copy_is_refused(launch):
         assert sentence.startswith(
             "the embedding is frozen on pipeline rank 0, but its tied copy on pipeline rank 1 is not"
         )
+
+
+def step_with_a_feature_on_one_rank() -> str:
+    """What ends the first step of a model that rank 1 has with a feature that is not supported. Without it both ranks
+    then take a step."""
+    megatron.seq1f1b.install(sequence_splits=2)
+    chunks = model_of(Model())
+    config = chunks[0].config
+    of_megatron_itself = config.experimental_attention_variant
+    if dist.get_rank() == 1:
+        config.experimental_attention_variant = "gated_delta_net"
+    take_step = partial(run, of_megatron.get_forward_backward_func(), chunks, Case("", 1, 3, "even", "random"), 0, 1)
+    with pytest.raises(ValueError) as error:
+        take_step()
+    config.experimental_attention_variant = of_megatron_itself
+    take_step()
+    return str(error.value)
+
+
+def test_a_feature_of_one_rank_is_refused_by_all(launch):
+    for sentence in launch.call(2, step_with_a_feature_on_one_rank):
+        assert sentence.startswith("--experimental-attention-variant"), sentence
 
 
 @pytest.fixture(scope="module")

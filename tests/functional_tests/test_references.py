@@ -5,12 +5,16 @@ The forward step is in the manner of ms-swift's for DPO: stages hand on both out
 """
 
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
+from megatron.core.transformer.enums import AttnMaskType
 
 import megatron.seq1f1b
 from functional_tests.equality.cases import Layout
@@ -291,3 +295,51 @@ def test_other_sequences_are_refused_if_all_have_one_length():
     executor = PipelineExecutor(ScheduleChoice("1f1b"), halves)
     with pytest.raises(ValueError, match="reference and its model for sequences of different sizes; call both for"):
         one_step(of_other_sequences, executor, lengths_vary=False, num_microbatches=1)
+
+
+def a_model_with_an_encoder_on_rank_1(layout, chunks):
+    references, around_reference = another_model(layout, chunks)
+    if dist.get_rank() == 1:
+        references[0].decoder.layers[0].self_attention.attn_mask_type = AttnMaskType.padding
+    return references, around_reference
+
+
+@on_ranks(2)
+def test_a_reference_that_one_rank_cannot_run_is_refused_by_all():
+    with pytest.raises(
+        ValueError, match=r"^decoder.layers.0.self_attention is a .* with a mask of type padding, whose"
+    ):
+        steps(forward_step, a_model_with_an_encoder_on_rank_1, LAYOUTS[0], by_segments())
+    dist.barrier()
+
+
+@on_ranks(2)
+def test_ranks_exchange_nothing_for_a_reference_that_they_know():
+    layout = LAYOUTS[0]
+    use_ranks(layout)
+    chunks = build(Model(), layout)
+    chunks[0].config.variable_seq_lengths = True
+    step = partial(
+        by_segments(),
+        forward_step_func=partial(forward_step, *another_model(layout, chunks)),
+        model=chunks,
+        num_microbatches=len(LENGTHS),
+        seq_length=1,
+        micro_batch_size=2,
+        pg_collection=groups_of(layout),
+    )
+    numbers = []
+    for _ in range(2):
+        with patch.object(dist, "all_gather_object", wraps=dist.all_gather_object) as exchange:
+            step(data_iterator=[iter(Batches())])
+        numbers.append(exchange.call_count)
+    first, second = numbers
+    assert first > 0 == second
+
+
+def by_segments():
+    return PipelineExecutor(
+        ScheduleChoice("1f1b"),
+        Segmentation(2, lambda length, *_: (length // 2, length - length // 2), from_variable_calls=True),
+        timeout=timedelta(seconds=5),
+    )

@@ -13,7 +13,7 @@ from ..arguments import MegatronRun, PipelineConfig, run_of_program
 from ..arguments.flags import TRACED_ITERATIONS
 from ..model import PIECE, Documents
 from ..process.one_caller import OneCaller
-from ..process.ranks import warn_on_rank_0
+from ..process.ranks import results_on_all_ranks, warn_on_rank_0
 from ..runtime import (
     MESSAGE_TIMEOUT,
     ActivationMemory,
@@ -24,6 +24,7 @@ from ..runtime import (
     Surroundings,
     Tracer,
 )
+from ..runtime.step import chunks_of, pipeline_of
 from .v_chunks import in_forward_step
 
 
@@ -56,7 +57,8 @@ def training_executor(
 class ProgramExecutor:
     """The executor of a program without Megatron's arguments; called like Megatron's `forward_backward_func`.
 
-    The first step of every model calls `configure(run)`, which may raise ValueError; the first configuration is kept.
+    The first step of every model calls `configure(run)`, which may raise ValueError, that of one rank on all; the first
+    configuration is kept.
     `keep_documents_apart` is for batches with `cu_seqlens` or a boolean `attention_mask`.
     """
 
@@ -73,20 +75,31 @@ class ProgramExecutor:
             return self._call(**step)
 
     def _call(self, *, model: Any, num_microbatches: int, seq_length: int | None = None, **step: Any) -> list[Any]:
-        of_model = get_model_config(model[0] if isinstance(model, list) else model)
+        of_model = get_model_config(chunks_of(model)[0])
         if not any(of_model is checked for checked in self._checked):
-            size = step.get("micro_batch_size")
-            run = run_of_program(model, num_microbatches, seq_length, size, self._keep_documents_apart)
-            config = self._configure(run)
-            tracer = tracer_of(config, lambda: self._training_steps)
-            # Programs divide packs among context-parallel ranks by documents, as Transformer Engine wants them.
-            contract = ProgramContract(divides_documents=True)
-            executor = _executor(config, tracer, contract=contract, from_calls=True)
-            self._executor = self._executor or executor
+            executors: list[PipelineExecutor] = []
+
+            def configure() -> None:
+                size = step.get("micro_batch_size")
+                run = run_of_program(model, num_microbatches, seq_length, size, self._keep_documents_apart)
+                executors.append(self._executor_of(self._configure(run)))
+
+            pipeline = pipeline_of(step.get("p2p_communicator"), step.get("pg_collection"))
+            if pipeline.size() > 1:
+                results_on_all_ranks(configure)
+            else:
+                configure()
+            self._executor = self._executor or executors[0]
             self._checked.append(of_model)
         self._training_steps += not step.get("forward_only", False)
         assert self._executor is not None, "there is one from the first model on"
         return self._executor(model=model, num_microbatches=num_microbatches, seq_length=seq_length, **step)
+
+    def _executor_of(self, config: PipelineConfig) -> PipelineExecutor:
+        tracer = tracer_of(config, lambda: self._training_steps)
+        # Programs divide packs among context-parallel ranks by documents, as Transformer Engine wants them.
+        contract = ProgramContract(divides_documents=True)
+        return _executor(config, tracer, contract=contract, from_calls=True)
 
 
 def tracer_of(config: PipelineConfig, iteration_now: Callable[[], int]) -> Tracer | None:

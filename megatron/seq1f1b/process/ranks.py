@@ -52,18 +52,34 @@ class Outcome:
         return self._result
 
 
-def check_agreement(plan: str, group: Any = None) -> None:
-    """Raise ValueError on all ranks of a process group, by default of the world, if their plans differ: the step would
-    hang, or compute something else."""
+def results_on_all_ranks[T](make: Callable[[], T], group: Any = None) -> list[T]:
+    """What `make()` returns on each rank of a process group, by default of the world; call it on all of them. The error
+    of one is raised on all, so that none goes on and waits for it. The wait for all ranks ends with the timeout of the
+    group."""
     import torch.distributed as dist
 
-    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-    plans: list[str] = [plan] * len(ranks)
-    dist.all_gather_object(plans, plan, group=group)
+    group = group or dist.group.WORLD
+    if group.size() == 1:
+        return [make()]
+    own = Outcome(make)
+    outcomes = [own] * group.size()
+    dist.all_gather_object(outcomes, own, group=group)
+    outcomes[group.rank()] = own  # whose error has its traceback
+    return [outcome.result() for outcome in outcomes]
+
+
+def check_agreement(make_plan: Callable[[], str], group: Any = None) -> str:
+    """The plan of all ranks of a process group, by default of the world, in words. Raises ValueError on all of them if
+    their plans differ, since the step would hang, or compute something else, and the error of `make_plan()` on one."""
+    import torch.distributed as dist
+
+    plans = results_on_all_ranks(make_plan, group)
     usual, _ = Counter(plans).most_common(1)[0]
-    others = [f"rank {rank} has {other}" for rank, other in zip(ranks, plans, strict=True) if other != usual]
-    if others:
+    if len(set(plans)) > 1:
+        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+        others = [f"rank {rank} has {other}" for rank, other in zip(ranks, plans, strict=True) if other != usual]
         raise ValueError(
             f"the ranks disagree on what to run: {'; '.join(others)}; the other ranks have {usual}. Start all ranks "
             "with the same flags and files"
         )
+    return usual

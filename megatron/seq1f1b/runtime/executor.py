@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
@@ -30,12 +31,13 @@ from ..model import (
     refuse_attention_to_later_tokens,
     refuse_unknown_layers,
 )
+from ..process.causes import has_lost_a_peer
 from ..process.one_caller import OneCaller
 from ..process.patches import patched
-from ..process.ranks import check_agreement
+from ..process.ranks import check_agreement, results_on_all_ranks
 from ..process.scarce_memory import lacks_memory, let_go
 from ..process.step_failure import explained
-from ..schedule import CostsOfLengths, ScheduleChoice
+from ..schedule import FAMILIES, CostsOfLengths, ScheduleChoice
 from .activation_memory import ActivationMemory
 from .communication import Communicator
 from .forwards.forward_segments import SegmentForwards
@@ -54,11 +56,14 @@ from .rank_schedule import RankSchedule, RankSchedules
 from .recording.megatron_steps import run_traced
 from .recording.recorder import Recorder, StepRecorder
 from .recording.tracer import StepTracer
-from .reference import run_references
+from .reference import references_of_chunks, run_references
 from .segments.segmentation import Segmentation
-from .step import Step
+from .step import Step, chunks_of, pipeline_of
 
 MESSAGE_TIMEOUT = timedelta(minutes=10)  # as in PyTorch's groups
+
+# What of a call a step is planned for; all ranks must prepare it together when one of these is new.
+_PLANNED_FOR = ("num_microbatches", "seq_length", "decoder_seq_length", "micro_batch_size", "forward_only")
 
 
 class PipelineExecutor:
@@ -108,8 +113,11 @@ class PipelineExecutor:
         self._tracer = tracer
         self._layer_ends = LayerEnds(activations.host_memory.end_layer)
         self._communicator = cache(partial(Communicator, timeout=timeout))
-        self._check_agreement = cache(check_agreement)
-        self._checked = WeakSet[torch.nn.Module]()  # first chunks of models that were seen to agree with other ranks
+        # What all ranks have prepared: plans of steps of each model of the program, by its first chunk on this rank,
+        # references, and orders by shapes and lengths of segments.
+        self._plans_of_model: WeakKeyDictionary[torch.nn.Module, set[tuple]] = WeakKeyDictionary()
+        self._references = WeakSet[torch.nn.Module]()
+        self._orders: set[tuple] = set()
         # Kinds of steps, whose kernels are loaded, of each model of the program, by its first chunk on this rank.
         self._ran_before: WeakKeyDictionary[torch.nn.Module, set[tuple]] = WeakKeyDictionary()
         self._failure: str | None = None
@@ -133,39 +141,75 @@ class PipelineExecutor:
         with self._caller.entered():
             return self._run_step(**arguments)
 
-    def _run_step(self, **arguments: Any) -> list[Any]:
+    def _run_step(
+        self,
+        *,
+        model: torch.nn.Module | list[torch.nn.Module],
+        p2p_communicator: Any = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        **arguments: Any,
+    ) -> list[Any]:
         if self._failure is not None:
             raise RuntimeError(
                 f"an earlier step of this pipeline failed ({self._failure}), and its ranks have been out of step since "
                 "then; end the program, and start it again from a checkpoint"
             )
         self._num_steps += 1
-        step = Step(style=self._schedule.placement, **arguments)
-        lengths: tuple[int, ...] = ()  # of segments, if they are known before the program calls its model
-        if not self.segmentation.reads_calls(step):
-            lengths = tuple(self.segmentation.lengths(step.seq_length))
-        # Before ranks agree on a step, for which they wait, so that none has begun it when another one refuses.
-        if self.segmentation.cuts_sequences:
-            refuse_uncut(step)
-            refuse_attention_to_later_tokens(step.chunks)
-        if self.segmentation.follows_segments:
-            refuse_unknown_layers(step.chunks)
-        if not step.is_alone:
-            self._agree(step, lengths)
-            self._check_model(step)
-        with self._failing_for_good(step):
+        pipeline = pipeline_of(p2p_communicator, pg_collection)
+        make_step = partial(
+            Step,
+            model=model,
+            p2p_communicator=p2p_communicator,
+            pg_collection=pg_collection,
+            style=self._schedule.placement,
+            **arguments,
+        )
+        known_plans = self._plans_of_model.setdefault(chunks_of(model)[0], set())
+        plan = tuple(arguments.get(name) for name in _PLANNED_FOR)
+        if pipeline.size() > 1 and plan not in known_plans:
+            self._prepare_on_all_ranks(make_step, pipeline)
+            known_plans.add(plan)
+        with self._failing_for_good(pipeline):
+            step, lengths = self._prepared(make_step)
             # The first step of a model with such segments may load or compile kernels, and CUDA may then wait for the
             # whole GPU. If messages are kernels, none is in flight in that step while another kernel starts.
             ran_before = self._ran_before.setdefault(step.chunks[0], set())
             kind_of_step = step.placement, lengths, step.micro_batch_size, step.forward_only
             communicator = self._communicator(step.pipeline, step.placement, step.config.pipeline_dtype, step.device)
             communicator.begin_step(loads_kernels=kind_of_step not in ran_before)
-            self._prepare_models(step)
             with timed(step.config):
                 losses = self._run_calls(step, communicator)
                 reports = self._reports(losses, step)
             ran_before.add(kind_of_step)
         return reports
+
+    def _prepare_on_all_ranks(self, make_step: Callable[[], Step], pipeline: dist.ProcessGroup) -> None:
+        """Prepare a new plan or model on all ranks, before any of them begins its step. Raises the error of one on all,
+        or ValueError if what they are to run differs; they may then take other steps."""
+
+        def plan() -> str:
+            return self._in_words(*self._prepared(make_step))
+
+        try:
+            check_agreement(plan)
+            step = make_step()
+            if not step.forward_only:
+                check_tied_embeddings(step)
+        except RuntimeError as error:
+            if not has_lost_a_peer(error):
+                raise
+            raise self._failed(error, pipeline) from error
+
+    def _prepared(self, make_step: Callable[[], Step]) -> tuple[Step, tuple[int, ...]]:
+        """A step, and the lengths of its segments if they are known before the program calls its model, else none.
+        Raises ValueError for one that cannot be run."""
+        step = make_step()
+        if self.segmentation.cuts_sequences:
+            refuse_uncut(step)
+        self._prepare_models(step)
+        if self.segmentation.reads_calls(step):
+            return step, ()
+        return step, tuple(self.segmentation.lengths(step.seq_length))
 
     def _run_calls(self, step: Step, communicator: Communicator) -> Losses:
         """Cut the step, run the references that its program calls, if any, and then its own model."""
@@ -183,8 +227,8 @@ class PipelineExecutor:
                     schedule_of=schedule_of,
                     communicator=communicator,
                     context=self.context,
-                    segmentation=self.segmentation,
-                    kernels_of=self._kernels_of,
+                    follows_segments=self.segmentation.follows_segments,
+                    prepare=self._prepare_references,
                     cut_again=cut_again,
                 )
                 if calls.have_ended:
@@ -197,14 +241,38 @@ class PipelineExecutor:
         compute_loss_in_pieces(step.chunks, step.most_tokens, self._activations.loss_piece)
 
     def _prepare_models(self, step: Step) -> None:
-        """Let the model chunks of this rank run on segments; those of an earlier step are ready. Raises ValueError for
-        a model that cannot."""
-        if self.segmentation.follows_segments or self.context.kept_attention is not None:
-            attach(step.chunks, self.context, self._kernels_of)  # else the model keeps its own attention
+        """Let the model chunks of this rank run by actions; those of an earlier step are ready. Raises ValueError for a
+        model that cannot."""
+        self._let_run_on_segments(step.chunks)
+        if self.context.kept_attention is not None:
+            attach(step.chunks, self.context, self._kernels_of)  # of whole sequences, too
         if self._activations.moves_layers:
             self._layer_ends.follow(step.chunks)
         add_up_all_weight_gradients(step.chunks)
         recompute_behind_frozen_weights(step.chunks)
+
+    def _prepare_references(self, step: Step, calls: Calls) -> None:
+        """Let the references that a step calls run on segments; of those that are new, on all ranks before any of them
+        runs one, so that the error of one is raised on all."""
+        called = calls.references
+
+        def prepare() -> None:
+            self._let_run_on_segments(references_of_chunks(step, calls))
+
+        if step.is_alone or self._references.issuperset(called):
+            prepare()
+        else:
+            results_on_all_ranks(prepare)
+            self._references.update(called)
+
+    def _let_run_on_segments(self, chunks: list[torch.nn.Module]) -> None:
+        """Let chunks of a model, or of a reference, follow segments if there are any. Raises ValueError for those that
+        cannot."""
+        if self.segmentation.cuts_sequences:
+            refuse_attention_to_later_tokens(chunks)
+        if self.segmentation.follows_segments:  # else the model keeps its own attention
+            refuse_unknown_layers(chunks)
+            attach(chunks, self.context, self._kernels_of)
 
     def _goes_by_plans(self, step: Step) -> bool:
         """Whether the step runs by Megatron's schedule plans, which its pairs need."""
@@ -220,28 +288,33 @@ class PipelineExecutor:
         return not keeps_order or divides_tokens or self._goes_by_plans(step)
 
     @contextmanager
-    def _failing_for_good(self, step: Step) -> Iterator[None]:
+    def _failing_for_good(self, pipeline: dist.ProcessGroup) -> Iterator[None]:
         """Let a failure within end this pipeline, and tell what the ranks know of it; no state of the step stays."""
         try:
             yield
         except BaseException as error:
-            if step.is_alone:
+            if pipeline.size() == 1:
                 raise
-            self._failure = type(error).__name__  # should there be no memory for more
-            if lacks_memory(error):
-                let_go(error)
-            told = explained(error, f"{step.pipeline.group_name}, {self._num_steps}")
+            told = self._failed(error, pipeline)
             if told is error:
-                self._failure = f"{type(error).__name__}: {error}"
                 raise
-            self._failure = str(told)
             raise told from error
         finally:
             self.context.clear()
 
+    def _failed(self, error: BaseException, pipeline: dist.ProcessGroup) -> BaseException:
+        """The error to raise instead of `error`, which ends this pipeline: its ranks are out of step from now on."""
+        self._failure = type(error).__name__  # should there be no memory for more
+        if lacks_memory(error):
+            let_go(error)
+        told = explained(error, f"{pipeline.group_name}, {self._num_steps}")
+        self._failure = f"{type(error).__name__}: {error}" if told is error else str(told)
+        return told
+
     def _rank_schedule(self, step: Step, in_turn: bool) -> RankSchedule:
         lengths = step.longest_lengths
-        schedule = self._rank_schedules.of_step(
+        make = partial(
+            self._rank_schedules.of_step,
             step.shape,
             lengths,
             rank=step.rank,
@@ -249,10 +322,23 @@ class PipelineExecutor:
             in_turn=in_turn,
             is_partitioned=is_partitioned(step.chunks),
         )
-        if schedule.planned and not step.is_alone:  # each rank for costs of its own, which must be the same
-            plan = f"the order {schedule.planned} of {step.shape}, planned for segments of {list(lengths)} tokens"
-            self._check_agreement(plan, step.pipeline)
-        return schedule
+        # A family has the same order on every rank. A search is for costs of each rank's own, which must be the same,
+        # and a schedule of a user's own may lack what one of the ranks needs.
+        is_of_a_family = step.forward_only or self._schedule.name in FAMILIES
+        new = step.shape, lengths
+        if not (step.is_alone or is_of_a_family or new in self._orders):
+            of_step = f"of {step.shape}, planned for segments of {list(lengths)} tokens"
+
+            def plan() -> str:
+                return f"the order {make().planned} {of_step}"
+
+            check = plan
+            # The error of a rank goes to the others of its pipeline, and from each of these to its neighbours.
+            for group in (step.pipeline, step.groups.tp, step.groups.cp):
+                check = partial(check_agreement, check, group)
+            check()
+            self._orders.add(new)
+        return make()
 
     def _run_actions(
         self, step: Step, calls: Calls | None, schedule: RankSchedule, communicator: Communicator
@@ -326,8 +412,8 @@ class PipelineExecutor:
             dist.recv_object_list(shared, ranks[source], group=step.pipeline)
         return tree_map_only(Tensor, lambda report: report.to(step.device), shared[0])
 
-    def _agree(self, step: Step, lengths: tuple[int, ...]) -> None:
-        """Compare the plan of this step with that of the other ranks, once for each plan."""
+    def _in_words(self, step: Step, lengths: tuple[int, ...]) -> str:
+        """What all ranks are to run, the same on each of them."""
         placement = step.placement
         config = step.config
         sizes = f"of {step.micro_batch_size} sequences, segments of {list(lengths)} tokens"
@@ -336,17 +422,11 @@ class PipelineExecutor:
         within = " within documents" if self.segmentation.packed else ""
         kind = "evaluation" if step.forward_only else "training"
         num_layers = getattr(config, "num_layers", "its own")
-        self._check_agreement(
+        return (
             f"{self._schedule.title}, {kind} on {placement.num_ranks} ranks with {placement.num_chunks} model chunks "
             f"({placement.style}), {step.num_microbatches} micro-batches {sizes}{within}, of a model with "
             f"{num_layers} layers and messages of {config.hidden_size} {config.pipeline_dtype}"
         )
-
-    def _check_model(self, step: Step) -> None:
-        """Compare the model of this rank with those of others before its first training step."""
-        if not step.forward_only and step.chunks[0] not in self._checked:
-            check_tied_embeddings(step)
-            self._checked.add(step.chunks[0])
 
 
 def watched(function: Callable, tracer: StepTracer) -> Callable:

@@ -15,13 +15,7 @@ from typing import Any
 
 import torch
 
-from ..model import (
-    KernelsOf,
-    SegmentContext,
-    attach,
-    refuse_attention_to_later_tokens,
-    refuse_unknown_layers,
-)
+from ..model import SegmentContext
 from ..process.patches import patched
 from .communication import Communicator
 from .forwards.forward_segments import SegmentForwards
@@ -34,7 +28,6 @@ from .model_calls.call_arguments import size_of
 from .model_calls.calls import Calls
 from .rank_schedule import RankSchedule
 from .recording.recorder import Recorder
-from .segments.segmentation import Segmentation
 from .step import Step
 
 
@@ -44,34 +37,30 @@ def run_references(
     schedule_of: Callable[[Step], RankSchedule],
     communicator: Communicator,
     context: SegmentContext,
-    segmentation: Segmentation,
-    kernels_of: KernelsOf,
+    follows_segments: bool,
+    prepare: Callable[[Step, Calls], None],
     cut_again: Callable[[], None] | None,
 ) -> Losses:
     """Run the references that the programs of a step call, until all programs wait for their model.
 
-    `schedule_of(step)` gives the actions of this rank. `cut_again()` cuts the step for what the programs call next,
+    `schedule_of(step)` gives the actions of this rank, and `prepare(step, calls)` lets the references that all calls
+    wait for run by them. `cut_again()` cuts the step for what the programs call next,
     which may have other sequences or documents; without it all calls of a program have the same. In an evaluation the
     programs may end instead, if what they called was no reference, but their model without its wrappers. Then
     `calls.have_ended`, and the result has their losses; otherwise it is empty.
     """
     losses = Losses(step)
     calls.at(0, 0)  # tells whether the programs of the step call a reference
-    while calls.are_at_references:
+    while calls.references:
         calls.start_all()
-        references = _references(step, calls)
-        if segmentation.cuts_sequences:
-            refuse_attention_to_later_tokens(references)
-        if segmentation.follows_segments:
-            refuse_unknown_layers(references)
-            attach(references, context, kernels_of)
+        prepare(step, calls)
         evaluation = _without_gradients(step)
         forwards = ReferenceForwards(
             step=evaluation,
             context=context,
             losses=losses,
             calls=calls,
-            follows_segments=segmentation.follows_segments,
+            follows_segments=follows_segments,
         )
         with ExitStack() as around:
             syncs = gradient_syncs(step.config, step.chunks)
@@ -98,7 +87,7 @@ def run_references(
     return losses
 
 
-def _references(step: Step, calls: Calls) -> list[Any]:
+def references_of_chunks(step: Step, calls: Calls) -> list[Any]:
     """The stages of the reference on this rank, by model chunk. Raises ValueError where micro-batches differ in whether
     they call it."""
     of_chunks = []

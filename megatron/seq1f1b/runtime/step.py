@@ -46,7 +46,7 @@ class Step:
     num_sequences: Sequence[int] = ()
 
     def __post_init__(self, data_iterator: Any, model: Any, pg_collection: Any, style: str) -> None:
-        self.chunks: list[torch.nn.Module] = model if isinstance(model, list) else [model]
+        self.chunks = chunks_of(model)
         self.iterators: list[Any] = data_iterator if isinstance(data_iterator, list) else [data_iterator]
         if len(self.iterators) != len(self.chunks):
             raise ValueError(
@@ -62,7 +62,7 @@ class Step:
         self.groups = pg_collection or default_groups()
         # The ranks that divide the tokens of activations among each other, if any do.
         self.sequence_parallel = self.groups.tp if getattr(self.config, "sequence_parallel", False) else None
-        self.pipeline = self.groups.pp if self.p2p_communicator is None else self.p2p_communicator.pp_group
+        self.pipeline = pipeline_of(self.p2p_communicator, self.groups)
         refuse_waits(self.config, self.pipeline)
         self.rank: int = self.pipeline.rank()
         self.placement = Placement(self.pipeline.size(), len(self.chunks), style)
@@ -127,6 +127,20 @@ class Step:
         if self.config.enable_autocast:
             return torch.autocast("cuda", dtype=self.config.autocast_dtype)
         return nullcontext()
+
+
+def chunks_of(model: torch.nn.Module | list[torch.nn.Module]) -> list[torch.nn.Module]:
+    """The model chunks of a rank, which Megatron passes bare if there is one."""
+    return model if isinstance(model, list) else [model]
+
+
+def pipeline_of(p2p_communicator: Any, groups: ProcessGroupCollection | None) -> dist.ProcessGroup:
+    """The ranks of the pipeline that a call is for, by its arguments."""
+    if isinstance(p2p_communicator, P2PCommunicator):
+        return p2p_communicator.pp_group
+    if groups is not None:
+        return groups.pp
+    return parallel_state.get_pipeline_model_parallel_group()
 
 
 def default_groups() -> ProcessGroupCollection:

@@ -21,7 +21,8 @@ def test_every_model_of_a_program_is_checked(monkeypatch):
     monkeypatch.setattr(executors, "tracer_of", lambda *_: None)
     program = executors.ProgramExecutor(configure)
     first, second, unsupported = models
-    assert [program(model=model, num_microbatches=1) for model in (first, second, [first])] == ["first"] * 3
+    step = {"num_microbatches": 1, "pg_collection": SimpleNamespace(pp=SimpleNamespace(size=lambda: 1))}
+    assert [program(model=model, **step) for model in (first, second, [first])] == ["first"] * 3
     for _ in range(2):
         with pytest.raises(ValueError, match="drop it"):
-            program(model=unsupported, num_microbatches=1)
+            program(model=unsupported, **step)

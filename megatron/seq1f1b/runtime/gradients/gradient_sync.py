@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megatron.core.distributed.finalize_model_grads import _get_main_grad_attr
 from megatron.core.utils import unwrap_model
 
+from ...process.ranks import results_on_all_ranks
 from ..forwards.loss import Losses
 from ..step import Step
 from .chunk_sync import ChunkSync
@@ -105,9 +106,11 @@ def check_tied_embeddings(step: Step) -> None:
     after a step."""
     if step.config.finalize_model_grads_func is None:
         return
-    here = [_has_gradient(weight) for weight in _copies_of_embedding(step)]
-    of_ranks: list[list[bool]] = [here] * step.placement.num_ranks
-    dist.all_gather_object(of_ranks, here, group=step.pipeline)
+
+    def have_gradients() -> list[bool]:
+        return [_has_gradient(weight) for weight in _copies_of_embedding(step)]
+
+    of_ranks = results_on_all_ranks(have_gradients, step.pipeline)
     frozen = [rank for rank, copies in enumerate(of_ranks) if not all(copies)]
     trained = [rank for rank, copies in enumerate(of_ranks) if any(copies)]
     if frozen and trained:

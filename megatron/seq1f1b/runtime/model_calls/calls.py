@@ -8,6 +8,8 @@ from contextlib import AbstractContextManager, ExitStack
 from inspect import signature
 from typing import Any, Self
 
+import torch
+
 from ..program_contract import ProgramContract
 from ..step import Step
 from .call import Call
@@ -69,9 +71,10 @@ class Calls:
             self.at(chunk, self._step.num_microbatches - 1)
 
     @property
-    def are_at_references(self) -> bool:
-        """Whether one of the calls that are started waits at a reference."""
-        return any(call.reference is not None for calls in self._started for call in calls)
+    def references(self) -> set[torch.nn.Module]:
+        """The references that calls which are started wait for."""
+        called = [call.reference for calls in self._started for call in calls]
+        return {reference for reference in called if reference is not None}
 
     @property
     def have_ended(self) -> bool:
