@@ -257,12 +257,12 @@ def test_all_ranks_have_the_results_of_all_or_the_error_of_one():
         for rank in (0, 1):
             full = ValueError(f"rank {rank} has no room")
             with pytest.raises(ValueError, match=f"^rank {rank} has no room$"):
-                results_on_all_ranks(partial(raise_at, rank, full), group)
+                results_on_all_ranks(partial(raise_at, rank, full), "a test", group)
             kind = KeyError if dist.get_rank() == rank else RuntimeError
             with pytest.raises(kind, match="no data"):
-                results_on_all_ranks(partial(raise_at, rank, KeyError("no data")), group)
-        assert results_on_all_ranks(dist.get_rank, group) == [0, 1]
-    assert results_on_all_ranks(dist.get_rank, own) == [dist.get_rank()]
+                results_on_all_ranks(partial(raise_at, rank, KeyError("no data")), "a test", group)
+        assert results_on_all_ranks(dist.get_rank, "a test", group) == [0, 1]
+    assert results_on_all_ranks(dist.get_rank, "a test", own) == [dist.get_rank()]
 
 
 @on_ranks(2)
@@ -336,6 +336,49 @@ def test_ranks_exchange_nothing_before_a_step_that_they_know(family):
         assert all(numbers[:4]) and not any(numbers[4:])
         run(given, models[0], microbatches=2, pg_collection=collection)
         assert exchange.call_count > sum(numbers)
+
+
+@on_ranks(2)
+def test_ranks_that_wait_for_a_search_say_so():
+    """Rank 0 searches longer than a wait may take."""
+    rank, collection = dist.get_rank(), groups()
+    collection.pp = dist.new_group(timeout=timedelta(seconds=2))
+
+    def costs(lengths):
+        if rank == 0:
+            time.sleep(8)
+        return Costs.uniform(Shape(Placement(2), MICROBATCHES, len(lengths)))
+
+    order = r"the order of 2 ranks, 3 micro-batches, 2 segments, planned for segments of \[4, 4\] tokens"
+    known = {
+        0: rf"rank 0 waited 0 s in vain for all ranks to prepare {order}; rank 1 waited 2 s in vain",
+        1: rf"nothing moved for 2 s; .*; rank 0 prepares {order}; rank 1 waited 2 s in vain for all ranks to",
+    }
+    given = executor("auto", k=2, costs=costs)
+    with pytest.raises(RuntimeError, match=known[rank]):
+        run(given, stage(), pg_collection=collection)
+    with pytest.raises(RuntimeError, match="an earlier step of this pipeline failed .*waited 2 s in vain"):
+        run(given, stage(), pg_collection=collection)
+    dist.barrier()  # rank 0 has the store with the notes
+
+
+@on_ranks(2)
+def test_ranks_of_which_one_prepares_what_the_other_knows_say_so():
+    """Rank 0 waits for messages of rank 1 meanwhile."""
+    rank, collection, model = dist.get_rank(), groups(), stage()
+    collection.pp = dist.new_group(timeout=timedelta(seconds=6))
+    given = executor("auto", k=2, timeout=2)
+    run(given, model, pg_collection=collection)
+    if rank == 1:
+        given._orders.clear()
+    order = r"the order of 2 ranks, 3 micro-batches, 2 segments, planned for segments of \[4, 4\] tokens"
+    known = {
+        0: rf"rank 1 waits for all ranks to prepare {order}",
+        1: rf"rank 1 waited \d s in vain for all ranks to prepare {order}",
+    }
+    with pytest.raises(RuntimeError, match=known[rank]):
+        run(given, model, pg_collection=collection)
+    dist.barrier()  # rank 0 has the store with the notes
 
 
 @on_ranks(2)

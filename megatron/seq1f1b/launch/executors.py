@@ -86,7 +86,7 @@ class ProgramExecutor:
 
             pipeline = pipeline_of(step.get("p2p_communicator"), step.get("pg_collection"))
             if pipeline.size() > 1:
-                results_on_all_ranks(configure)
+                results_on_all_ranks(configure, "the schedule of a model")
             else:
                 configure()
             self._executor = self._executor or executors[0]

@@ -2,10 +2,13 @@
 
 import logging
 import os
+import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
+
+from .step_failure import leave_note
 
 
 def rank() -> int:
@@ -52,28 +55,37 @@ class Outcome:
         return self._result
 
 
-def results_on_all_ranks[T](make: Callable[[], T], group: Any = None) -> list[T]:
+def results_on_all_ranks[T](make: Callable[[], T], what: str, group: Any = None) -> list[T]:
     """What `make()` returns on each rank of a process group, by default of the world; call it on all of them. The error
-    of one is raised on all, so that none goes on and waits for it. The wait for all ranks ends with the timeout of the
-    group."""
+    of one is raised on all, so that none goes on and waits for it. `what` is prepared is noted for the case that the
+    wait for all ranks fails, which ends with the timeout of the group."""
     import torch.distributed as dist
 
     group = group or dist.group.WORLD
     if group.size() == 1:
         return [make()]
+    here = f"rank {dist.get_rank()}"
+    leave_note(f"{here} prepares {what}")
     own = Outcome(make)
+    leave_note(f"{here} waits for all ranks to prepare {what}")
+    begin = time.monotonic()
     outcomes = [own] * group.size()
-    dist.all_gather_object(outcomes, own, group=group)
+    try:
+        dist.all_gather_object(outcomes, own, group=group)
+    except RuntimeError:
+        leave_note(f"{here} waited {time.monotonic() - begin:.0f} s in vain for all ranks to prepare {what}")
+        raise
+    leave_note("")
     outcomes[group.rank()] = own  # whose error has its traceback
     return [outcome.result() for outcome in outcomes]
 
 
-def check_agreement(make_plan: Callable[[], str], group: Any = None) -> str:
+def check_agreement(make_plan: Callable[[], str], what: str, group: Any = None) -> str:
     """The plan of all ranks of a process group, by default of the world, in words. Raises ValueError on all of them if
     their plans differ, since the step would hang, or compute something else, and the error of `make_plan()` on one."""
     import torch.distributed as dist
 
-    plans = results_on_all_ranks(make_plan, group)
+    plans = results_on_all_ranks(make_plan, what, group)
     usual, _ = Counter(plans).most_common(1)[0]
     if len(set(plans)) > 1:
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD)

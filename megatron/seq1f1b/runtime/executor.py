@@ -191,7 +191,7 @@ class PipelineExecutor:
             return self._in_words(*self._prepared(make_step))
 
         try:
-            check_agreement(plan)
+            check_agreement(plan, f"the model and the plan of step {self._num_steps}")
             step = make_step()
             if not step.forward_only:
                 check_tied_embeddings(step)
@@ -262,7 +262,7 @@ class PipelineExecutor:
         if step.is_alone or self._references.issuperset(called):
             prepare()
         else:
-            results_on_all_ranks(prepare)
+            results_on_all_ranks(prepare, f"a reference in step {self._num_steps}")
             self._references.update(called)
 
     def _let_run_on_segments(self, chunks: list[torch.nn.Module]) -> None:
@@ -310,7 +310,8 @@ class PipelineExecutor:
         self._failure = type(error).__name__  # should there be no memory for more
         if lacks_memory(error):
             let_go(error)
-        told = explained(error, f"{pipeline.group_name}, {self._num_steps}")
+        name_of_step = f"{pipeline.group_name}, {self._num_steps}"
+        told = explained(error, name_of_step, dist.get_process_group_ranks(pipeline))
         self._failure = f"{type(error).__name__}: {error}" if told is error else str(told)
         return told
 
@@ -338,7 +339,7 @@ class PipelineExecutor:
             check = plan
             # The error of a rank goes to the others of its pipeline, and from each of these to its neighbours.
             for group in (step.pipeline, step.groups.tp, step.groups.cp):
-                check = partial(check_agreement, check, group)
+                check = partial(check_agreement, check, f"the order {of_step}", group)
             check()
             self._orders.add(new)
         return make()

@@ -14,7 +14,7 @@ def test_the_ranks_that_differ_from_most_are_named(monkeypatch):
     def agree(*plans: str) -> None:
         monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: list(range(len(plans))))
         monkeypatch.setattr(ranks, "results_on_all_ranks", lambda *_: list(plans))
-        check_agreement(lambda: plans[0], SimpleNamespace())
+        check_agreement(lambda: plans[0], "a plan", SimpleNamespace())
 
     agree("a", "a", "a")
     with pytest.raises(ValueError, match="rank 1 has b; rank 3 has c; the other ranks have a.*same flags"):

@@ -110,7 +110,7 @@ def check_tied_embeddings(step: Step) -> None:
     def have_gradients() -> list[bool]:
         return [_has_gradient(weight) for weight in _copies_of_embedding(step)]
 
-    of_ranks = results_on_all_ranks(have_gradients, step.pipeline)
+    of_ranks = results_on_all_ranks(have_gradients, "the embeddings that are trained", step.pipeline)
     frozen = [rank for rank, copies in enumerate(of_ranks) if not all(copies)]
     trained = [rank for rank, copies in enumerate(of_ranks) if any(copies)]
     if frozen and trained:
