@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_model_config
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
@@ -62,8 +63,10 @@ from .step import Step, chunks_of, pipeline_of
 
 MESSAGE_TIMEOUT = timedelta(minutes=10)  # as in PyTorch's groups
 
-# What of a call a step is planned for; all ranks must prepare it together when one of these is new.
-_PLANNED_FOR = ("num_microbatches", "seq_length", "decoder_seq_length", "micro_batch_size", "forward_only")
+# What of a call a step is planned for, and the sizes of its micro-batches; all ranks must prepare it together when one
+# of these is new.
+_PLANNED_FOR = "num_microbatches", "forward_only"
+_SIZES = "seq_length", "decoder_seq_length", "micro_batch_size"
 
 
 class PipelineExecutor:
@@ -164,8 +167,12 @@ class PipelineExecutor:
             style=self._schedule.placement,
             **arguments,
         )
-        known_plans = self._plans_of_model.setdefault(chunks_of(model)[0], set())
-        plan = tuple(arguments.get(name) for name in _PLANNED_FOR)
+        first_chunk, *_ = chunks_of(model)
+        known_plans = self._plans_of_model.setdefault(first_chunk, set())
+        planned_for: tuple[str, ...] = _PLANNED_FOR
+        if not self.segmentation.reads_calls(get_model_config(first_chunk)):  # else replicas may have other sizes
+            planned_for += _SIZES
+        plan = tuple(arguments.get(name) for name in planned_for)
         if pipeline.size() > 1 and plan not in known_plans:
             self._prepare_on_all_ranks(make_step, pipeline)
             known_plans.add(plan)
@@ -207,7 +214,7 @@ class PipelineExecutor:
         if self.segmentation.cuts_sequences:
             refuse_uncut(step)
         self._prepare_models(step)
-        if self.segmentation.reads_calls(step):
+        if self.segmentation.reads_calls(step.config):
             return step, ()
         return step, tuple(self.segmentation.lengths(step.seq_length))
 
@@ -252,18 +259,19 @@ class PipelineExecutor:
         recompute_behind_frozen_weights(step.chunks)
 
     def _prepare_references(self, step: Step, calls: Calls) -> None:
-        """Let the references that a step calls run on segments; of those that are new, on all ranks before any of them
-        runs one, so that the error of one is raised on all."""
-        called = calls.references
+        """Let the references that a step calls run on segments; of those that are new, on all ranks of the replica
+        before any of them runs one, so that the error of one is raised on all."""
+        called = calls.references  # which replicas may call in different steps
 
         def prepare() -> None:
             self._let_run_on_segments(references_of_chunks(step, calls))
 
-        if step.is_alone or self._references.issuperset(called):
-            prepare()
-        else:
-            results_on_all_ranks(prepare, f"a reference in step {self._num_steps}")
-            self._references.update(called)
+        check: Callable[[], Any] = prepare
+        if not (step.is_alone or self._references.issuperset(called)):
+            for group in _groups_of_replica(step):
+                check = partial(results_on_all_ranks, check, f"a reference in step {self._num_steps}", group)
+        check()
+        self._references.update(called)
 
     def _let_run_on_segments(self, chunks: list[torch.nn.Module]) -> None:
         """Let chunks of a model, or of a reference, follow segments if there are any. Raises ValueError for those that
@@ -280,7 +288,7 @@ class PipelineExecutor:
 
     def _suspends_calls(self, step: Step) -> bool:
         """Whether the model runs on parts of what the program calls it with; else on each micro-batch as it comes."""
-        if self.segmentation.reads_calls(step) or self.segmentation.cuts_sequences:
+        if self.segmentation.reads_calls(step.config) or self.segmentation.cuts_sequences:
             return True
         # Programs read micro-batches in order, so calls wait where a schedule runs them in another one.
         keeps_order = step.forward_only or self._schedule.keeps_order
@@ -337,8 +345,7 @@ class PipelineExecutor:
                 return f"the order {make().planned} {of_step}"
 
             check = plan
-            # The error of a rank goes to the others of its pipeline, and from each of these to its neighbours.
-            for group in (step.pipeline, step.groups.tp, step.groups.cp):
+            for group in _groups_of_replica(step):
                 check = partial(check_agreement, check, f"the order {of_step}", group)
             check()
             self._orders.add(new)
@@ -421,7 +428,7 @@ class PipelineExecutor:
         placement = step.placement
         config = step.config
         sizes = f"of {step.micro_batch_size} sequences, segments of {list(lengths)} tokens"
-        if self.segmentation.reads_calls(step):
+        if self.segmentation.reads_calls(step.config):
             sizes = "of the sizes that the first stage tells"
         within = " within documents" if self.segmentation.packed else ""
         kind = "evaluation" if step.forward_only else "training"
@@ -439,6 +446,12 @@ def watched(function: Callable, tracer: StepTracer) -> Callable:
         function.watch(tracer)
         return function
     return partial(run_traced, function, tracer)
+
+
+def _groups_of_replica(step: Step) -> tuple[dist.ProcessGroup, ...]:
+    """The groups through which the error of a rank reaches all ranks of its replica, each asked by what is behind it:
+    the others of its pipeline have it first, and each of these tells its neighbours."""
+    return step.pipeline, step.groups.tp, step.groups.cp
 
 
 def refuse_uncut(step: Step) -> None:

@@ -95,16 +95,16 @@ class Segmentation:
         """Whether attention is that of segments; if not, the model keeps its own, which reads masks."""
         return self.cuts_sequences or self.packed
 
-    def reads_calls(self, step: Step) -> bool:
-        """Whether the program's calls of the model tell the sizes of the micro-batches of a step. One program may have
-        models whose lengths vary, and others."""
-        varies = getattr(step.config, "variable_seq_lengths", False)
+    def reads_calls(self, config: Any) -> bool:
+        """Whether the program's calls of a model with this configuration tell the sizes of the micro-batches. One
+        program may have models whose lengths vary, and others."""
+        varies = getattr(config, "variable_seq_lengths", False)
         return self._from_calls or (self._from_variable_calls and varies)
 
     def cuts_every_call(self, step: Step) -> bool:
         """Whether `cut_step` cuts a step anew for the calls that its programs wait at. Those of a reference and of the
         model may then be for sequences of other sizes, or other documents."""
-        return self.reads_calls(step)
+        return self.reads_calls(step.config)
 
     def lengths(self, sequence_length: int) -> Sequence[int]:
         """Tokens of each segment, first to last, of a micro-batch of a length known before the step."""
@@ -112,7 +112,7 @@ class Segmentation:
 
     def cut_step(self, step: Step, calls: Calls | None) -> None:
         """Set the segments of a step; it has `calls` if they may tell how."""
-        if self.reads_calls(step):
+        if self.reads_calls(step.config):
             assert calls is not None, "a step is cut by its calls before there are any"
             microbatches = self._read_calls(step, calls)
             numbers = self._numbers_of_segments(step, microbatches)
