@@ -313,6 +313,15 @@ def test_a_reference_that_one_rank_cannot_run_is_refused_by_all():
     dist.barrier()
 
 
+@on_ranks(4)
+def test_the_error_of_a_rank_reaches_all_ranks_of_its_replica():
+    """It is one of two tensor-parallel ranks of a stage."""
+    words = "a .* with a mask of type padding, whose"
+    with pytest.raises(ValueError, match=rf"^decoder.layers.0.self_attention is {words}"):
+        steps(forward_step, a_model_with_an_encoder_on_rank_1, Layout(pipeline=2, tensor=2), by_segments())
+    dist.barrier()
+
+
 @on_ranks(2)
 def test_ranks_exchange_nothing_for_a_reference_that_they_know():
     """Nor for sizes that the calls tell: those of a step say nothing then, and may be others on other replicas."""
