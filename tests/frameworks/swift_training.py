@@ -8,6 +8,7 @@ packing, trainer, forward step, loss, LoRA, evaluation, and import of weights by
 - gloo (`--ddp_backend`), fp32, and nothing that is fused on GPUs. No export of weights, which moves them to a GPU.
 - The mean divergence of KTO stays on its one replica: gloo gathers no scalars.
 - A callback that keeps what is logged. The process group outlives a training, for the next one.
+- A stub in place of the server that answers the prompts of GRPO (swift_rollouts.py).
 - Texts are numbers, and a Qwen3 of four layers is made on the spot.
 """
 
@@ -24,6 +25,7 @@ from frameworks.equal_steps import Training
 from frameworks.installed import installed
 from frameworks.live_bytes import LiveBytes
 from frameworks.models import save_qwen
+from frameworks.swift_rollouts import answered_by_a_stub
 from megatron.seq1f1b.process.patches import Patch, patched
 
 VOCABULARY, STEPS = 128, 5
@@ -35,6 +37,10 @@ LENGTHS = (80, 12, 25, 61, 7, 33, 90, 18, 44, 9)
 
 # Name of a case -> further words of the command line.
 LORA = "--tuner_type lora --target_modules all-linear --lora_rank 4"
+GRPO = (
+    "--rlhf_type grpo --vllm_mode server --vllm_server_host localhost --reward_funcs evenness --beta 0.04 "
+    "--num_generations 4 --micro_batch_size 2 --global_batch_size 8 --max_completion_length 64"
+)
 CASES = {
     "packed": "--packing true",
     "packed-lora": f"--packing true {LORA}",
@@ -44,7 +50,13 @@ CASES = {
     "reward": "--rlhf_type rm --micro_batch_size 2",
     # Chosen and rejected answers in one batch, as long as the longest, with a mask that hides later tokens and padding.
     "reward-padded": "--rlhf_type rm --micro_batch_size 2 --padding_free false",
+    "grpo": GRPO,
+    "grpo-padded": f"{GRPO} --padding_free false",
+    "grpo-lora": f"{GRPO} {LORA}",
+    "grpo-off-policy": f"{GRPO} --steps_per_generation 2",
 }
+# ms-swift generates anew where it goes on, also where a step was to use answers of an earlier one.
+RESUMED = [name for name in CASES if name != "grpo-off-policy"]
 
 
 def with_segments_and_without(folder: Path) -> dict[str, tuple[Training, Training]]:
@@ -77,8 +89,8 @@ def stopped_and_resumed(folder: Path) -> dict[str, Resumed]:
     _prepare(folder)
     results = {}
     with installed(segment_tokens=16):
-        for name, words in CASES.items():
-            words = f"{words} --optimizer adam --lr 0.01"
+        for name in RESUMED:
+            words = f"{CASES[name]} --optimizer adam --lr 0.01"
             whole = fine_tune(folder, words, folder / f"{name}-whole")
             stops = f"--train_iters {STOPS_AFTER} --eval_steps {STOPS_AFTER} --save_steps {STOPS_AFTER}"
             stopped = fine_tune(folder, f"{words} {stops}", folder / f"{name}-stopped")
@@ -104,7 +116,7 @@ def fine_tune(folder: Path, words: str, output: Path) -> Training:
     DummyKTOTrainer.gather_for_metrics = lambda trainer, mean: mean
     packing._resolve_mp_context = lambda _: multiprocessing.get_context("fork")
     stays = Patch("torch.distributed.destroy_process_group", lambda *_, **__: None, "the next training needs it")
-    with patched([stays]):
+    with patched([stays]), answered_by_a_stub():
         main = megatron_rlhf_main if "--rlhf_type" in words else megatron_sft_main
         main([*_command(folder, output).split(), *words.split()])
     parallel_state.destroy_model_parallel()

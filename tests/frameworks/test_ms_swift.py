@@ -24,9 +24,10 @@ def trainings(launch_with_te, tmp_path_factory):
 
 @pytest.mark.parametrize("case", swift_training.CASES)
 def test_steps_are_those_of_whole_sequences(trainings, case):
-    require_equal_steps(trainings, case, swift_training.STEPS)
+    is_grpo = case.startswith("grpo")  # the loss of which is a sum over answers, better and worse ones than the mean
+    require_equal_steps(trainings, case, swift_training.STEPS, of_zero=1e-6 if is_grpo else 0.0)
     _, own = trainings[1][case]
-    if case != "kto":  # whose loss depends on how many answers of a step are good ones
+    if case != "kto" and not is_grpo:  # whose losses depend on how many answers of a step are good ones
         assert own.losses[-1] < own.losses[0]
 
 
@@ -44,7 +45,7 @@ def resumed(launch_with_te, tmp_path_factory):
     return launch_with_te.call(2, swift_training.stopped_and_resumed, 1700, folder=folder)[1]
 
 
-@pytest.mark.parametrize("case", swift_training.CASES)
+@pytest.mark.parametrize("case", swift_training.RESUMED)
 def test_a_stopped_training_goes_on(resumed, case):
     trainings = resumed[case]
     whole = trainings.whole
