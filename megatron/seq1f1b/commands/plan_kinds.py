@@ -181,7 +181,16 @@ class PlansInUnits(PlanKind):
         return None if candidate is None else self.search.predict(replace(candidate, unit_tokens=launch.unit_tokens))
 
     def best(self, number: int, megatron: UnitPlan | None) -> Sequence[Plan]:
-        return self.search.best(number)
+        """As for sequences of one length. Megatron's steps may have other numbers of tokens."""
+        exact_below = inf
+        if megatron is not None:
+            seconds = self.search.tokens / megatron.tokens_per_second
+            exact_below = longest_that_gains(seconds, self.question.machine.error_of(self.question.model))
+        return self.search.best(number, exact_below=exact_below, within=_NOT_MUCH_LONGER)
+
+    @property
+    def least_seconds(self) -> float:
+        return self.search.least_seconds
 
     def nothing_fits(self, left_out: Sequence[str]) -> ValueError:
         return self.search.way_out()
@@ -194,6 +203,8 @@ class PlansInUnits(PlanKind):
 
     def verdict(self, answer: Answer) -> Iterator[str]:
         yield plan_text.verdict_on_units(answer.gain, answer.megatron)
+        if answer.least_seconds < answer.ours[0].seconds:
+            yield plan_text.ended_early(answer.least_seconds)
 
     def notes(self, flags: Sequence[str]) -> Iterator[str]:
         if set(_SEPARATE_DOCUMENTS).isdisjoint(map(name_of, flags)):

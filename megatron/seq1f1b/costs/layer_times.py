@@ -199,9 +199,12 @@ def _attention(setup: TrainingSetup, machine: Machine, block: Block, start: int,
     batch = setup.micro_batch_size
     length = end - start
     keys = setup.model.keys_given(layer, start, end)
-    seen = _computed_pairs(start, end, setup.model.window_of(layer))
+    window = setup.model.window_of(layer)
+    seen = _computed_pairs(start, end, window)
     if setup.seen:
-        seen = min(seen, setup.seen[setup.spans.index((start, end))])
+        without_window = setup.seen[setup.spans.index((start, end))]
+        # The average unit of long sequences sees more than its own tokens (planner/unit_search.py).
+        seen = without_window if window is None else min(seen, without_window)
     heads = block.attention.heads / setup.context_parallel * batch
     size = (block.attention.score_dim + block.attention.value_dim) / 2
     forward = device.flash_time(length, keys, seen, heads, size, backward=False)

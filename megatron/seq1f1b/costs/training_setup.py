@@ -171,7 +171,8 @@ class TrainingSetup:
     moves: Moves = Moves.UNITS
     # Units move layer by layer, and at most so many layers leave at once (--offload-layers-leaving); 0: whole units.
     layers_leaving: int = 0
-    seen: tuple[float, ...] = ()  # pairs of a query and a key of each segment at most, where documents are kept apart
+    # Pairs of a query and a key of each segment without windows, where documents are kept apart.
+    seen: tuple[float, ...] = ()
     longest: int = 0  # tokens of the longest micro-batch of a step, where micro-batches differ in length
     # A set-up for each kind of micro-batch, where they differ (--unit-tokens). `segments` are then those of all kinds,
     # one kind after the other, and costs have as many columns.

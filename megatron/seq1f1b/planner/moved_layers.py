@@ -6,6 +6,7 @@ the last one reduces beside its compute.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from math import inf
 
 from ..costs.training_setup import Moves, TrainingSetup
@@ -70,7 +71,7 @@ def _with_a_layer_moved(candidate: Candidate, question: Question) -> Iterator[Ca
         moved = cut_anew(candidate, setup.but(layers_per_stage=tuple(layers)))
         found = None if moved is None else _fitted(moved, question)
         if found is not None:
-            yield Candidate(found, candidate.strategy)
+            yield replace(candidate, setup=found)
 
 
 def cut_anew(candidate: Candidate, setup: TrainingSetup) -> TrainingSetup | None:

@@ -130,7 +130,7 @@ class Search:
 
         After many items, configurations of `exact_below` seconds or more need not be the fastest. They take up to
         `MOST_OVER` times as long as those, and are found sooner."""
-        found = self._first_found(number, below, exact_below, within)
+        found = self.first_found(number, below, exact_below, within)
         if found:
             moved = moved_layers.improved(found[0].candidate, self.question, self.seconds_if_it_fits)
             found[0] = self._plan(moved)
@@ -143,9 +143,9 @@ class Search:
         search = Search(self.question.megatron_baseline(), self._progress, processes=self._processes)
         return next(iter(search.best(1)), None)
 
-    def _first_found(self, number: int, below: float, exact_below: float, within: float) -> list[Plan]:
-        """The first plans that a search comes to, fastest first. An early end looks for others as good for a while, and
-        then takes all that were predicted."""
+    def first_found(self, number: int, below: float = inf, exact_below: float = inf, within: float = inf) -> list[Plan]:
+        """The first plans that a search comes to, fastest first, see `best`. An early end looks for others as good for
+        a while, and then takes all that were predicted."""
         found: dict[Candidate, Plan] = {}
         last_item = inf
         with closing(self.by_bounds(exact_below)) as by_bounds:

@@ -5,7 +5,7 @@ Tested in planner/test_search.py by test_what_the_bounds_leave_out_is_no_answer.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..costs.training_setup import TrainingSetup
 from .space import Candidate
@@ -77,3 +77,10 @@ class Timed(NamedTuple):
     """An item whose bound has its schedule in time."""
 
     item: AlikeCuts | TooLarge | Candidate
+
+
+class OfUnits(NamedTuple):
+    """An item of the search for units of one size, the one of this number."""
+
+    number: int
+    item: Any

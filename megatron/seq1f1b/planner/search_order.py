@@ -28,8 +28,12 @@ MOST_OVER = max(_EXPECTED.values())
 _SHOWS = 0.5
 
 
-def _expected(item: Any) -> float:
-    """How many times its bound the best plan of an item takes."""
+def _expected(item: Any) -> float | None:
+    """How many times its bound the best plan of an item takes; None if the bound is about what it takes."""
+    if isinstance(item, items.OfUnits):
+        return _expected(item.item)
+    if type(item) not in _EXPECTED:
+        return None
     uneven = _SHOWS * (item.unevenness - 1) if isinstance(item, items.AlikeCuts) else 0.0
     return min(MOST_OVER, _EXPECTED[type(item)] * (1 + uneven))
 
@@ -64,9 +68,12 @@ class SearchOrder(NamedTuple):
         """An item whose place is that of its bound, in this order. Without a pipeline bounds are close, and plans take
         what they take."""
         place, bound, has_pipeline, item = waiting
-        if not has_pipeline or bound < self.exact_below or type(item) not in _EXPECTED:
+        if not has_pipeline or bound < self.exact_below:
             return waiting
-        return waiting._replace(place=place._replace(seconds=bound * _expected(item)))
+        expected = _expected(item)
+        if expected is None:
+            return waiting
+        return waiting._replace(place=place._replace(seconds=bound * expected))
 
     def least_left(self, place: ItemPlace) -> float:
         """The least that an item takes whose place is this one, or a later one."""

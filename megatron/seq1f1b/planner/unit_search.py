@@ -6,13 +6,13 @@ with its own tokens and attention.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
-from itertools import accumulate, chain, islice
+from heapq import heapify
+from itertools import accumulate, chain
 from math import ceil, inf, log2
-from operator import itemgetter
+from operator import attrgetter
 from random import Random
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -23,12 +23,14 @@ from ..costs.step_memory import memory_of_order
 from ..costs.training_setup import TrainingSetup
 from ..partition import packs_of_step, segment_multiple, work_by_flops
 from ..schedule import FAMILIES
+from . import moved_layers
+from . import search_items as items
 from .fitting import fullest_ranks
-from .forked import merged
 from .memory_bounds import least_bytes
 from .packed_bounds import PackedBounds, packed_bounds
 from .packed_steps import Order, PackedSteps, Steps, packed_steps
 from .search import Plan, Search
+from .search_order import WaitingItem
 from .space import Candidate, ParallelSizes, Question, partitioned, powers_of_two
 
 _BINS = 8  # of lengths, to each doubling
@@ -124,7 +126,7 @@ def in_bins(histogram: Mapping[int, int]) -> Mapping[int, int]:
 
 class UnitSearch:
     """The plans for steps of `question.global_batch_size` sequences that are drawn from a histogram and cut off at
-    `question.sequence_length`. Several `processes` share the sizes of units."""
+    `question.sequence_length`. Several `processes` share a long search."""
 
     def __init__(self, question: Question, histogram: Mapping[int, int], processes: int = 1) -> None:
         most = question.sequence_length
@@ -139,35 +141,42 @@ class UnitSearch:
         self.fullest = (longest, *sorted(fullest)[:-1])
         self.tokens = fmean(map(sum, self.steps))
         self.histogram = counts
+        self.least_seconds = 0.0  # of plans that `best` has not found; inf unless it ended early
         self._processes = processes
         self._predicted = lru_cache(maxsize=1024)(self._predict_step)
 
-    def best(self, count: int = 5) -> list[UnitPlan]:
-        """The `count` configurations with the most tokens per second that fit, best first. Units of which a step has
-        very many are tried where nothing else fits."""
+    def best(self, count: int = 5, exact_below: float = inf, within: float = inf) -> list[UnitPlan]:
+        """The `count` configurations with the most tokens per second that fit, best first, and with less than `within`
+        times the seconds of the first, of which layers are moved between its stages where that is faster. Units of
+        which a step has very many are tried where nothing else fits.
+
+        After many items, configurations of `exact_below` seconds or more need not be the fastest, see `Search.best`.
+        They are chosen by the likely slowest replica of each step, and then predicted with the slowest of all."""
         sizes = self._sizes()
         few = [size for size in sizes if self.tokens <= size * _MANY_UNITS] or sizes[-1:]
-        return self._best(few, count) or self._best([size for size in sizes if size not in few], count)
+        many = [size for size in sizes if size not in few]
+        for tried in (few, many):
+            search = _SearchOfSizes(self, tried, self._processes)
+            likely = search.first_found(count, exact_below=exact_below, within=within)
+            if likely:
+                break
+        has_ended_early = bool(likely) and search.least_seconds < likely[0].seconds
+        self.least_seconds = search.least_seconds if has_ended_early else inf
+        plans = [self.predict(plan.candidate) for plan in likely]
+        if likely:
+            moved = moved_layers.improved(likely[0].candidate, self.question, self.least_seconds_if_it_fits)
+            with_moved_layers = self.predict(moved)
+            if with_moved_layers.fits(self.question.budget):
+                plans[0] = with_moved_layers
+        return sorted(plans, key=attrgetter("seconds"))
+
+    def least_seconds_if_it_fits(self, candidate: Candidate) -> float:
+        """About what the likely slowest replicas of the steps take; inf if the longest sequence does not fit."""
+        return self.least_seconds_in_time(candidate) if self.holds_longest(candidate) else inf
 
     def _sizes(self) -> list[int]:
         """The sizes of units that are tried, in tokens."""
         return [size for size in self.unit_tokens() if self.tokens <= size * _MOST_OF_STEP]
-
-    def _best(self, sizes: Sequence[int], count: int) -> list[UnitPlan]:
-        """The best plans for units of some sizes, chosen by the likely slowest replica of each step, then predicted
-        with the slowest of all."""
-        with closing(self._fastest_first(sizes)) as fastest:
-            found = [*islice(fastest, count)]
-        return sorted((self.predict(plan.candidate) for plan in found), key=lambda plan: plan.seconds)
-
-    def _fastest_first(self, sizes: Sequence[int]) -> Generator[Plan]:
-        """Plans for units of some sizes, by the likely slowest replica of each step; of equal ones that for the size
-        that comes first."""
-        place = itemgetter(0, 1)
-        searches = [_numbered(number, _SearchOfUnits(self, size)) for number, size in enumerate(sizes)]
-        for _, _, plan in merged(searches, place, self._processes):
-            if plan is not None:
-                yield plan
 
     def way_out(self) -> ValueError:
         """The error for a question without a plan."""
@@ -243,7 +252,7 @@ class UnitSearch:
         bounds = self.bounds(candidate)
         return fmean(bounds.by_compute(setup, order) for order in bounds.likely_slowest(setup))
 
-    def least_seconds(self, candidate: Candidate) -> float:
+    def least_seconds_in_time(self, candidate: Candidate) -> float:
         """A lower bound of `predict_likely` from compute and messages in time."""
         setup = candidate.setup
         bounds = self.bounds(candidate)
@@ -330,7 +339,7 @@ class _SearchOfUnits(Search):
         match item:
             case Candidate(setup):
                 candidate = self._in_units(setup)
-                yield self._units.least_seconds(candidate), _Timed(candidate)
+                yield self._units.least_seconds_in_time(candidate), _Timed(candidate)
             case _Timed(candidate):
                 plan = self._units.predict_likely(candidate)
                 if plan.fits(self.question.budget):
@@ -352,10 +361,29 @@ class _SearchOfUnits(Search):
         return Candidate(setup, unit_tokens=self._unit_tokens)
 
 
-def _numbered(number: int, search: Search) -> Iterator[tuple[float, int, Plan | None]]:
-    """The bounds and plans of a search, with the number of its size of units."""
-    for least, plan in search.by_bounds():
-        yield least, number, plan
+class _SearchOfSizes(Search):
+    """The configurations for units of some `sizes`; of equal ones that for the size that comes first."""
+
+    def __init__(self, units: UnitSearch, sizes: Sequence[int], processes: int) -> None:
+        super().__init__(units.question, processes=processes)
+        self._searches = [_SearchOfUnits(units, size) for size in sizes]
+
+    def _first_waiting(self) -> list[WaitingItem]:
+        waiting = []
+        for number, search in enumerate(self._searches):
+            for first in search._first_waiting():
+                place = first.place._replace(path=(number, *first.place.path))
+                waiting.append(first._replace(place=place, item=items.OfUnits(number, first.item)))
+        heapify(waiting)
+        return waiting
+
+    def _closer(self, item: items.OfUnits) -> Iterator[tuple[float, Any]]:
+        for least, closer in self._searches[item.number]._closer(item.item):
+            if isinstance(closer, Plan):
+                self._predicted.append(closer)
+                yield least, closer
+            else:
+                yield least, items.OfUnits(item.number, closer)
 
 
 def _has_equal_counts(setup: TrainingSetup) -> bool:

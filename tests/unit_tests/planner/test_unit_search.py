@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import chain
+from math import inf
 
 import pytest
 
@@ -11,8 +12,12 @@ from megatron.seq1f1b.costs.model_shape import Experts
 from megatron.seq1f1b.costs.simulator import predict
 from megatron.seq1f1b.costs.stage_times import stage_rows
 from megatron.seq1f1b.partition import Pack
+from megatron.seq1f1b.planner import moved_layers
+from megatron.seq1f1b.planner import search as search_of_one_length
+from megatron.seq1f1b.planner.bounds import least_seconds
 from megatron.seq1f1b.planner.packed_bounds import PackedBounds
 from megatron.seq1f1b.planner.packed_steps import seen_by_units
+from megatron.seq1f1b.planner.search_order import MOST_OVER
 from megatron.seq1f1b.planner.space import Candidate, ParallelSizes
 from megatron.seq1f1b.planner.unit_search import UnitSearch, draw
 from megatron.seq1f1b.schedule import Costs, Shape, build, lower, peak_memory
@@ -38,10 +43,30 @@ def test_a_drawn_step_has_each_length_as_often_as_the_histogram():
     assert draw({64: 3, 128: 1}, 512) == steps
 
 
-def test_processes_share_the_sizes_of_units():
+def test_processes_share_the_search(monkeypatch):
     found = search(HISTOGRAM, global_batch_size=8).best()
     assert len(found) == 5
+    monkeypatch.setattr(search_of_one_length, "_ALONE", 20)
     assert UnitSearch(small(global_batch_size=8), HISTOGRAM, processes=2).best() == found
+
+
+def test_an_early_end_is_near_the_best_and_has_a_bound(monkeypatch):
+    exact = search(HISTOGRAM, global_batch_size=64)
+    best, *_ = exact.best(1)
+    assert exact.least_seconds == inf
+    monkeypatch.setattr(search_of_one_length, "_ALONE", 10)
+    monkeypatch.setattr(search_of_one_length, "_AFTER_FIRST", 0)
+    early = search(HISTOGRAM, global_batch_size=64)
+    found, *_ = early.best(1, exact_below=0.0)
+    assert 0 < early.least_seconds < best.seconds <= found.seconds < MOST_OVER * best.seconds
+
+
+def test_average_units_have_all_attention_of_their_sequences():
+    """The average unit sees more than its own tokens; here that takes most of its time."""
+    found = search({65536: 1}, global_batch_size=8, sequence_length=65536)
+    asked = candidate(found, 8192, (1, 1, 1, 1))
+    seconds = found.predict(asked).seconds
+    assert 0.95 * seconds < least_seconds(asked.setup, found.question.machine) < seconds
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 4, 1), (1, 1, 2, 2), (2, 2, 1, 1)])
@@ -108,6 +133,14 @@ def test_a_favourable_step_does_not_make_a_plan_fit(chunks):
     one, several = (Candidate(setup, unit_tokens=1024) for setup in setups)
     assert found.predict(several).memory_gib < found.predict(one).memory_gib < 6.5
     assert found.holds_longest(one) and not found.holds_longest(several)
+
+
+def test_layers_move_to_where_the_units_of_the_steps_are_faster():
+    found = search(HISTOGRAM, model=replace(MODEL, num_layers=9), global_batch_size=16)
+    asked = candidate(found, 2048, (1, 1, 2, 2), layers_per_stage=(3, 6))
+    moved = moved_layers.improved(asked, found.question, found.least_seconds_if_it_fits)
+    assert moved.unit_tokens == 2048
+    assert found.predict(moved).seconds < 0.95 * found.predict(asked).seconds
 
 
 def test_the_best_units_fit_and_no_other_that_fits_is_faster():
