@@ -39,8 +39,9 @@ def training_executor(
     """The executor for Megatron's training loop and `args`; `end_of_document()` is the token that ends a document. A
     script that `divides_documents` gives context-parallel ranks a share of each document, else of whole sequences. A
     rehearsal has `surroundings` of its own."""
+    around_program = _in_a_v if config.is_v else sequences_of
     contract = ProgramContract(
-        around_program=partial(_in_a_v if config.is_v else sequences_of, args),
+        around_program=partial(around_program, args),
         divides_documents=divides_documents,
         reports_on_last_rank=True,
     )
