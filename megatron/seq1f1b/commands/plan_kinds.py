@@ -45,14 +45,29 @@ class PlanKind(ABC):
     def as_given(self, launch: argparse.Namespace) -> Plan | None:
         """The launch itself, predicted; None if its flags lack what that needs. Raises ValueError for wrong ones."""
 
-    @abstractmethod
     def best(self, number: int, megatron: Any) -> Sequence[Plan]:
-        """The best plans of this package; `megatron` is the best of Megatron's own schedules, None if none fits."""
+        """The best plans of this package; `megatron` is the best of Megatron's own schedules, None if none fits. After
+        a long search good plans are enough, if none gains more than the error of predictions. What takes much longer
+        than the best is not looked for: schedules of very many segments take most of a minute to simulate."""
+        exact_below = inf
+        if megatron is not None:
+            seconds = self.seconds_at_pace_of(megatron)
+            exact_below = longest_that_gains(seconds, self.question.machine.error_of(self.question.model))
+        return self.search.best(number, exact_below=exact_below, within=_NOT_MUCH_LONGER)
+
+    @abstractmethod
+    def seconds_at_pace_of(self, megatron: Any) -> float:
+        """A step of this package with as many tokens a second as a plan of Megatron's."""
 
     @property
     def least_seconds(self) -> float:
         """What plans of this package take at least that the search has not found."""
-        return inf
+        return self.search.least_seconds
+
+    def ended_early(self, answer: Answer) -> Iterator[str]:
+        """A sentence where the search has left out plans that may be faster."""
+        if answer.least_seconds < answer.ours[0].seconds:
+            yield plan_text.ended_early(answer.least_seconds)
 
     @abstractmethod
     def nothing_fits(self, left_out: Sequence[str]) -> ValueError:
@@ -101,17 +116,8 @@ class PlansOfSequences(PlanKind):
             fitting = first_that_fits(candidate, self.question.budget, predicted)
         return fitting or predicted(candidate)
 
-    def best(self, number: int, megatron: Plan | None) -> Sequence[Plan]:
-        """After a long search good plans are enough, if none gains more than the error of predictions. What takes much
-        longer than the best is not looked for: schedules of very many segments take most of a minute to simulate."""
-        exact_below = inf
-        if megatron is not None:
-            exact_below = longest_that_gains(megatron.seconds, self.question.machine.error_of(self.question.model))
-        return self.search.best(number, exact_below=exact_below, within=_NOT_MUCH_LONGER)
-
-    @property
-    def least_seconds(self) -> float:
-        return self.search.least_seconds
+    def seconds_at_pace_of(self, megatron: Plan) -> float:
+        return megatron.seconds
 
     def nothing_fits(self, left_out: Sequence[str]) -> ValueError:
         return way_out(self.question, left_out)
@@ -124,8 +130,7 @@ class PlansOfSequences(PlanKind):
 
     def verdict(self, answer: Answer) -> Iterator[str]:
         yield plan_text.verdict(answer.gain, answer.megatron)
-        if answer.least_seconds < answer.ours[0].seconds:
-            yield plan_text.ended_early(answer.least_seconds)
+        yield from self.ended_early(answer)
         if answer.megatron is not None:
             yield plan_text.reason(answer.ours[0], answer.megatron, answer.gain)
 
@@ -180,17 +185,8 @@ class PlansInUnits(PlanKind):
         candidate = candidate_of_launch(launch, self.search.average(launch.unit_tokens))
         return None if candidate is None else self.search.predict(replace(candidate, unit_tokens=launch.unit_tokens))
 
-    def best(self, number: int, megatron: UnitPlan | None) -> Sequence[Plan]:
-        """As for sequences of one length. Megatron's steps may have other numbers of tokens."""
-        exact_below = inf
-        if megatron is not None:
-            seconds = self.search.tokens / megatron.tokens_per_second
-            exact_below = longest_that_gains(seconds, self.question.machine.error_of(self.question.model))
-        return self.search.best(number, exact_below=exact_below, within=_NOT_MUCH_LONGER)
-
-    @property
-    def least_seconds(self) -> float:
-        return self.search.least_seconds
+    def seconds_at_pace_of(self, megatron: UnitPlan) -> float:
+        return self.search.tokens / megatron.tokens_per_second  # steps of packs have other numbers of tokens
 
     def nothing_fits(self, left_out: Sequence[str]) -> ValueError:
         return self.search.way_out()
@@ -203,8 +199,7 @@ class PlansInUnits(PlanKind):
 
     def verdict(self, answer: Answer) -> Iterator[str]:
         yield plan_text.verdict_on_units(answer.gain, answer.megatron)
-        if answer.least_seconds < answer.ours[0].seconds:
-            yield plan_text.ended_early(answer.least_seconds)
+        yield from self.ended_early(answer)
 
     def notes(self, flags: Sequence[str]) -> Iterator[str]:
         if set(_SEPARATE_DOCUMENTS).isdisjoint(map(name_of, flags)):

@@ -59,8 +59,7 @@ class ProgramExecutor:
     """The executor of a program without Megatron's arguments; called like Megatron's `forward_backward_func`.
 
     The first step of every model calls `configure(run)`, which may raise ValueError, that of one rank on all; the first
-    configuration is kept.
-    `keep_documents_apart` is for batches with `cu_seqlens` or a boolean `attention_mask`.
+    configuration is kept. `keep_documents_apart` is for batches with `cu_seqlens` or a boolean `attention_mask`.
     """
 
     def __init__(self, configure: Callable[[MegatronRun], PipelineConfig], keep_documents_apart: bool = False) -> None:

@@ -64,8 +64,8 @@ def starts_of_documents(hidden: Tensor, where: str) -> Tensor:
     tokens and padding at the end. Waits for the GPU."""
     starts = torch.zeros(hidden.shape[:2], dtype=torch.bool)
     starts[:, 0] = True
-    starts[:, 1:] = hidden.diagonal(-1, 1, 2).cpu()  # tokens that do not see the one before them
-    starts &= ~padding_at_end(hidden).cpu()
+    # Tokens that see themselves, as padding does not, but not the one before them.
+    starts[:, 1:] = (hidden.diagonal(-1, 1, 2) & ~hidden.diagonal(0, 1, 2)[:, 1:]).cpu()
     if differs(hidden, starts.cumsum(1).to(hidden.device)):
         raise ValueError(
             f"{where} hides more or less than other documents, later tokens and padding at the end, but segments hide "
@@ -77,7 +77,7 @@ def starts_of_documents(hidden: Tensor, where: str) -> Tensor:
 def differs(mask: Tensor, document: Tensor | None = None) -> Tensor:
     """Whether `mask` [b, s, s], True where hidden, differs from the causal mask, or from that within documents if
     `document` [b, s] numbers them for each token: a boolean on its device. Padding at the end may be hidden, too."""
-    is_padding = padding_at_end(mask)
+    is_padding = _padding_at_end(mask)
     is_different = is_padding[:, 0].any()  # no token is left
     for first in range(0, mask.shape[-1], _ROWS_AT_ONCE):
         rows = mask[:, first : first + _ROWS_AT_ONCE]
@@ -90,7 +90,7 @@ def differs(mask: Tensor, document: Tensor | None = None) -> Tensor:
     return is_different
 
 
-def padding_at_end(mask: Tensor) -> Tensor:
+def _padding_at_end(mask: Tensor) -> Tensor:
     """Which of the last tokens are hidden from all, by `mask` [b, s, s], True where hidden: booleans [b, s]."""
     is_hidden = mask.all(1)
     num_hidden_behind = is_hidden.flip(1).cumsum(1).flip(1)

@@ -251,7 +251,7 @@ class PipelineExecutor:
         """Let the model chunks of this rank run by actions; those of an earlier step are ready. Raises ValueError for a
         model that cannot."""
         self._let_run_on_segments(step.chunks)
-        if self.context.kept_attention is not None:
+        if self.context.kept_attention is not None and not self.segmentation.follows_segments:
             attach(step.chunks, self.context, self._kernels_of)  # of whole sequences, too
         if self._activations.moves_layers:
             self._layer_ends.follow(step.chunks)
@@ -266,12 +266,11 @@ class PipelineExecutor:
         def prepare() -> None:
             self._let_run_on_segments(references_of_chunks(step, calls))
 
-        check: Callable[[], Any] = prepare
-        if not (step.is_alone or self._references.issuperset(called)):
-            for group in _groups_of_replica(step):
-                check = partial(results_on_all_ranks, check, f"a reference in step {self._num_steps}", group)
-        check()
-        self._references.update(called)
+        if step.is_alone or self._references.issuperset(called):
+            prepare()
+        else:
+            _through_replica(step, results_on_all_ranks, prepare, f"a reference in step {self._num_steps}")
+            self._references.update(called)
 
     def _let_run_on_segments(self, chunks: list[torch.nn.Module]) -> None:
         """Let chunks of a model, or of a reference, follow segments if there are any. Raises ValueError for those that
@@ -344,10 +343,7 @@ class PipelineExecutor:
             def plan() -> str:
                 return f"the order {make().planned} {of_step}"
 
-            check = plan
-            for group in _groups_of_replica(step):
-                check = partial(check_agreement, check, f"the order {of_step}", group)
-            check()
+            _through_replica(step, check_agreement, plan, f"the order {of_step}")
             self._orders.add(new)
         return make()
 
@@ -448,10 +444,12 @@ def watched(function: Callable, tracer: StepTracer) -> Callable:
     return partial(run_traced, function, tracer)
 
 
-def _groups_of_replica(step: Step) -> tuple[dist.ProcessGroup, ...]:
-    """The groups through which the error of a rank reaches all ranks of its replica, each asked by what is behind it:
-    the others of its pipeline have it first, and each of these tells its neighbours."""
-    return step.pipeline, step.groups.tp, step.groups.cp
+def _through_replica(step: Step, exchange: Callable[..., Any], make: Callable[[], Any], what: str) -> None:
+    """Call `exchange(make, what, group)` so that the error of a rank reaches all ranks of its replica: the others of
+    its pipeline have it first, and each of these tells its neighbours."""
+    for group in (step.pipeline, step.groups.tp, step.groups.cp):
+        make = partial(exchange, make, what, group)
+    make()
 
 
 def refuse_uncut(step: Step) -> None:

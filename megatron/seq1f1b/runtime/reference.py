@@ -44,10 +44,10 @@ def run_references(
     """Run the references that the programs of a step call, until all programs wait for their model.
 
     `schedule_of(step)` gives the actions of this rank, and `prepare(step, calls)` lets the references that all calls
-    wait for run by them. `cut_again()` cuts the step for what the programs call next,
-    which may have other sequences or documents; without it all calls of a program have the same. In an evaluation the
-    programs may end instead, if what they called was no reference, but their model without its wrappers. Then
-    `calls.have_ended`, and the result has their losses; otherwise it is empty.
+    wait for run by them. `cut_again()` cuts the step for what the programs call next, which may have other sequences or
+    documents; without it all calls of a program have the same. In an evaluation the programs may end instead, if what
+    they called was no reference, but their model without its wrappers. Then `calls.have_ended`, and the result has
+    their losses; otherwise it is empty.
     """
     losses = Losses(step)
     calls.at(0, 0)  # tells whether the programs of the step call a reference
